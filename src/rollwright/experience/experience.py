@@ -103,7 +103,7 @@ class Experience:
 
     @property
     def truncate_status(self) -> str | None:
-        """``response_truncated`` where the response was cut by a limit; Trinity-RFT's name of ``truncated``."""
+        """``response_truncated`` if a limit cut the response; Trinity-RFT's name for ``truncated``."""
         return "response_truncated" if self.truncated else None
 
     def check(self) -> None:

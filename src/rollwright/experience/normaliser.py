@@ -87,13 +87,13 @@ def normalise(
 
 
 def _refuse_unawaited(key: str, value: Any, place: Place) -> None:
-    """Name a call whose ``await`` was forgotten, with its line: a result, an item of it, or the value of a key or attribute."""
+    """Raise with the source line if a result, one of its items, or the value of a key or attribute is an un-awaited coroutine."""
     if inspect.isawaitable(value):
         name = getattr(value, "__qualname__", type(value).__name__)
-        origin = getattr(value, "cr_origin", None)  # where rollout's event loop runs (coroutine origins are tracked)
+        origin = getattr(value, "cr_origin", None)  # set by rollout's event loop, which tracks coroutine origins
         where = f" at {origin[0][0]}:{origin[0][1]}" if origin else ""
         if inspect.iscoroutine(value):
-            value.close()  # so that Python does not say so, too
+            value.close()  # avoids Python's "never awaited" warning
         raise place.error(key, f"it is a call of {name}{where} that was not awaited", "write await before it")
     if isinstance(value, Mapping):
         for name, item in value.items():

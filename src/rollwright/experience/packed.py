@@ -23,7 +23,7 @@ from rollwright.experience.trajectory import row_lengths
 FORMAT = "rollwright.experience"
 VERSION = 2
 _FIRST_WITH_CHECKSUM = 2
-_CHECKSUM, _NO_CHECKSUM = "checksum", "0" * 16  # of all bytes, with zeros in its place
+_CHECKSUM, _NO_CHECKSUM = "checksum", "0" * 16  # over all bytes, with this field set to zeros
 
 
 #: Names of the types in the format (https://github.com/huggingface/safetensors#format).
@@ -70,10 +70,10 @@ def _checksum_of(head: bytes, body: bytes) -> str:
 
 
 def _check(data: bytes, size: int, metadata: Mapping[str, str]) -> None:
-    """Compare bytes with their checksum; the first version wrote none.
+    """Verify the checksum of bytes; the first version wrote none.
 
     Raises:
-        ValueError: they are not what was written.
+        ValueError: the checksum is missing or does not match.
     """
     expected = metadata.get(_CHECKSUM)
     if expected is None and int(metadata["version"]) >= _FIRST_WITH_CHECKSUM:
@@ -81,7 +81,7 @@ def _check(data: bytes, size: int, metadata: Mapping[str, str]) -> None:
     if expected is not None:
         head, body = data[: 8 + size], data[8 + size :]
         if _checksum_of(head.replace(expected.encode(), _NO_CHECKSUM.encode(), 1), body) != expected:
-            raise ValueError("their checksum does not hold")
+            raise ValueError("their checksum does not match")
 
 
 def safetensors_head(named: Iterable[tuple[str, torch.Tensor]], metadata: Mapping[str, str]) -> bytes:

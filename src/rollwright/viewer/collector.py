@@ -67,12 +67,12 @@ _INSERT = f"INSERT INTO samples ({', '.join(_COLUMNS)}) VALUES ({', '.join('?' *
 _TRAINED = """
 UPDATE samples SET step = ?, step_writer = ?, trained = ?, advantage = ?, advantages = ?, trained_places = ?, is_undone = ? WHERE id = ?
 """
-#: Samples of the steps and evaluations that a resume took back.
+#: Samples of the steps and evaluations that a resume undid.
 _UNDONE_BY_RESUME = """
 UPDATE samples SET is_undone = 1
 WHERE (step > :step AND step_writer < :writer) OR (is_eval AND version > :version AND writer < :writer)
 """
-#: Samples that a process runs again: it began the same one, from an attempt that is not later.
+#: Samples that a process runs again: it began the same sample from the same or an earlier attempt.
 _UNDONE_BY_SAMPLE = """
 UPDATE samples SET is_undone = 1
 WHERE ordinal = ? AND is_eval = ? AND idx = ? AND attempt >= ? AND writer < ? AND (NOT is_eval OR version = ?)
@@ -92,7 +92,7 @@ WHERE step = :step AND writer = :writer
 """
 
 
-PLACE_BITS = 44  # of a place: the number of the file, shifted by these, and the byte where the record begins
+PLACE_BITS = 44  # a place is the file's number << PLACE_BITS | the offset of the record
 _WAITING_KEPT = 1_000  # groups whose samples are looked for again
 
 
@@ -199,7 +199,7 @@ class Collector:
         self._open: dict[tuple[int, int], OpenSample] = {}
         self._ended: list[list[Any]] = []  # rows of samples that are not written yet
         self._trained: list[tuple[int, int, Trained]] = []  # writer, place and record: the rows of one group
-        self._behind_gap: int | None = None  # the writer whose last record is the one behind damaged bytes
+        self._behind_gap: int | None = None  # the writer whose last record follows damaged bytes
         self._is_cut = False  # rows of the group may be lost
         for row in connection.execute("SELECT * FROM running"):
             self._open[row["writer"], row["episode"]] = OpenSample.of(row["state"])
@@ -208,7 +208,7 @@ class Collector:
         self._left = self._left_open()
         found = connection.execute("SELECT DISTINCT writer FROM gaps WHERE last IS NULL")
         self._has_gaps = connection.execute("SELECT count(*) FROM gaps").fetchone()[0] > 0
-        self._gaps_open = {row[0]: True for row in found}  # writers that recorded no step behind damaged bytes yet
+        self._gaps_open = {row[0]: True for row in found}  # writers without a step since their damaged bytes
         self._steps = dict(connection.execute("SELECT writer, max(step) FROM steps GROUP BY writer").fetchall())
         self._checkpoint = connection.execute("SELECT max(step) FROM checkpoints").fetchone()[0] or 0
         self._take: dict[type, Callable[[int, int, Any], None]] = {
@@ -241,7 +241,7 @@ class Collector:
             take(writer, place, record)
 
     def gap(self, writer: int, file: int, begin: int, end: int, note: str = "") -> None:
-        """Bytes of a file are damaged, or the rest of it cannot be read (``note``): what was open there may lack records."""
+        """Record damaged bytes of a file, or its unreadable rest (``note``): samples open there may lack records."""
         self._is_cut = bool(self._trained)
         if self._trained:
             self._assign()
@@ -293,7 +293,7 @@ class Collector:
             self._begun_again(resumed, begin)
 
     def _begun_again(self, resumed: int, begin: tuple[Any, ...]) -> None:
-        """A sample begins in the process that went on, or in one that it started: what those before had of it is undone."""
+        """A sample begins in the resumed process or one that it started: undo what earlier processes recorded of it."""
         ordinal, index, attempt, is_eval, version = begin[:5]
         self._flush()
         self._connection.execute(_UNDONE_BY_SAMPLE, (ordinal, is_eval, index, attempt, resumed, version))
@@ -302,7 +302,7 @@ class Collector:
                 sample.is_undone = True
 
     def _left_open(self) -> dict[tuple[bool, int, int], list[OpenSample]]:
-        """Samples that had no end when the last process went on."""
+        """Samples that were unfinished when the last process resumed."""
         left: dict[tuple[bool, int, int], list[OpenSample]] = {}
         for (writer, _), sample in self._open.items():
             if self._resumes and writer < max(self._resumes):
@@ -411,7 +411,7 @@ class Collector:
         self._first_steps.setdefault(writer, first.step)
         rows = [(place, record.reward, _mean_advantage(record)) for _, place, record in trained]
         self._flush()
-        if is_cut:  # which of them are whose is not known
+        if is_cut:  # which rows belong to which sample is unknown
             self._mark_damaged(writer, first.group)
         elif not self._find(writer, first.step, first.group, rows):
             values = (first.group, writer, first.step, msgspec.msgpack.encode(rows))
@@ -434,17 +434,17 @@ class Collector:
             return True  # of a store, or of a file that was removed
         resumed = min(
             (each for each in self._resumes if each > writer), default=1 << 31
-        )  # samples from there on are of later steps
+        )  # samples from there on belong to later steps
         own = self._connection.execute(
             "SELECT id, idx, rows, step, step_writer, trained FROM samples WHERE ordinal = ? AND is_eval = 0 AND status = 'accepted' "
-            "AND writer < ? ORDER BY idx, id DESC",  # of one that ran again the last is first
+            "AND writer < ? ORDER BY idx, id DESC",  # the newest of a repeated sample comes first
             (group["ordinal"], resumed),
         ).fetchall()
         own = [
             sample for sample, before in zip(own, [None, *own], strict=False) if not before or before["idx"] != sample["idx"]
         ]
         if self._has_gaps and sum(sample["rows"] for sample in own) != len(trained):
-            self._mark_damaged(writer, number)  # a sample is lost: which rows are whose is not known
+            self._mark_damaged(writer, number)  # a sample is lost, so which rows belong to which is unknown
             return False
         is_undone = any(other > writer and first <= step for other, first in self._first_steps.items())
         left, updates = iter(trained), []

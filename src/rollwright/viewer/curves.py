@@ -61,7 +61,7 @@ class Curves:
         self._damaged: list[str] = []
 
     def update(self) -> None:
-        """Read what was written since; a file that a resume cut is read anew. Lines that are damaged are left out, see ``missing``."""
+        """Read what was written since; a file that a resume truncated is read again. Damaged lines are skipped, see ``missing``."""
         with self._lock:
             if not self.path.exists():
                 return
@@ -97,7 +97,7 @@ class Curves:
             values.append(value)
 
     def missing(self) -> list[str]:
-        """What the file does not have any more."""
+        """Messages about lost or damaged lines."""
         self.update()
         with self._lock:
             left = self.path.stat().st_size - self._read if self.path.exists() else 0

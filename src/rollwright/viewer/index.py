@@ -74,7 +74,7 @@ CREATE TABLE checkpoints (step INT, writer INT, frontier INT, time REAL, beyond 
 """
     + TEXTS
 )
-_CONTENT = 3  # of what the tables hold; to be raised where it changes and they do not
+_CONTENT = 3  # version of the content; raise it if the content changes but the tables do not
 #: Of tables and content; an index of another one is built anew.
 VERSION = (zlib.crc32(_SCHEMA.encode()) + _CONTENT) & 0x7FFF_FFFF
 
@@ -247,7 +247,7 @@ class Index:
                 read_to = end
                 if deadline is not None and count % _AT_ONCE == 0 and time.monotonic() > deadline:
                     break
-        except JournalError as error:  # the others can be read
+        except JournalError as error:  # other files may be readable
             collector.gap(writer, number, read_to, path.stat().st_size, str(error))
         if read_to == len(frames_module.VERSION) and not begin:
             return 0
@@ -268,7 +268,7 @@ class Index:
         return self._texts.advance(self._writer, deadline)
 
     def progress(self) -> dict[str, Any]:
-        """How far the index is: samples without those that a resume undid, bytes and the share of texts."""
+        """Progress of the index: samples (without those that a resume undid), bytes, and the share of texts."""
         sizes = {path.name: path.stat().st_size for path in journal_files(self.journal)}
         read = {row["name"]: row["position"] for row in self.rows("SELECT name, position FROM files")}
         highest = (
@@ -287,11 +287,11 @@ class Index:
         }
 
     def missing(self, *, is_running: bool, is_finished: bool) -> list[Gap]:
-        """What the journal does not have any more: damaged bytes, ends and files.
+        """Damaged bytes, truncated ends and missing files of the journal.
 
         Args:
-            is_running: a process writes, whose last file may end in the middle of a record.
-            is_finished: the run came to its end, and so did its files.
+            is_running: a process is writing, so its last file may end inside a record.
+            is_finished: the run has finished, so its files must be complete.
         """
         known = {row["id"]: row for row in self.rows("SELECT * FROM files")}
         found = [
@@ -333,7 +333,7 @@ class Index:
         return found + [Gap(self.journal / name, 0, expected[name], note="this file is gone") for name in gone]
 
     def _says_where_it_ends(self, path: Path) -> bool:
-        """Files of the version before do not, and one that a killed process just began has nothing to say."""
+        """True if a file records its end. Older versions do not; nor does a file that a killed process had just begun."""
         with path.open("rb") as file:
             return file.read(len(frames_module.VERSION) + 1)[:-1] == frames_module.VERSION
 

@@ -162,7 +162,7 @@ def wants_file(request: Request) -> bool:
 
 
 def wants_undone(request: Request) -> bool:
-    """True where what a resume undid is asked for, too."""
+    """True if the request includes what a resume undid."""
     return request.query_params.get("undone") == "1"
 
 

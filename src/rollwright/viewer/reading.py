@@ -88,10 +88,10 @@ def plain_floats(values: np.ndarray) -> list[float | None]:
 
 
 def read_episode(index: Index, places: bytes, writer: int) -> RecordedEpisode:
-    """The episode whose records are at these places; of one of which some are lost (``is_damaged`` in lists) what is left.
+    """Read the episode whose records are at these places; if some are lost (``is_damaged`` in lists), the rest of it.
 
     Raises:
-        JournalError: a file of the journal is gone or was changed.
+        JournalError: a file of the journal is missing or was changed.
     """
     records = index.records(places)
     if not records or not isinstance(records[0], Begin):
@@ -99,13 +99,13 @@ def read_episode(index: Index, places: bytes, writer: int) -> RecordedEpisode:
     episode = RecordedEpisode(records[0], writer=writer)
     for record in records[1:]:
         if isinstance(record, Call):
-            if record.index == len(episode.calls):  # else one before is lost, and what this builds on is not known
+            if record.index == len(episode.calls):  # otherwise an earlier call is lost, which this one extends
                 episode.add(record, _arguments(index, writer, record.arguments))
         elif isinstance(record, Result):
             episode.results.append(record)
         elif isinstance(record, End):
             episode.end = record
-    if episode.end is not None:  # the rows of calls that are lost cannot be put together
+    if episode.end is not None:  # rows of lost calls cannot be rebuilt
         episode.end.rows = [row for row in episode.end.rows if row.base < len(episode.calls)]
     return episode
 

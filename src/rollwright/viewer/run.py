@@ -113,7 +113,7 @@ class Run(RunFiles):
                 threading.Thread(target=self._follow, args=(self._following,), name="rollwright-index", daemon=True).start()
 
     def missing(self) -> list[dict[str, Any]]:
-        """As ``RunFiles.missing``, with what the journal lacks: damaged bytes, ends and files, and the steps that they lie between."""
+        """Like ``RunFiles.missing``, plus the journal's damaged bytes, truncated ends and missing files, each with its range of steps."""
         found = super().missing()
         if not (self.path / "journal").is_dir():
             return [*found, *self._without_journal()]
@@ -132,7 +132,7 @@ class Run(RunFiles):
         return [self._lacks(self.path / "journal", "it is gone: nothing is known of the samples")]
 
     def _unlike(self) -> list[dict[str, Any]]:
-        """Where journal and metrics, of which each has every step, do not have the same ones."""
+        """Steps that only one of journal and metrics has; each should have all."""
         if self.is_running or not self._index.progress()["is_complete"]:
             return []
         indexed = {row["step"] for row in self._samples.steps()}
@@ -188,11 +188,11 @@ class Run(RunFiles):
     # -- steps, groups and samples -----------------------------------------------------------------------------------------
 
     def steps(self, offset: int = 0, limit: int | None = None, *, undone: bool = False) -> list[dict[str, Any]]:
-        """All steps, from ``metrics.jsonl`` and with what the index has of them.
+        """All steps, from ``metrics.jsonl`` and the index.
 
         Args:
-            offset, limit: the first of them, and how many.
-            undone: also those that a resume undid and that are not made again yet (``is_undone``).
+            offset, limit: index of the first, and how many.
+            undone: include steps that a resume undid and that have not been repeated yet (``is_undone``).
         """
         indexed = {row["step"]: row for row in self._samples.steps(undone=undone)} if self.has_journal else {}
         rewards, counts = (dict(self.curves.points(name)) for name in ("reward", "samples"))
@@ -213,14 +213,14 @@ class Run(RunFiles):
         return self._samples.step(step, bins)
 
     def group(self, key: str | int, *, undone: bool = False) -> dict[str, Any]:
-        """A group by the ordinal of its task (``eval:5`` for one of evaluations): its samples, task and prefix tree.
+        """A group by the ordinal of its task (``eval:5`` for an evaluation): its samples, task and prefix tree.
 
         Args:
             key: the ordinal.
-            undone: also samples that a resume undid.
+            undone: include samples that a resume undid.
 
         Raises:
-            DataError: it is not in the index.
+            DataError: the group is not in the index.
         """
         group = self._samples.group(str(key), undone=undone)
         task, error, rows = None, "", []
@@ -339,7 +339,7 @@ class Run(RunFiles):
         """Each publication of weights: ``step``, ``version``, ``way``, ``seconds``, ``bytes``, ``engines``, ``audit``, ``time``.
 
         Args:
-            undone: also those of steps that a resume undid and that are not made again yet.
+            undone: include steps that a resume undid and that have not been repeated yet.
         """
         return self._samples.publications(undone=undone)
 
@@ -370,8 +370,8 @@ class Run(RunFiles):
         """A pandas ``DataFrame`` of ``samples``, ``tokens``, ``metrics`` or ``publications``.
 
         Args:
-            what: which of them.
-            query: of samples and tokens, fields of ``viewer.search.Query``: ``run.frame("tokens", step=12)``; of publications ``undone``.
+            what: name of the table.
+            query: for samples and tokens, fields of ``viewer.search.Query``: ``run.frame("tokens", step=12)``; for publications ``undone``.
 
         Raises:
             DataError: ``what`` is none of these, or pandas is not installed.
@@ -395,7 +395,7 @@ class Run(RunFiles):
         return frames.tokens_of(key, self._rows(self._episode(key, places), trained))
 
     def last_samples(self, limit: int = 50, *, undone: bool = False) -> list[dict[str, Any]]:
-        """The samples that ended last, for a run that has not trained yet; with ``undone`` also those that a resume undid."""
+        """The newest finished samples, for a run that has not trained yet; ``undone`` includes those that a resume undid."""
         where = "" if undone else f"WHERE {NOT_UNDONE} "
         ended = self._samples.listed(f"{where}ORDER BY samples.id DESC LIMIT ?", limit)
         return [*self._samples.running(undone=undone), *ended][:limit]

@@ -146,11 +146,11 @@ class RunFiles:
         return {"series": self.curves.series(names, points, smoothing), "groups": groups_of(self.curves.names())}
 
     def missing(self) -> list[dict[str, Any]]:
-        """What the files do not say any more, because they are damaged, cut or gone; empty where all is whole.
+        """Damaged, truncated or missing parts of the run's files; empty if all are intact.
 
         Returns:
-            For each its ``file`` (below the run's directory), the bytes from ``begin`` to ``end`` and the ``steps`` that it lies between,
-            as far as these are known, and all of it as a ``message``.
+            For each part its ``file`` (relative to the run's directory), the bytes ``begin`` to ``end`` and the ``steps`` before and after
+            it, if known, and a ``message`` with all of these.
         """
         found = [self._lacks(self.curves.path, each) for each in self.curves.missing()]
         if not self.curves.path.exists() and self._wrote_metrics():
@@ -181,11 +181,11 @@ class RunFiles:
         return marker.exists() and '"checksum"' in marker.read_text(encoding="utf-8", errors="replace")
 
     def _wrote_metrics(self) -> bool:
-        """A step was made, or an evaluation."""
+        """True if a step or an evaluation has completed."""
         return self._last_known_step() > 0
 
     def _last_known_step(self) -> int:
-        """The last that a recover checkpoint or the results of the stage know of."""
+        """The last step according to a recover checkpoint or the stage's results."""
         made = [int(path.name.rpartition("_")[2]) for path in self.path.glob("recover/step_*") if path.name[5:].isdecimal()]
         steps = self._results().get("steps")
         return max([*made, steps if isinstance(steps, int) else 0], default=0)
@@ -245,7 +245,7 @@ def _read_json(path: Path) -> dict[str, Any]:
 
 
 def _problem_of(path: Path) -> str | None:
-    """Why a JSON file cannot be read; None where it can, or there is none."""
+    """Why a JSON file cannot be read; None if it can or does not exist."""
     try:
         read_json(path)
     except FileNotFoundError:

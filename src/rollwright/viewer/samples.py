@@ -25,7 +25,7 @@ advantage, advantages, is_undone, is_damaged, substr(texts.said, 1, 120) AS prev
 SELECT = f"SELECT {_LISTED} FROM samples LEFT JOIN texts ON texts.id = samples.id"
 #: Of several attempts with one name, the first of these is meant.
 _BEST_FIRST = "is_undone, status IN ('accepted', 'rejected') DESC, samples.id DESC"
-#: The condition of lists that were not asked for samples that a resume undid.
+#: Condition of lists without samples that a resume undid.
 NOT_UNDONE = "NOT is_undone"
 
 
@@ -76,7 +76,7 @@ class Samples:
         return [self.plain(row) for row in self._index.rows(f"{SELECT} {where}", *values)]
 
     def running(self, ordinal: int | None = None, is_eval: bool = False, *, undone: bool = False) -> list[dict[str, Any]]:
-        """Samples without an end; of one task, or all. ``undone``: also those that began again after a resume."""
+        """Unfinished samples of one task or all; ``undone`` includes those that began again after a resume."""
         found = []
         for row in self._index.rows("SELECT writer, state FROM running"):
             sample = OpenSample.of(row["state"])
@@ -155,14 +155,14 @@ class Samples:
     # -- groups ------------------------------------------------------------------------------------------------------------------
 
     def group(self, key: str, *, undone: bool = False) -> dict[str, Any]:
-        """A group with its samples, those of all attempts.
+        """A group with its samples of all attempts.
 
         Args:
-            key: of the group, or of a sample of it.
-            undone: also those that a resume undid.
+            key: key of the group or of one of its samples.
+            undone: include samples that a resume undid.
 
         Raises:
-            DataError: there is none.
+            DataError: there is no such group.
         """
         parts = parse_key(key)
         conditions, values = ["ordinal = ?", "is_eval = ?"], [parts.ordinal, parts.is_eval]
@@ -204,8 +204,8 @@ class Samples:
         }
 
     def _groups(self, condition: str, *values: Any, shown: str, of_eval: bool = False) -> list[dict[str, Any]]:
-        """Groups that have ended, each with the samples that are ``shown``; those of evaluations are all of one version."""
-        last = f"SELECT max(id) FROM groups WHERE {condition} GROUP BY ordinal"  # one that was evaluated again after a resume
+        """Finished groups, each with the samples that match ``shown``; groups of evaluations must all have one version."""
+        last = f"SELECT max(id) FROM groups WHERE {condition} GROUP BY ordinal"  # the newest, because a resume evaluates again
         groups = self._index.rows(f"SELECT * FROM groups WHERE id IN ({last}) ORDER BY ordinal", *values)
         of_group: dict[str, list[dict[str, Any]]] = {}
         tasks = f"SELECT ordinal FROM groups WHERE {condition}"
@@ -218,7 +218,7 @@ class Samples:
     # -- steps -------------------------------------------------------------------------------------------------------------------
 
     def steps(self, *, undone: bool = False) -> list[dict[str, Any]]:
-        """What the index has of each step, as it was made last; with ``undone`` also those that a resume undid and that are not made again."""
+        """The index's entry of each step, from its last run; ``undone`` includes steps that a resume undid and that were not repeated."""
         rows = self._index.rows("SELECT *, max(writer) FROM steps GROUP BY step ORDER BY step")
         same = "step samples groups reward reward_min reward_max tokens dropped without_variance time version"
         return [
@@ -228,15 +228,15 @@ class Samples:
         ]
 
     def publications(self, *, undone: bool = False) -> list[dict[str, Any]]:
-        """What was published after each step, as it was made last; with ``undone`` also of those that a resume undid."""
+        """The publication after each step, from its last run; ``undone`` includes steps that a resume undid."""
         rows = self._index.rows("SELECT *, max(writer) FROM steps GROUP BY step ORDER BY step")
         return [plain_publication(row) for row in rows if undone or not self._is_undone(row["writer"], row["step"])]
 
     def step(self, step: int, bins: int) -> dict[str, Any]:
-        """A step: its groups, and those that were dropped while it was sampled. One that a resume undid has the samples of then.
+        """A step: its groups, and those dropped while it was sampled. A step that a resume undid keeps its original samples.
 
         Raises:
-            DataError: there is none.
+            DataError: there is no such step.
         """
         writers = self._index.rows("SELECT max(writer) FROM groups WHERE step = ? AND NOT is_eval", step)
         row = self._index.rows("SELECT * FROM steps WHERE step = ? ORDER BY writer DESC LIMIT 1", step)

@@ -42,19 +42,19 @@ Bounds = int | float | tuple[float | None, float | None] | None
 
 @dataclass
 class Query:
-    """What is looked for; a filter that is None lets all samples pass.
+    """Search filters; None disables a filter.
 
     Attributes:
-        text: words that all have to be there, and phrases in quotes.
+        text: words that must all occur, and phrases in quotes.
         regex: a pattern of Python's ``re``.
-        where: text is looked for in what the sample was ``given``, what it ``said``, or ``any`` of both.
-        step, reward, tokens, length, advantage, version: a value, or the lowest and highest one (None: no limit).
+        where: text to search: what the sample was ``given``, what it ``said``, or ``any`` of both.
+        step, reward, tokens, length, advantage, version: a value, or a (lowest, highest) pair, in which None means no limit.
         status: accepted, rejected, failed or cut.
-        tag: the name of a workflow.
-        tool: the name of a durable call that was made, or a part of it.
-        is_eval: of evaluations, or of training.
+        tag: name of the workflow.
+        tool: name of a durable call, or part of it.
+        is_eval: True for evaluations, False for training.
         truncated: cut by a length limit.
-        undone: also samples that a resume undid: those of steps that were lost, and those that ran again.
+        undone: include samples that a resume undid: those of lost steps, and those that ran again.
         order: one of ``ORDERS``.
     """
 

@@ -67,7 +67,7 @@ class RecordedEpisode:
     end: End | None = None  # None: it was not at an end when its process was, or it runs
     writer: int = 0  # number of the process that wrote it
     names_writer: bool = False  # a later process has an episode of the same name
-    damage: Gap | None = None  # bytes behind which nothing is taken of it, because some of its records may be lost in them
+    damage: Gap | None = None  # records after these bytes are ignored, because some may be lost in them
     ignored: tuple[str, ...] = ()  # durable calls whose name begins so are made anew
 
     def __post_init__(self) -> None:
@@ -165,15 +165,13 @@ class RecordedEpisode:
         return mask
 
     def add(self, call: Call, gconfig: dict[str, Any]) -> None:
-        """The next call; its prompt is made whole.
+        """Append the next call and complete its prompt.
 
         Raises:
-            JournalError: a call before it is missing.
+            JournalError: an earlier call is missing.
         """
         if call.index != len(self.calls):
-            raise JournalError(
-                f"{self.name}: call {call.index} follows call {len(self.calls) - 1}: those between them are lost."
-            )
+            raise JournalError(f"{self.name}: call {call.index} follows call {len(self.calls) - 1}: those between are lost.")
         added = np.frombuffer(call.added, dtype=TOKEN_TYPE)
         if call.base >= 0:
             base = self.calls[call.base]
@@ -219,22 +217,22 @@ def read_episodes(
     note: Callable[[Place, AnyRecord], None] = lambda place, record: None,
     files: Iterable[Path] | None = None,
 ) -> Iterator[RecordedEpisode]:
-    """The episodes of a journal, each when its end is read; those without an end come last.
+    """Yield the episodes of a journal, each when its end is read; unfinished episodes come last.
 
-    One of which records may be lost in damaged bytes is read up to there, as if its process had been stopped then (``damage``).
+    An episode that may have lost records in damaged bytes is read up to there, as if its process had been killed then (``damage``).
 
     Args:
-        directory: of the journal.
-        wanted: says which are read; the others cost nothing but the reading of the file.
-        note: is given the records that belong to no episode.
-        files: of the journal that are read; None: all.
+        directory: directory of the journal.
+        wanted: predicate that selects the episodes to decode.
+        note: called with each record that belongs to no episode.
+        files: files of the journal to read. None reads all.
 
     Raises:
-        JournalError: a file is no journal, or the generation arguments of a call are in none.
+        JournalError: a file is not a journal, or the generation arguments of a call are in no file.
     """
     open_episodes: dict[tuple[int, int], RecordedEpisode] = {}
     arguments: dict[tuple[int, int], dict[str, Any]] = {}
-    damaged: dict[int, Gap] = {}  # the last of each writer
+    damaged: dict[int, Gap] = {}  # by writer, its last gap
     for place, record in read_all(directory, files):
         if isinstance(record, Gap):
             damaged[place.writer] = record
@@ -249,7 +247,7 @@ def read_episodes(
         elif isinstance(record, Call | Result | End):
             episode = open_episodes.get((place.writer, record.episode))
             if episode is None or episode.damage is not None:
-                continue  # not wanted, or its beginning was removed, or what is before this may be lost
+                continue  # not wanted, or its beginning was removed, or records before this one may be lost
             if isinstance(record, Call):
                 gconfig = arguments.get((place.writer, record.arguments))
                 if gconfig is None and place.writer in damaged:

@@ -1,11 +1,11 @@
-"""Journal files: appended to by one process each, readable while they are written, after any crash, and around damage.
+"""Journal files: one writer process each, readable while they are written, after a crash, and around damage.
 
-A record (``frames``) is one ``write``, so that a process that is killed loses none; the disk is flushed every ``fsync_seconds``, so that a
-machine that loses its power loses no more than that. Bytes in which no whole record is are left out, and named (``Gap``).
+A record (``frames``) is one ``write``, so a killed process loses none; files are fsynced every ``fsync_seconds``, so a power failure loses
+at most that much. Bytes that hold no complete record are skipped and reported (``Gap``).
 
-``000003-0000.journal`` is the first file of the fourth process that wrote this directory's journal; it begins its next file at the
-end of an episode or a checkpoint, where the one before is large. Each begins with a list of the files that there are, so that one that is removed
-or cut later is missed. Old files are removed only where ``keep`` says so.
+``000003-0000.journal`` is the first file of the fourth process that wrote to this journal. A process starts its next file at the end of
+an episode or a checkpoint once the current one is large. Each file begins with a list of the existing files, so that files removed or
+truncated later are noticed. Old files are removed only if ``keep`` is set.
 """
 
 from __future__ import annotations
@@ -65,7 +65,7 @@ class Journal:
         self.config = config or JournalConfig()
         self.writer = -1  # number of this process among those that wrote here
         self.size = 0  # of the present file
-        self.failure: JournalError | None = None  # the first that a record met: what came after it may be missing
+        self.failure: JournalError | None = None  # the first failed write; later records may be missing
         self._secrets = [secret.encode() for secret in secrets if len(secret) >= _SMALLEST_REDACTED]
         self._segment = -1
         self._file: int | None = None
@@ -152,9 +152,9 @@ class Journal:
         self.size += len(packed)
 
     def _cannot_be_written(self, error: OSError) -> JournalError:
-        """The error of this journal, kept in ``failure``: code that raises it may catch whatever comes."""
+        """Error for a failed write; also stored in ``failure``, because the caller's code may swallow the exception."""
         failure = JournalError(
-            f"The journal in {self.directory} cannot be written ({error}), so what episodes are answered would be lost with this "
+            f"The journal in {self.directory} cannot be written ({error}), so the episodes' answers would be lost with this "
             f"process: {remedy_of(error)}, then start the run again, which goes on from its last checkpoint."
         )
         self.failure = self.failure or failure
@@ -196,7 +196,7 @@ class Journal:
         try:
             self._append(VERSION)
             self._append(frame(encode(Files(self._sizes(), time.time()))))
-        except (JournalError, OSError):  # records behind no version could not be read
+        except (JournalError, OSError):  # without a version the records could not be read
             os.close(self._file)
             self._file = None
             raise
@@ -205,7 +205,7 @@ class Journal:
             self._flusher.start()
 
     def _sizes(self, without: Iterable[Path] = ()) -> dict[str, int]:
-        """How long the files of the journal are, those of other processes at least."""
+        """Sizes of the journal's files; for files of other processes a lower bound."""
         sizes = {}
         for path in journal_files(self.directory):
             if path not in without:
@@ -286,7 +286,7 @@ class Journal:
         frontier, needed = self._checkpoints[0]
         oldest = (0, 0) if frontier > self.goes_on_to else (self.writer, 0)
         old = [path for path in journal_files(self.directory) if oldest <= file_numbers(path) < (self.writer, needed)]
-        if old:  # also those of processes that wrote before this one
+        if old:  # includes files of earlier processes
             self.write(Files(self._sizes(without=old), time.time()))
         for path in old:
             path.unlink()
@@ -342,14 +342,14 @@ def _numbers(path: Path) -> tuple[int, int] | None:
 
 @dataclass(frozen=True)
 class Gap:
-    """Bytes of a file, or a file, in which no whole record is.
+    """A range of bytes, or a whole file, without a complete record.
 
     Attributes:
-        path: of the file.
-        begin, end: the first byte, and the one behind the last.
-        steps: the last step that its process had recorded before and the first that it recorded behind; None where there is none.
-        is_tail: nothing whole comes behind: a writer was stopped in the middle of a write, is at work, or the end is lost.
-        note: why, where there are no bytes that could be shown.
+        path: path of the file.
+        begin, end: half-open range of bytes.
+        steps: the last step that its process recorded before the gap and the first one after it; None if there is none.
+        is_tail: no complete record follows: the writer was killed during a write or is still writing, or the end is lost.
+        note: the reason, if there are no bytes to show.
     """
 
     path: Path
@@ -377,7 +377,7 @@ def _between(first: int | None, last: int | None) -> str:
 
 
 def step_of(record: AnyRecord) -> int | None:
-    """The step that a record is of; None where it is of none."""
+    """The step of a record; None if it has none."""
     return record.step if isinstance(record, Trained | Published | Phase | Checkpoint) else None
 
 
@@ -406,13 +406,13 @@ def file_numbers(path: Path) -> tuple[int, int]:
 
 
 def read_records(directory: str | Path, files: Iterable[Path] | None = None) -> Iterator[tuple[Place, AnyRecord]]:
-    """All records of a journal, or of some of its files, file by file; memory does not grow with them.
+    """Yield all records of a journal, or of some of its files, file by file, in constant memory.
 
-    Bytes in which no whole record is are left out, and the log says so: they are damaged, or their writer was killed in the middle of a
-    write, or is at work.
+    Bytes without a complete record are skipped with a log message: they are damaged, or their writer was killed during a write or is
+    still writing.
 
     Raises:
-        JournalError: a file is no journal, or of a later version.
+        JournalError: a file is not a journal, or has a later version.
     """
     for place, record in read_all(directory, files):
         if not isinstance(record, Gap | Files | Closed):
@@ -420,13 +420,13 @@ def read_records(directory: str | Path, files: Iterable[Path] | None = None) -> 
 
 
 def read_all(directory: str | Path, files: Iterable[Path] | None = None) -> Iterator[tuple[Place, AnyRecord | Gap]]:
-    """As ``read_records``, with the records of files themselves, and each gap where it is."""
+    """Like ``read_records``, but includes the records about files and yields each gap in its place."""
     for path in journal_files(directory) if files is None else files:
         yield from read_file(path)
 
 
 def read_file(path: Path) -> Iterator[tuple[Place, AnyRecord | Gap]]:
-    """The records and gaps of one file; see ``read_all``. A gap comes when what is behind it was found."""
+    """Yield the records and gaps of one file; see ``read_all``. A gap is yielded once the next record is found."""
     numbers = _numbers(path)
     writer = numbers[0] if numbers else 0
     end, begin, step = len(VERSION), -1, None
@@ -455,7 +455,7 @@ def read_file(path: Path) -> Iterator[tuple[Place, AnyRecord | Gap]]:
 
 
 def lost_files(directory: Path, listed: Files) -> list[Gap]:
-    """What a journal lacks of the files that it had when they were listed."""
+    """Files, or ends of files, that the journal has lost since they were listed."""
     found = []
     for name, size in sorted(listed.sizes.items()):
         path = directory / name

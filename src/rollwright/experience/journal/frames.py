@@ -1,8 +1,8 @@
-"""The bytes of a journal file: records, each with a mark, its length and its checksum, and what is found of them after damage.
+"""Binary format of a journal file: records framed by a mark, length and checksum, and recovery after damage.
 
-A file begins with its version. Where a record is not whole, reading goes on at the next place whose length and checksum hold: the mark
-before each record says where to look. Files of the first version have no marks; there the names of the kinds of records, with which each
-record begins, are looked for.
+A file begins with its version. After an incomplete record, reading resumes at the next offset whose length and checksum are valid; the
+mark before each record makes these offsets easy to find. Files of the first version have no marks; there the reader searches for the
+type names that records begin with.
 """
 
 from __future__ import annotations
@@ -21,12 +21,12 @@ from rollwright.experience.journal.records import KINDS, AnyRecord, decode
 
 VERSION = b"RWJRNL2\n"
 WITHOUT_MARKS = b"RWJRNL1\n"
-_MARK = b"\x1eRW\xf7"  # as a length more than any file has, so that the two versions cannot be taken for each other
-_HEAD = struct.Struct("<4sIQ")  # mark, length and checksum of a record
+_MARK = b"\x1eRW\xf7"  # read as a length it exceeds any file, so the two versions cannot be confused
+_HEAD = struct.Struct("<4sIQ")  # mark, length, checksum
 _LENGTH = struct.Struct("<IQ")
 _CHUNK = 4 << 20  # bytes read at a time
-_FEW = 16 << 10  # bytes in which most records end
-#: How a record begins: an array, and the name of its kind.
+_FEW = 16 << 10  # bytes that hold most records
+#: Start of a record: an array, then the name of its type.
 _KIND = re.compile(
     rb"(?:[\x90-\x9f]|\xdc[\x00-\xff]{2})(?:"
     + b"|".join(re.escape(msgspec.msgpack.encode(kind.__struct_config__.tag)) for kind in KINDS)
@@ -38,19 +38,19 @@ _MARKED = re.compile(re.escape(_MARK))
 
 
 def frame(body: bytes) -> bytes:
-    """A packed record as it is written."""
+    """Frame a packed record for writing."""
     return _HEAD.pack(_MARK, len(body), xxhash.xxh3_64_intdigest(body)) + body
 
 
 def frames(path: Path, begin: int = 0) -> Iterator[tuple[int, int, memoryview]]:
-    """Where the whole records of a file begin and end, and what is in them, packed. What is between two of them is damaged.
+    """Yield begin, end and packed body of each complete record of a file. Bytes between two records are damaged.
 
     Args:
-        path: of the file, which may grow meanwhile.
-        begin: where a record begins; 0: the first.
+        path: path of the file, which may grow while it is read.
+        begin: offset of a record; 0 starts at the first.
 
     Raises:
-        JournalError: the file is no journal, or of a later version.
+        JournalError: the file is not a journal, or has a later version.
     """
     with path.open("rb", buffering=0) as file:
         window = _Window(file.fileno())
@@ -65,10 +65,10 @@ def frames(path: Path, begin: int = 0) -> Iterator[tuple[int, int, memoryview]]:
 
 
 def record_at(file: int, begin: int, path: Path) -> AnyRecord:
-    """The record that begins at a byte of an open file.
+    """Read the record at an offset of an open file.
 
     Raises:
-        JournalError: there is no whole record.
+        JournalError: there is no complete record.
     """
     found = _Window(file, _FEW).whole(begin)
     if found is None:
@@ -77,10 +77,10 @@ def record_at(file: int, begin: int, path: Path) -> AnyRecord:
 
 
 def decoded(body: bytes | memoryview, path: Path, place: int) -> AnyRecord:
-    """A packed record.
+    """Decode a packed record.
 
     Raises:
-        JournalError: it is of another version.
+        JournalError: it has another version.
     """
     try:
         return decode(body)
@@ -91,7 +91,7 @@ def decoded(body: bytes | memoryview, path: Path, place: int) -> AnyRecord:
 
 
 def _first(window: _Window, path: Path) -> int | None:
-    """Where the first record begins; None where there is none yet."""
+    """Offset of the first record; None if there is none yet."""
     version = bytes(window.read(0, len(VERSION)))
     if version in (VERSION, WITHOUT_MARKS):
         return len(version)
@@ -104,11 +104,11 @@ def _first(window: _Window, path: Path) -> int | None:
 
 
 class _Window:
-    """The part of an open file that is looked at.
+    """Buffered view of an open file.
 
     Args:
-        file: its descriptor.
-        chunk: bytes that are read at once.
+        file: file descriptor.
+        chunk: bytes per read.
     """
 
     def __init__(self, file: int, chunk: int = _CHUNK) -> None:
@@ -117,16 +117,16 @@ class _Window:
         self._data, self._begin = memoryview(b""), 0
 
     def read(self, at: int, count: int) -> memoryview:
-        """``count`` bytes from a place on, or those that there are."""
+        """Up to ``count`` bytes at an offset; fewer at the end of the file."""
         start = at - self._begin
         if start < 0 or start + count > len(self._data):
             self._data, self._begin, start = memoryview(os.pread(self.file, max(count, self.chunk), at)), at, 0
         return self._data[start : start + count]
 
     def whole(self, at: int) -> tuple[int, memoryview] | None:
-        """The end and the content of the record at a place; None where none is, or not the whole of it."""
+        """End and body of the record at an offset; None if there is no complete record."""
         head = self.read(at, _HEAD.size)
-        for skipped in (4, 0) if head[:4] == _MARK else (0, 4):  # a mark that is damaged loses nothing
+        for skipped in (4, 0) if head[:4] == _MARK else (0, 4):  # a damaged mark loses nothing
             if len(head) < skipped + _LENGTH.size:
                 continue
             length, checksum = _LENGTH.unpack_from(head, skipped)
@@ -139,9 +139,9 @@ class _Window:
         return None
 
     def next_whole(self, at: int) -> int | None:
-        """The next place at which a whole record begins.
+        """Offset of the next complete record.
 
-        No more than some times the file is read: what looks like records and is none cannot make this endless.
+        The bytes read are bounded by a small multiple of the file size, even if many bytes look like the start of a record.
         """
         version = bytes(os.pread(self.file, len(VERSION), 0))
         marked, left = version != WITHOUT_MARKS, 8 * self.size
@@ -167,7 +167,7 @@ class _Window:
         return None
 
     def _is_record(self, at: int) -> bool:
-        """What stands behind a mark begins as a record does."""
+        """True if the bytes after a mark begin like a record."""
         return _KIND.match(bytes(self.read(at + _HEAD.size, _LONGEST_KIND))) is not None
 
     def _length(self, at: int) -> int:

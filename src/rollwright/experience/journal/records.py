@@ -176,14 +176,14 @@ class Resumed(Record, tag="resumed"):
 
 
 class Files(Record, tag="files"):
-    """The files of the journal when this was written, and how long each was at least: later ones are shorter only if they were cut."""
+    """The journal's files at the time of writing, with the least size of each: a file that is shorter later was truncated."""
 
     sizes: dict[str, int]
     time: float
 
 
 class Closed(Record, tag="closed"):
-    """A file ends here, because its process began another or had nothing more to write."""
+    """The last record of a file: its process started another or had nothing more to write."""
 
     time: float
 
