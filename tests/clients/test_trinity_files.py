@@ -188,7 +188,7 @@ def test_a_conversation_that_may_have_images(name):
         f"simple_mm_workflow.{name}", row, ["4"], reward_fn=f"{__name__}:Parts", layout={"image_key": "pictures"}
     )
     assert batch["rewards"].tolist() == [1.0] * SIZE
-    with pytest.raises(RolloutError, match="chat shows text alone, and a message has a block of type 'image'"):
+    with pytest.raises(RolloutError, match="chat accepts only text, and a message has a block of type 'image'"):
         rows_of(
             f"simple_mm_workflow.{name}",
             {**row, "pictures": ["a.png"]},
@@ -243,7 +243,7 @@ def test_a_sudoku():
 
 def test_a_teacher_is_told_to_be_missing():
     with pytest.raises(
-        RolloutError, match=r"auxiliary models are OpenAI clients, .*Teachers that score tokens are not offered"
+        RolloutError, match=r"auxiliary models are OpenAI clients, .*Teachers that score tokens are not supported"
     ):
         rows_of("on_policy_distill_workflow.OnPolicyDistillWorkflow", MATH, ["4"], judge=judge_that_says(""), group=1)
 

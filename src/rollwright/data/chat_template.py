@@ -1,7 +1,7 @@
-"""The one place where a chat template turns messages into text and token ids.
+"""The only place that renders messages to text and token ids with a chat template.
 
-Sampling, supervised training, preference pairs, the length filter and ``SequenceProcessor`` take their prompts from ``prompt_text`` and
-``prompt_ids``, so that a model is trained on the prompts that it is asked. Servers, whose clients choose the template's variables, call
+Sampling, supervised training, preference pairs, the length filter and ``SequenceProcessor`` all use ``prompt_text`` and ``prompt_ids``,
+so a model is trained on the same prompts that it is sampled with. Servers, whose clients choose the template's variables, call
 ``render``.
 """
 
@@ -16,17 +16,17 @@ from rollwright.errors import DataError
 
 Messages = Sequence[Mapping[str, Any]]
 
-#: Stands for a reply whose surroundings are looked at.
+#: Placeholder reply, rendered to see the text around it.
 SENTINEL = "⁂"
 
 
 def render(tokenizer: Any, messages: Messages, tools: Sequence[Any] | None = None, **options: Any) -> str:
-    """The text of a conversation by the tokenizer's chat template.
+    """Render a conversation with the tokenizer's chat template.
 
     Args:
-        tokenizer: with the chat template.
+        tokenizer: tokenizer with the chat template.
         messages: the conversation.
-        tools: functions that the template offers, in OpenAI's form; None: none.
+        tools: functions to offer, in OpenAI's format. None offers none.
         options: ``add_generation_prompt``, ``continue_final_message``, ``chat_template``, and variables of the template.
     """
     offered = {} if tools is None else {"tools": list(tools)}
@@ -36,14 +36,14 @@ def render(tokenizer: Any, messages: Messages, tools: Sequence[Any] | None = Non
 def prompt_text(
     tokenizer: Any, messages: Messages, tools: Sequence[Any] | None = None, *, enable_thinking: bool = False, **variables: Any
 ) -> str:
-    """What the model is asked, up to where its reply begins.
+    """Render a prompt, up to the start of the model's reply.
 
     Args:
-        tokenizer: with the chat template.
+        tokenizer: tokenizer with the chat template.
         messages: the conversation so far.
-        tools: functions that the template offers; None: none.
-        enable_thinking: for chat templates that know it.
-        variables: ``chat_template``, in place of the tokenizer's, and further variables of the template.
+        tools: functions to offer. None offers none.
+        enable_thinking: passed to the template; templates without this variable ignore it.
+        variables: ``chat_template`` to replace the tokenizer's, and further variables of the template.
 
     Raises:
         DataError: the tokenizer has no chat template.
@@ -54,23 +54,23 @@ def prompt_text(
 
 
 def without_template(tokenizer: Any) -> str:
-    """What is wrong with a tokenizer that has no chat template, and what to do about it."""
+    """Error message for a tokenizer without a chat template."""
     return (
-        f"the tokenizer {getattr(tokenizer, 'name_or_path', '')!r} has no chat template, so messages cannot be made a prompt: take the "
-        "model's chat variant, name another in tokenizer_path, or set tokenizer.chat_template and save the tokenizer."
+        f"the tokenizer {getattr(tokenizer, 'name_or_path', '')!r} has no chat template, so messages cannot be rendered: use the "
+        "model's chat variant, set tokenizer_path to another tokenizer, or set tokenizer.chat_template and save the tokenizer."
     )
 
 
 def prompt_ids(
     tokenizer: Any, messages: Messages, tools: Sequence[Any] | None = None, *, enable_thinking: bool = False, **variables: Any
 ) -> list[int]:
-    """Token ids ``[P]`` of ``prompt_text``, whose arguments and errors these are."""
+    """Token ids ``[P]`` of ``prompt_text``, with the same arguments and errors."""
     text = prompt_text(tokenizer, messages, tools, enable_thinking=enable_thinking, **variables)
     return list(tokenizer.encode(text, add_special_tokens=False))
 
 
 def apply_chat_template(tokenizer: Any, messages: list[dict[str, Any]], *, tokenize: bool = True, **kwargs: Any) -> Any:
-    """The tokenizer's chat template over ``messages``: ids as ``list[int]`` with every version of transformers, or text."""
+    """Apply the tokenizer's chat template; returns ids as ``list[int]`` with every version of transformers, or text."""
     return tokenizer.apply_chat_template(messages, tokenize=tokenize, **{"return_dict": False, **kwargs})
 
 
@@ -78,16 +78,16 @@ def apply_chat_template(tokenizer: Any, messages: list[dict[str, Any]], *, token
 
 
 def turn_end(tokenizer: Any, **variables: Any) -> list[int]:
-    """Token ids that follow a reply, up to and with the token that ends it.
+    """Token ids after a reply, up to and including the token that ends the turn.
 
-    They are read off the template: what it puts between an assistant's message and the next user's. Many base models have the end of a
-    document as ``eos_token`` (``<|endoftext|>``), while their template ends turns with another token (``<|im_end|>``, ``<|eot_id|>``,
-    ``<end_of_turn>``). The tokenizer's end token is taken where the template shows none, and where it stands after the last message
-    only (``<|return|>``, which templates of gpt-oss rewrite in earlier turns).
+    They are taken from the template's output between an assistant message and the next user message. Many base models have an
+    end-of-document token as ``eos_token`` (``<|endoftext|>``), while their template ends turns with another token (``<|im_end|>``,
+    ``<|eot_id|>``, ``<end_of_turn>``). The tokenizer's end token is used if the template shows none, or if it appears only after the
+    last message (``<|return|>``, which templates of gpt-oss rewrite in earlier turns).
 
     Args:
-        tokenizer: with the chat template; one without a template ends replies with its end token.
-        variables: ``chat_template``, in place of the tokenizer's, and variables of the template.
+        tokenizer: tokenizer with the chat template; without one, replies end with its end token.
+        variables: ``chat_template`` to replace the tokenizer's, and variables of the template.
     """
     template = variables.get("chat_template") or getattr(tokenizer, "chat_template", None)
     eos = tokenizer.eos_token_id
@@ -95,7 +95,7 @@ def turn_end(tokenizer: Any, **variables: Any) -> list[int]:
         return [] if eos is None else [eos]
     try:
         return list(_turn_end(tokenizer, str(template), eos, tuple(sorted(variables.items()))))
-    except TypeError:  # a tokenizer or a variable that cannot be hashed
+    except TypeError:  # the tokenizer or a variable is not hashable
         return list(_turn_end.__wrapped__(tokenizer, str(template), eos, tuple(sorted(variables.items()))))
 
 
@@ -111,10 +111,10 @@ def _turn_end(tokenizer: Any, template: str, eos: int | None, variables: tuple[t
 
 
 def _after_reply(tokenizer: Any, messages: Messages, variables: dict[str, Any]) -> tuple[int, ...]:
-    """Ids from the end of the reply to the first special token, where nothing but white space is between; empty where there is none."""
+    """Ids from the end of the reply to the first special token, if only white space is between; otherwise empty."""
     try:
         text = render(tokenizer, messages, **variables)
-    except Exception:  # a template may refuse conversations of this form by any error of its own
+    except Exception:  # a template may reject such conversations with any error
         return ()
     _, found, after = text.rpartition(SENTINEL)
     ids = tokenizer.encode(after, add_special_tokens=False) if found else []
@@ -126,7 +126,7 @@ def _after_reply(tokenizer: Any, messages: Messages, variables: dict[str, Any]) 
 
 
 def end_ids(tokenizer: Any) -> set[int]:
-    """Ids that can end a turn: all special tokens of a tokenizer, whether it declares them or has only added them."""
+    """Ids that can end a turn: all special tokens of a tokenizer, both declared and merely added ones."""
     added = getattr(tokenizer, "added_tokens_decoder", {})
     special = {token for token, entry in added.items() if entry.special}
     return special | {
@@ -135,7 +135,7 @@ def end_ids(tokenizer: Any) -> set[int]:
 
 
 def stopping_at_turn_end(gconfig: GenerationHyperparameters, tokenizer: Any, **variables: Any) -> GenerationHyperparameters:
-    """Generation arguments that also stop where ``turn_end`` says that a reply ends; the engine knows the tokenizer's own end token."""
+    """Add the end token of ``turn_end`` to the stop tokens; the engine already stops at the tokenizer's own."""
     end = [token for token in turn_end(tokenizer, **variables)[-1:] if token != tokenizer.eos_token_id]
     if gconfig.ignore_eos or not end or end[0] in gconfig.stop_token_ids:
         return gconfig
@@ -150,16 +150,16 @@ def without_end(text: str, tokenizer: Any) -> str:
 
 
 def reply_ids(tokenizer: Any, text: str, prompt: Sequence[int] = (), **variables: Any) -> list[int]:
-    """Token ids of a reply to learn: its text, and what ends it by ``turn_end`` unless the text ends so.
+    """Token ids of a reply to train on: its text, and ``turn_end`` unless the text already ends with it.
 
     Args:
-        tokenizer: with the chat template.
-        text: of the reply.
-        prompt: ids that it follows, to see that they do not contradict it.
-        variables: those that the prompt was made with.
+        tokenizer: tokenizer with the chat template.
+        text: text of the reply.
+        prompt: ids before the reply, to check that they fit it.
+        variables: template variables that the prompt was rendered with.
 
     Raises:
-        DataError: the reply reasons in ``<think>`` behind a prompt that has ended the reasoning.
+        DataError: the reply reasons in ``<think>``, but the prompt has closed the reasoning.
     """
     if "<think>" in text and tokenizer.decode(list(prompt[-32:])).rstrip().endswith("</think>"):
         raise DataError(

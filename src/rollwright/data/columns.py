@@ -1,7 +1,7 @@
-"""Rows whose columns are known by their names: questions with answers, Alpaca's, TRL's and verl's.
+"""Rows recognised by their column names: questions with answers, and the formats of Alpaca, TRL and verl.
 
-What a row's columns say has to be beyond doubt: two texts that could both be the prompt, or a column that belongs to the prompt and would
-be left out, are refused with what to write. ``docs/datasets.md`` lists the forms.
+The columns must be unambiguous: two columns that could both be the prompt, or a column that belongs to the prompt but would be left
+out, are refused with a hint what to write. ``docs/datasets.md`` lists the formats.
 """
 
 from __future__ import annotations
@@ -14,18 +14,18 @@ from rollwright.data.gsm8k import is_worked_answer, task_of
 from rollwright.data.rows import Row
 from rollwright.errors import DataError
 
-#: Columns that hold what the user says, as text or as a conversation.
+#: Columns that hold the prompt, as text or as a conversation.
 PROMPTS = ("question", "prompt", "problem", "instruction")
-#: Columns that hold the reference answer; the first one present is taken. verl's rows have it in ``reward_model``.
+#: Columns that hold the reference answer; the first one present is used. verl's rows have it in ``reward_model``.
 ANSWERS = ("answer", "response", "output", "solution", "ground_truth")
-#: Columns that hold text to train on; the first one present is taken.
+#: Columns that hold text to train on; the first one present is used.
 COMPLETIONS = ("completion", "response", "output", "solution", "answer")
 
-#: Columns beside the prompt that belong to it in the data sets that have them; Alpaca's ``input`` is read where ``instruction`` is.
+#: Columns that are part of the prompt in datasets that have them; Alpaca's ``input`` is read together with ``instruction``.
 _PARTS_OF_PROMPTS = ("input", "context", "passage", "choices", "options", "history", "system", "system_prompt")
 
 _FUNCTION = "a format function (docs/datasets.md, From row to task)"
-#: What to write for rows that have none of the known columns but one of these.
+#: What to write for rows that have none of the known columns but have one of these.
 _ADVICE = {
     "conversations": f"ShareGPT's conversations (from, value) become messages (role, content) in {_FUNCTION}",
     "conversation": "name it: format: {prompt_type: messages, messages_key: conversation}",
@@ -35,15 +35,15 @@ _ADVICE = {
 
 
 def by_names(row: Row, layout: FormatConfig | None, where: str) -> Row:
-    """The row with ``messages``, and ``answer`` where it has one (``completion``, too, where that is GSM8K's).
+    """Add ``messages`` to a row, ``answer`` if it has one, and ``completion`` if the answer is GSM8K's.
 
     Args:
-        row: as it was read.
-        layout: a format that names no columns; its ``prompt_key`` decides between several prompts. None: there is no format.
-        where: place of the row, for messages.
+        row: the row as read.
+        layout: a format that names no columns; its ``prompt_key`` decides between several prompts. None if there is no format.
+        where: location of the row, for messages.
 
     Raises:
-        DataError: no column is known to be the prompt, several could be, or one that belongs to the prompt would be left out.
+        DataError: no column is known as the prompt, several could be, or one that belongs to the prompt would be left out.
     """
     answer = answer_of(row, where)
     if row.get("messages") is not None:
@@ -91,7 +91,7 @@ def _prompt_key(row: Row, layout: FormatConfig | None, where: str) -> str:
 
 
 def prompt_text_of(row: Row, key: str, name: str, where: str) -> str:
-    """The user's text in a column, which ``format.NAME`` names."""
+    """The user's text in the column that ``format.NAME`` selects."""
     text = column(row, key, name, where)
     if not isinstance(text, str):
         hint = "; for a conversation set prompt_type: messages and messages_key" if isinstance(text, list) else ""
@@ -100,7 +100,7 @@ def prompt_text_of(row: Row, key: str, name: str, where: str) -> str:
 
 
 def column(row: Row, key: str, name: str, where: str) -> Any:
-    """What a column holds, which ``format.NAME`` names.
+    """The value of the column that ``format.NAME`` selects.
 
     Raises:
         DataError: there is no such column, or it is empty.
@@ -113,7 +113,7 @@ def column(row: Row, key: str, name: str, where: str) -> Any:
 
 
 def answer_of(row: Row, where: str) -> dict[str, Any]:
-    """The reference answer, by the name ``answer``; empty where there is none.
+    """The reference answer under the name ``answer``; empty if there is none.
 
     Raises:
         DataError: the row has two.

@@ -101,21 +101,21 @@ def worked_turns(
     tools: list[dict[str, Any]] | None = None,
     **template_kwargs: Any,
 ) -> list[tuple[list[int], list[int]]]:
-    """Sequences that train every assistant's message of ``replies``, each behind the prompt that sampling gives it.
+    """Build sequences that train every assistant message in ``replies``, each after the prompt that sampling would give it.
 
     Args:
-        tokenizer: with the chat template.
+        tokenizer: tokenizer with the chat template.
         messages: the conversation before ``replies``, which is not trained.
-        replies: what follows: messages of the assistant, and of users and tools between them.
+        replies: the assistant's messages, with user and tool messages between them.
         tools: functions that the template offers.
         template_kwargs: variables of the template.
 
     Returns:
-        Token ids and loss mask of each sequence: one of the whole conversation, or, where the template writes earlier turns anew (it
-        drops their reasoning, say), one for each part that it leaves as it was.
+        Token ids and loss mask of each sequence: one for the whole conversation or, if the template rewrites earlier turns (by dropping
+        their reasoning, say), one for each part that it leaves unchanged.
 
     Raises:
-        DataError: the template does not put a reply behind its prompt.
+        DataError: the template does not render a reply as a continuation of its prompt.
     """
     conversation = ConversationTokens(tokenizer, **template_kwargs)
     sequences: list[tuple[list[int], list[int]]] = []
@@ -142,7 +142,7 @@ def _reply_text(
     tools: list[dict[str, Any]] | None,
     template_kwargs: dict[str, Any],
 ) -> str:
-    """What the model has to write for ``message``: its text, or what the template makes of its tool calls and its reasoning."""
+    """The text that the model has to write for ``message``, including tool calls and reasoning as the template renders them."""
     plain = plain_message(message)
     if not plain.get("tool_calls") and not plain.get("reasoning_content"):
         return plain["content"]
@@ -151,8 +151,8 @@ def _reply_text(
     whole = render(tokenizer, [*before, plain], tools, add_generation_prompt=False, **template_kwargs)
     if not whole.startswith(prompt):
         raise DataError(
-            f"the chat template does not put the reply {str(dict(message))[:80]} behind the prompt that asks for it: where it has reasoning, set "
-            "format.enable_thinking: true; else write the reply's text as content, or the episode as segments."
+            f"the chat template does not put the reply {str(dict(message))[:80]} after its prompt: if it has reasoning, set "
+            "format.enable_thinking: true; otherwise write the reply's text as content, or the episode as segments."
         )
     end = tokenizer.decode(turn_end(tokenizer, **template_kwargs), skip_special_tokens=False)
     text, found, _ = whole[len(prompt) :].rpartition(end) if end else (whole[len(prompt) :], "end", "")

@@ -73,14 +73,14 @@ def get_dataset(config: DatasetConfig, tokenizer: Any = None, enable_thinking: b
     Args:
         config: ``path`` is a registered name, ``reasoning_gym:NAME``, the import path of a builder
             (``my.module:builder``), or what ``read_rows`` reads.
-        tokenizer: counts a prompt's tokens where ``max_length`` is set; an object, or the directory or name of one.
-        enable_thinking: of the prompts that are counted; None: as ``format`` says.
+        tokenizer: counts a prompt's tokens if ``max_length`` is set; an object, or its directory or name.
+        enable_thinking: template variable for the prompts that are counted. None uses the value in ``format``.
 
     Returns:
-        Tasks with ``messages`` and ``answer``, ``completion`` where ``type`` is sft, ``chosen`` and ``rejected`` where it is preference.
+        Tasks with ``messages`` and ``answer``; with ``completion`` if ``type`` is sft, ``chosen`` and ``rejected`` if it is preference.
 
     Raises:
-        DataError: with the dataset, and the row where it is a row's fault.
+        DataError: the dataset or one of its rows is invalid; the message names it.
     """
     source, max_length = config.source, config.max_length
     tasks = to_tasks(dataset_rows(config), config.format, source, config.type)
@@ -165,11 +165,11 @@ def dataset_rows(config: DatasetConfig) -> list[Row]:
 
 
 def has_subsets(config: DatasetConfig) -> bool:
-    """True if ``config.subset`` is read: of a directory, or of a name at Hugging Face."""
+    """True if ``config.subset`` is used: for a directory or a Hugging Face dataset."""
     return not _is_built(config.path) and not Path(config.path).expanduser().is_file()
 
 
 def _is_built(path: str) -> bool:
-    """True if rows come from a builder: of the registry, of reasoning_gym or of an import path."""
+    """True if rows come from a builder: registered, from reasoning_gym, or an import path."""
     _, colon, attribute = path.partition(":")
     return path in DATASET_REGISTRY or bool(colon and "/" not in path and attribute.isidentifier())

@@ -1,10 +1,10 @@
-"""The one way from a row as a file has it to a task: ``messages`` that the model is asked, and the ``answer`` it is scored by.
+"""Convert a row of a file to a task: ``messages`` for the model, and the ``answer`` for the reward.
 
-A row keeps its own columns beside those. A format names the columns. Without one (or with one that names no column of prompt or answer) they are
-known by their names (``data.columns``). Datasets are read this way
-when they are loaded, tasksets when a task's ``messages()`` are asked for.
+The row keeps its other columns. A format names the columns; without one (or if it names no column of prompt or answer) they are
+recognised by their names (``data.columns``). Datasets are converted when they are loaded, tasksets when a task's ``messages()`` is
+called.
 
-A format may also be a function of the user's, from a row to its messages, to an ``Example`` or to a row that has ``messages``::
+A format may also be a user's function from a row to its messages, to an ``Example`` or to a row with ``messages``::
 
     @FORMATS.register("riddles")
     def riddles(row):
@@ -67,9 +67,9 @@ class Example:
 FORMATS: Registry[Callable[[Row], Any]] = Registry("format", DataError, variable="FORMATS", entry_points="rollwright.formats")
 
 _PLAIN = FormatConfig()
-#: Keys that name the columns of prompt and answer. A format that sets none of them reads these by their names.
+#: Keys that name the columns of prompt and answer. If a format sets none of them, the columns are recognised by their names.
 _NAMING = ("prompt_type", "prompt_key", "response_key", "messages_key")
-#: Keys of a format that datasets do not read, and what they are for; and those that only some types of datasets have.
+#: Keys of a format that datasets, or some types of datasets, do not read, and what to use instead.
 _TASKSET_ONLY: dict[str, str] = dict.fromkeys(("workflow_key", "reward_fn_key", "reply_prefix"), "it is for tasksets")
 _PAIRS_ONLY = ("chosen_key", "rejected_key")
 _OF_TYPES: dict[str, dict[str, str]] = {
@@ -134,15 +134,15 @@ def to_tasks(rows: Sequence[Row], layout: FormatConfig | str | None, source: str
 
 
 def to_task(row: Row, layout: FormatConfig | None, where: str) -> Row:
-    """The row with its ``messages``, and ``answer``, ``tools`` and ``images`` where it has them.
+    """Add ``messages`` to a row, and ``answer``, ``tools`` and ``images`` if it has them.
 
     Args:
-        row: as it was read.
-        layout: which columns hold what; None, or one that names no columns: known by their names.
-        where: place of the row, for messages.
+        row: the row as read.
+        layout: format that names the columns. If it is None or names none, columns are recognised by their names.
+        where: location of the row, for messages.
 
     Raises:
-        DataError: a column is missing or is not what it should be, or the conversation ends with a reply.
+        DataError: a column is missing or has the wrong type, or the conversation ends with a reply.
     """
     task = _read(row, layout, where)
     _check_is_asked(task["messages"], where)
@@ -150,14 +150,14 @@ def to_task(row: Row, layout: FormatConfig | None, where: str) -> Row:
 
 
 def messages_of(row: Row, layout: FormatConfig | None, where: str) -> list[Row]:
-    """The conversation that a row begins with; arguments and errors as of ``to_task``, but no answer is looked for."""
+    """The prompt conversation of a row. Arguments and errors as in ``to_task``, but no answer is required."""
     messages = _with_messages(row, layout, where)["messages"]
     _check_is_asked(messages, where)
     return messages
 
 
 def _read(row: Row, layout: FormatConfig | None, where: str) -> Row:
-    """As ``to_task``; the conversation may end with a reply."""
+    """Like ``to_task``, but the conversation may end with a reply."""
     task, names = _with_messages(row, layout, where), layout or _PLAIN
     if not _is_by_names(names):
         if names.response_key in row:
@@ -177,9 +177,9 @@ def _is_by_names(names: FormatConfig) -> bool:
 
 
 def _with_messages(row: Row, layout: FormatConfig | None, where: str) -> Row:
-    """The row with its ``messages``; with its answer, too, where columns are known by their names.
+    """Add ``messages`` to a row, and its answer if columns are recognised by their names.
 
-    A system message of the row's own wins over ``system_prompt_key``, and that over ``system_prompt``: there is never a second.
+    A system message in the row takes precedence over ``system_prompt_key``, and that over ``system_prompt``; only one is used.
     """
     names = layout or _PLAIN
     if _is_by_names(names):
@@ -193,7 +193,7 @@ def _with_messages(row: Row, layout: FormatConfig | None, where: str) -> Row:
 
 
 def _conversation(messages: Any, name: str, where: str) -> list[Row]:
-    """Messages, each without the keys that are None (a file of columns gives every message the keys of all others)."""
+    """Messages without keys that are None (columnar files give every message the union of all keys)."""
     if not isinstance(messages, list) or not messages:
         raise DataError(f"{where}: {name} must be a list of at least one message, not {messages!r:.80}.")
     for message in messages:
@@ -225,10 +225,10 @@ def _system_prompt(row: Row, layout: FormatConfig) -> str | None:
 
 
 def _worked(row: Row, layout: FormatConfig | None, where: str) -> Row:
-    """A row to train on: ``messages`` and the ``completion`` behind them, a text or a conversation that goes on.
+    """A row for supervised training: ``messages`` and the ``completion`` that follows, a text or a list of messages.
 
-    Of a conversation that ends with the assistant, all replies are trained. Rows with ``segments``, or ``input_ids`` and ``loss_mask``, stay
-    as they are.
+    If a conversation ends with the assistant, all its replies are trained. Rows with ``segments``, or ``input_ids`` and ``loss_mask``,
+    are returned unchanged.
     """
     if "segments" in row or ("input_ids" in row and "loss_mask" in row):
         return row if row.get("messages") is None else _read(row, layout, where)
@@ -237,7 +237,7 @@ def _worked(row: Row, layout: FormatConfig | None, where: str) -> Row:
     if isinstance(task.get("label"), bool) and given is not None:
         raise DataError(
             f"{where}: the column label says whether the completion is a good one (TRL's unpaired preferences), which supervised training "
-            "does not read: keep the rows that are to be learned, and drop the column."
+            "ignores: keep the rows to train on, and drop the column."
         )
     if messages[-1]["role"] != "assistant":
         return {**task, "completion": _completion(task, layout, where)}
@@ -267,7 +267,7 @@ def _completion(task: Row, layout: FormatConfig | None, where: str) -> Any:
 
 
 def _as_text(replies: list[Row]) -> Any:
-    """The text of a single reply that is only text; other conversations as they are."""
+    """The text of a single text-only reply; other conversations unchanged."""
     single = len(replies) == 1 and not replies[0].keys() - {"role", "content"} and isinstance(replies[0]["content"], str)
     return replies[0]["content"] if single else replies
 
@@ -275,7 +275,7 @@ def _as_text(replies: list[Row]) -> Any:
 def _pair(row: Row, layout: FormatConfig | None, where: str) -> Row:
     """A preference pair: ``messages``, and the texts ``chosen`` and ``rejected``.
 
-    Either both columns hold a reply (a text, or a list of one message) beside a prompt in a column of its own; or both hold a whole
+    Either both columns hold a reply (a text, or a list of one message) and another column holds the prompt; or both hold a whole
     conversation, equal up to the last message, which is the reply.
     """
     names = layout or _PLAIN
@@ -314,7 +314,7 @@ def _split(value: Any, key: str, where: str) -> tuple[list[Row], str]:
 
 
 def _check_same_prompt(given: Any, prompt: list[Row], key: str, where: str) -> None:
-    """Refuse a prompt beside two conversations that have another one."""
+    """Refuse a prompt column that differs from the prompt of the two conversations."""
     if isinstance(given, list):
         same = given == prompt or _conversation(given, key, where) == prompt
     else:

@@ -189,18 +189,18 @@ def place_images(prompt: Any, count: int, placeholder: str) -> Any:
 
 
 def build_mm_message(prompt: str, images: Sequence[Any] | None = None, videos: Sequence[Any] | None = None) -> dict[str, Any]:
-    """The user's message of a text and its images, by Trinity-RFT's name: each ``<image>`` is the place of one, and those without a place come
-    first.
+    """Build a user message from text and images (Trinity-RFT's name). Each ``<image>`` marks the position of one image; images without a
+    mark come first.
 
     Raises:
-        DataError: there are more places than images, or there are films.
+        DataError: there are more marks than images, or there are videos.
     """
     if videos or "<video>" in prompt:
-        raise DataError("build_mm_message was given films, which no model here sees; give images.")
+        raise DataError("build_mm_message got videos, which are not supported; give images.")
     pieces, blocks = prompt.split(MARK), [{"type": "image", "image": image} for image in images or ()]
     if (places := len(pieces) - 1) > len(blocks):
         raise DataError(
-            f"the prompt has places for {places} images and the task has {len(blocks)}; give as many as there are places."
+            f"the prompt has {places} image marks and the task has {len(blocks)} images; give one image for each mark."
         )
     if not blocks:
         return {"role": "user", "content": prompt}

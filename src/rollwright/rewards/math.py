@@ -28,7 +28,7 @@ _IMPORTS = ("math_verify",) if importlib.util.find_spec("math_verify") else ()
 _ROUNDING = Fraction(1, 2_000_000)
 _LONGEST_ANSWER = 2000  # characters that are parsed; an answer stands at the end
 _DELIMITED = re.compile(r"(?<!\\)\$|\\boxed|\\\(|\\\[")
-#: A unit, which math-verify would read as a division by 100.
+#: Percent signs, which math-verify would read as a division by 100.
 _PERCENT = re.compile(r"\s*(?:\\?%|\bper ?cent\b)")
 _DAPO_ANSWER = re.compile(r"(?i)answer\s*:\s*([^\n]+)")
 
@@ -58,7 +58,7 @@ def equivalent(found: str, wanted: str, *, is_free_text: bool = False) -> bool:
         import math_verify
     except ModuleNotFoundError as error:
         raise RewardError(
-            f"Answers that are no plain numbers are compared by {error.name}, which is not installed: pip install 'rollwright[math]'."
+            f"Answers other than plain numbers are compared by {error.name}, which is not installed: pip install 'rollwright[math]'."
         ) from error
 
     logging.getLogger("math_verify").setLevel(logging.ERROR)  # it warns at every call that has no limit
@@ -68,7 +68,7 @@ def equivalent(found: str, wanted: str, *, is_free_text: bool = False) -> bool:
 
 
 def _same(found: Fraction | None, wanted: Fraction) -> bool:
-    """Equal, or equal as far as six decimals tell, as math-verify compares a decimal with a fraction."""
+    """Equal exactly or to six decimals, as math-verify compares a decimal with a fraction."""
     if found is None:
         return False
     difference = abs(found - wanted)
@@ -116,7 +116,7 @@ def get_math_verify_worker() -> MathVerifyWorker:
 
 
 def verify_math_answer(response_text: str, ground_truth: Any) -> tuple[float, dict[str, Any]]:
-    """1 where a response's answer equals the truth by ``accuracy``, else 0; and what was compared. By Trinity-RFT's name."""
+    """1 if a response's answer equals the truth according to ``accuracy``, else 0; and the values compared. Trinity-RFT's name."""
     value = accuracy(response_text, ground_truth)
     return value, {"ground_truth": ground_truth, "is_correct": bool(value)}
 
@@ -166,7 +166,7 @@ def math_boxed_reward(
 
 
 class MathRewardFn(RewardFn):
-    """``math_reward`` as task-style workflows call it in their ``run``: ``{"accuracy": …, "format_score": …}``."""
+    """``math_reward`` for calls in the ``run`` of task-style workflows: ``{"accuracy": …, "format_score": …}``."""
 
     def __call__(self, response: str, prompt: str | None = None, truth: Any = None) -> dict[str, float]:
         """The parts of the reward, by name; their sum is the reward."""

@@ -1,10 +1,10 @@
-"""The number that a completion gives as its answer, and the rewards that compare it: numeric, GSM8K and arithmetic.
+"""Extract the number that a completion states as its answer; rewards that compare it: numeric, GSM8K and arithmetic.
 
-A completion's **stated number** is the one at its last mark: what ``\\boxed{…}`` or ``<answer>…</answer>`` holds, the first number after
-``####``, or that of the sentence after "answer is", "Answer:" and the like. Without a mark it is the last number. Two numbers that an "and", an
-"or" or a range joins state none. A number may have a sign, separators of thousands, a fraction, a mixed number (``2 1/2``, ``2½``), an exponent
-(``1e3``, ``10^3``) and units; a percent sign is a unit. LaTeX is read as far as it writes a number (``\\frac{1}{2}``, ``1{,}234``, ``\\$18``);
-an expression such as ``\\frac{2a}{2}`` is no number, and the math rewards compare it.
+A completion's **stated number** is the one at its last mark: the content of ``\\boxed{…}`` or ``<answer>…</answer>``, the first number
+after ``####``, or the number in the sentence after "answer is", "Answer:" and similar. Without a mark it is the last number. Two numbers
+joined by "and", "or" or a range state none. A number may have a sign, thousands separators, a fraction, a mixed number (``2 1/2``,
+``2½``), an exponent (``1e3``, ``10^3``) and units; a percent sign is a unit. LaTeX is read if it writes a number (``\\frac{1}{2}``,
+``1{,}234``, ``\\$18``); an expression such as ``\\frac{2a}{2}`` is not a number and is left to the math rewards.
 """
 
 from __future__ import annotations
@@ -34,12 +34,12 @@ _SPACING = re.compile(r"\\[,!;: ]\s*")
 _MIXED = re.compile(r"(?<![\d.,/^])(\d{1,9}) +(?:and +)?(\d{1,9})/(\d{1,9})(?![\d/.])")
 _VULGAR = re.compile("[¼½¾⅐-⅞]")
 _SUPERSCRIPT = re.compile(r"(?<=\d)[⁰¹²³⁴-⁹]+")
-#: A unit with its power, which is no power of a number: ``cm^2``, ``ft²``.
+#: A unit with its power, which is not a power of the number: ``cm^2``, ``ft²``.
 _UNIT_POWER = re.compile(
     r"(?<![A-Za-z\\])(mm|cm|dm|m|km|in|inch(?:es)?|ft|feet|foot|yd|yards?|mi|miles?|meters?|metres?|units?|sec|s)\s*"
     r"(?:\^\s*(?:\{\s*[23]\s*\}|[23])|[²³])(?!\d)"
 )
-#: What stands between two numbers of which neither is the answer: ``20 apples and 18``, ``3 or 5``, ``3 to 5``, ``3–5``.
+#: Text between two numbers neither of which is the answer: ``20 apples and 18``, ``3 or 5``, ``3 to 5``, ``3–5``.
 _JOINED = re.compile(r"\W{0,3}(?:[A-Za-z]+\W{1,3}){0,3}(?:and|or|&)\W{0,3}|\s*(?:to|[–—])\s*")
 _WRAPPED = re.compile(r"\\(?:boxed|text|textbf|mathrm|mathbf|mathit|mbox)\s*\{([^{}]*)\}")
 _DECORATION = re.compile(r"\\(?:[$%()\[\],!;: ]|left|right|displaystyle)|\^\s*\{?\\circ\}?")
@@ -48,7 +48,7 @@ _SEVERAL_EQUATIONS = re.compile(r"[,;]|\b(?:and|or)\b")
 _SPACED_MINUS = re.compile(r"^\s*-\s+(?=[\d.\\])")
 _FACTORIAL = re.compile(r"\d\s*!")
 _PROSE = re.compile(r"[A-Za-z]{2,}")
-#: A word of prose, such as a unit, and no name of a function.
+#: A word of prose, such as a unit, but not the name of a function.
 _WORD = re.compile(r"(?<![\\{A-Za-z])(?!(?:sin|cos|tan|log|ln|exp|mod|sqrt|pi)(?![A-Za-z]))[A-Za-z]{2,}")
 #: A unit of one letter, as in ``1.2e3 m``.
 _LETTER_UNIT = re.compile(r"(?<![A-Za-z\\])[mgshlkL](?![A-Za-z])")
@@ -67,7 +67,7 @@ def _numbers(text: str) -> list[re.Match[str]]:
 
 
 def _written_plainly(text: str) -> str:
-    """A text without the LaTeX and the signs that numbers are written with, and mixed numbers as fractions."""
+    """Strip LaTeX and signs from numbers in a text, and write mixed numbers as fractions."""
     text = text.replace("−", "-")
     if "\\" in text or "{" in text:
         text = _FRACTION.sub(_plain_fraction, _SPACING.sub(" ", without_grouping(text)))
@@ -79,7 +79,7 @@ def _written_plainly(text: str) -> str:
 
 
 def _improper(match: re.Match[str]) -> str:
-    """``2 1/2`` as ``5/2``; two numbers where the second is no proper fraction."""
+    """``2 1/2`` to ``5/2``; two separate numbers if the second is not a proper fraction."""
     whole, top, bottom = map(int, match.groups())
     return f"{whole * bottom + top}/{bottom}" if top < bottom else match[0]
 
@@ -117,7 +117,7 @@ def sole_number(text: str) -> Fraction | None:
 
 
 def is_plain_number(text: str) -> bool:
-    """True where an answer is one number, with words and signs around it at most, and no expression."""
+    """True if an answer is one number, possibly with words and signs around it, and not an expression."""
     rest = _NUMBER.sub(" ", _written_plainly(text))
     return (
         sole_number(text) is not None
@@ -127,7 +127,7 @@ def is_plain_number(text: str) -> bool:
 
 
 def is_several_numbers(text: str) -> bool:
-    """True for words with more than one number, of which none is the answer: ``20 apples and 18 pears``, ``5 ft 6 in``, ``3 to 5``."""
+    """True for text with several numbers none of which is the answer: ``20 apples and 18 pears``, ``5 ft 6 in``, ``3 to 5``."""
     found = _numbers(text)
     rest = _NUMBER.sub(" ", _written_plainly(text))
     is_prose = bool(_PROSE.search(rest) or re.search("[–—]", rest)) and not re.search(r"[\\=^*/+]", rest)
@@ -153,7 +153,7 @@ def stated_number(text: str) -> Fraction | None:
 
 
 def states_several(text: str) -> bool:
-    """True where what a completion states are two numbers that are joined, so that neither is its answer."""
+    """True if a completion states two joined numbers, so that neither is its answer."""
     take, part = _statement(text)
     if take is sole_number:
         return is_several_numbers(part)
@@ -163,7 +163,7 @@ def states_several(text: str) -> bool:
 
 
 def _statement(text: str) -> tuple[Callable[[str], Fraction | None], str]:
-    """Where a completion states its answer, and which number of that it is."""
+    """The part of a completion that states its answer, and the function that picks the number from it."""
     mark = max(_STATED.finditer(text), key=re.Match.end, default=None)
     place = -1 if mark is None else mark.start()
     box, tag = text.rfind("\\boxed{"), text.rfind("<answer>")

@@ -1,4 +1,4 @@
-"""Rewards in parts: classes whose call gives figures by name, as the task-style workflows of Trinity-RFT have them."""
+"""Rewards in named parts: classes whose call returns a dict of numbers, as in Trinity-RFT's task-style workflows."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ from rollwright.errors import RewardError
 
 
 class RewardFn:
-    """Base of rewards that are classes: a call gives the parts of the reward by name, and their sum is the reward.
+    """Base class of rewards with named parts: a call returns the parts by name, and their sum is the reward.
 
-    A subclass takes ``reward_fn_args`` in its constructor, and in its call ``response``, ``truth`` and what else it names. A workflow may call
-    it itself; where a taskset or a config names it, it is called with the completion, the prompt, the task's answer and the columns that it
-    has parameters for.
+    A subclass takes ``reward_fn_args`` in its constructor; its call takes ``response``, ``truth`` and any other parameters. A workflow may
+    call it directly. If a taskset or a config names it, it is called with the completion, the prompt, the task's answer and the columns
+    that it has parameters for.
     """
 
     def __init__(self, **_: Any) -> None:
@@ -28,14 +28,14 @@ class RewardFn:
 
 
 class SummedParts:
-    """A ``RewardFn`` as a reward function: ``(prompt, completion, prompt_ids, completion_ids, *, answer, **columns)``."""
+    """Adapts a ``RewardFn`` to a reward function ``(prompt, completion, prompt_ids, completion_ids, *, answer, **columns)``."""
 
     def __init__(self, parts: RewardFn) -> None:
         self.parts = parts
         self.__qualname__, self.__module__ = (
             type(parts).__qualname__,
             type(parts).__module__,
-        )  # how messages call it, and where it is from
+        )  # for messages
         parameters = inspect.signature(parts).parameters.values()
         self._takes = {each.name for each in parameters if each.kind in (each.POSITIONAL_OR_KEYWORD, each.KEYWORD_ONLY)}
         self._takes_all = any(each.kind is each.VAR_KEYWORD for each in parameters)
@@ -57,21 +57,21 @@ class SummedParts:
 
 
 def sum_of_parts(parts: Any, name: str) -> float:
-    """The reward whose parts a class gave.
+    """Sum the parts that a class returned.
 
     Raises:
-        RewardError: they are no figures by name.
+        RewardError: they are not a dict of numbers.
     """
     if not isinstance(parts, Mapping) or not all(isinstance(part, int | float) for part in parts.values()):
-        raise RewardError(f"{name} returned {parts!r:.80}; a RewardFn returns a dict of figures, whose sum is the reward.")
+        raise RewardError(f"{name} returned {parts!r:.80}; a RewardFn returns a dict of numbers, whose sum is the reward.")
     return float(sum(parts.values()))
 
 
 def in_parts(function: Any, arguments: Mapping[str, Any]) -> Callable[..., dict[str, float]]:
-    """What a workflow calls as ``self.reward_fn(response=…, truth=…)``.
+    """Build the callable for ``self.reward_fn(response=…, truth=…)`` of a workflow.
 
     Args:
-        function: a ``RewardFn`` or its class; or a reward function, which gives one part.
+        function: a ``RewardFn`` or its class; or a reward function, which returns one part.
         arguments: ``reward_fn_args``.
     """
     if isinstance(function, type) and issubclass(function, RewardFn):

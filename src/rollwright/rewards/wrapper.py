@@ -36,7 +36,7 @@ POSITIONAL = ("prompt", "completion", "prompt_ids", "completion_ids")
 TASK_COLUMNS = ("ordinal", "task_id", "query_id", "id", "index")
 #: What the journal's names of reward calls begin with.
 REWARD_CALLS = "reward "
-#: Exceptions that the code brings about and no outside world: the same call raises them again.
+#: Exceptions caused by the code, not by the environment: the same call raises them again.
 FAULTS = (
     "TypeError",
     "AttributeError",
@@ -46,7 +46,7 @@ FAULTS = (
     "ModuleNotFoundError",
     "NotImplementedError",
 )
-#: Equal ones of them, of several tasks and with no call between that succeeded, that show that the function is broken.
+#: Number of equal ones, from several tasks and without a success in between, after which the function counts as broken.
 EQUAL_FAULTS = 3
 _FRAME = re.compile(r'^\s*File "(.+)", line (\d+), in ', re.MULTILINE)
 #: Seconds before an async function is tried again; doubled each time.
@@ -64,10 +64,10 @@ class AsyncRewardWrapper:
     * A function whose attribute ``runs_inline`` is true promises to be pure, quick and bounded, as the built-in text
       rewards are: it is called directly.
 
-    Three equal faults of the code, such as a ``TypeError`` at one line, are enough: the call is not tried again, and where they are of
-    more than one task, with no success between them, the run stops (``BrokenRewardError``).
+    After three equal code errors, such as a ``TypeError`` at the same line, the call is not retried; if they come from more than one
+    task, with no success in between, the run stops (``BrokenRewardError``).
 
-    What the others return is kept in the journal (``durable``): an episode that runs again is scored as it was.
+    Scores of functions that do not run inline are kept in the journal (``durable``), so an episode that runs again gets the same score.
     """
 
     def __init__(
@@ -115,7 +115,7 @@ class AsyncRewardWrapper:
         self._key = next(_keys).to_bytes(8, "little")
         self.reward_fn, self._durable = kept_calls(reward_fn, f"{REWARD_CALLS}{function_name(inner)}")
         self._pickled: bytes | None = None
-        self._faults: list[tuple[str, str]] = []  # since the last success: what it was, and of which task
+        self._faults: list[tuple[str, str]] = []  # since the last success: (fault, task)
 
     @functools.cached_property
     def columns(self) -> TaskColumns:
@@ -131,16 +131,16 @@ class AsyncRewardWrapper:
 
         Args:
             arguments: prompt and completion as text, and the token ids of both; or whatever the function takes.
-            data: the task's columns; beside the four arguments they may have any names, also those of the function's first four
-                parameters. Without these four, the function's own keywords.
+            data: the task's columns. With the four arguments they may have any names, even those of the function's first four
+                parameters. Without the four arguments, keyword arguments of the function.
 
         Returns:
             A finite float.
 
         Raises:
-            RewardError: the function does not take the arguments, kept failing, hung, crashed its worker, or returned what is no
+            RewardError: the function does not accept the arguments, kept failing, hung, crashed its worker, or did not return a
                 finite number; the message names function and task and ends with the cause.
-            BrokenRewardError: it fails in one way whatever it is given.
+            BrokenRewardError: it fails in the same way for all inputs.
         """
         prompt = arguments[0] if arguments else next(iter(data.values()), "")
         keywords = self.columns.keywords(data) if len(arguments) == len(POSITIONAL) else self._as_given(arguments, data)
@@ -232,7 +232,7 @@ class AsyncRewardWrapper:
         return kind(f"reward function {function_name(self.reward_fn)}, task {task_name(prompt, data)}: {what}")
 
     def _is_enough(self, error: Exception, prompt: Any, data: dict[str, Any]) -> bool:
-        """Note what an attempt raised; True where it is a fault that came in the same way before, often enough."""
+        """Record an attempt's exception; True if the same fault has occurred often enough."""
         if (fault := fault_of(error)) is None:
             self._faults.clear()
             return False
@@ -241,7 +241,7 @@ class AsyncRewardWrapper:
 
 
 def fault_of(error: BaseException) -> str | None:
-    """Kind and place of an exception that only code can bring about; None for any other. Equal ones are the same fault."""
+    """Type and location of an exception that only code can cause; None for others. Equal values mean the same fault."""
     if isinstance(error, FunctionFailedError):  # its text is the worker's traceback
         name = str(error).rsplit("\n", 1)[-1].partition(":")[0]
         frames = _FRAME.findall(str(error))

@@ -73,24 +73,24 @@ def chat_input_ids(prompt: Any, tokenizer: Any, enable_thinking: bool = False) -
 class EpisodeWorkflow(RolloutWorkflow):
     """Base of the built-in workflows; a subclass defines ``episode``.
 
-    The executor repeats a task for its group. Where ``gconfig.n_samples`` is above 1 and nobody repeats the task, the workflow
-    makes the group itself, and returns one row for each episode.
+    The executor repeats a task for its group. If ``gconfig.n_samples`` is above 1 and the caller does not repeat the task, the
+    workflow runs the group itself and returns one row for each episode.
 
     Args:
         reward_fn: function ``(prompt, completion, prompt_ids, completion_ids, **data) -> float``, plain or async, or its
-            registered name or import path; None: the subclass scores by itself.
-        gconfig: how completions are sampled; a mapping (from YAML) is taken too. The tokenizer's end and pad tokens, and
-            what ends a turn by its chat template, are added to its stop tokens.
+            registered name or import path. None if the subclass computes the reward.
+        gconfig: how completions are sampled; may be a mapping (from YAML). The tokenizer's end and pad tokens, and the
+            end-of-turn token of its chat template, are added to its stop tokens.
         tokenizer: the policy's tokenizer, or its path or name.
-        enable_thinking: given to chat templates that know it.
-        rollout_stat_scope: scope that figures are reported under.
-        dump_dir: where each sample is written to, readable; None: nowhere.
-        get_input_ids_fn: ``(prompt, tokenizer, enable_thinking) -> token ids``, or its import path; None: the chat template.
-        data_extract_prompt_fn: ``(task) -> prompt``, or its import path; None: the task's ``messages``.
-        reward_timeout: seconds that the reward function may take.
+        enable_thinking: passed to the chat template; templates without this variable ignore it.
+        rollout_stat_scope: scope of the reported metrics.
+        dump_dir: directory for a readable dump of each sample. None disables dumps.
+        get_input_ids_fn: ``(prompt, tokenizer, enable_thinking) -> token ids``, or its import path. None uses the chat template.
+        data_extract_prompt_fn: ``(task) -> prompt``, or its import path. None uses the task's ``messages``.
+        reward_timeout: time limit of the reward function in seconds.
 
     Attributes:
-        group_size: episodes that are run for one task; None: ``gconfig.n_samples``.
+        group_size: episodes to run for one task. None uses ``gconfig.n_samples``.
     """
 
     group_size: int | None = None

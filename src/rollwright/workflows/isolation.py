@@ -152,7 +152,7 @@ class IsolatedProcess:
             except TimeoutError:
                 self.kill()
                 raise WorkflowError(
-                    f"the process of an isolated workflow was not ready after {START_SECONDS:g} s: look at what its plugins import."
+                    f"the process of an isolated workflow was not ready after {START_SECONDS:g} s: check what its plugins import."
                 ) from None
         self._engine, self._model, self._context = engine, model, contextvars.copy_context()
         self._result = self.loop.create_future()

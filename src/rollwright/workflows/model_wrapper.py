@@ -121,8 +121,8 @@ class ModelWrapper:
         blocks = [block for message in messages for block in message.get("content") or () if isinstance(block, Mapping)]
         if other := [str(block.get("type")) for block in blocks if block.get("type") != "text"]:
             raise WorkflowError(
-                f"chat shows text alone, and a message has a block of type {other[0]!r}. Images go through an OpenAI client "
-                "(get_openai_client), or through VisionRLVRWorkflow."
+                f"chat accepts only text, and a message has a block of type {other[0]!r}. For images use an OpenAI client "
+                "(get_openai_client) or VisionRLVRWorkflow."
             )
         messages = [dict(message) for message in messages]
         if messages and messages[-1].get("role") == "assistant":

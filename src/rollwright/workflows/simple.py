@@ -20,14 +20,14 @@ BOXED_PROMPT = "Solve the user's problem step by step, and put nothing but the f
 
 @WORKFLOWS.register_module("simple_workflow")
 class SimpleWorkflow(ResettableWorkflow):
-    """Asks once and scores the answer with the task's reward function.
+    """Samples one answer and scores it with the task's reward function.
 
-    The conversation comes from the task's format (system prompt, prompt or messages). ``reply_prefix`` is where the
-    assistant's reply begins. The reward function gets the reference answer as ``answer``, the row's columns and
+    The conversation comes from the task's format (system prompt, prompt or messages). ``reply_prefix`` is the start of the
+    assistant's reply. The reward function gets the reference answer as ``answer``, the row's columns and
     ``reward_fn_args``. There are no ``workflow_args``; a subclass may have some.
 
-    A subclass may define ``run`` instead, with ``format_messages()``, ``task_desc``, ``truth``, ``system_prompt``, ``reply_prefix`` and
-    ``reward_fn(response=…, truth=…)``, which gives the parts of the reward by name.
+    A subclass may override ``run``, using ``format_messages()``, ``task_desc``, ``truth``, ``system_prompt``, ``reply_prefix`` and
+    ``reward_fn(response=…, truth=…)``, which returns the parts of the reward by name.
     """
 
     default_system_prompt: str | None = None

@@ -1,4 +1,4 @@
-"""Task-style workflows of several steps: each step's calls are rewarded by themselves, or all by what the run came to."""
+"""Task-style workflows of several steps, rewarded step by step or by the outcome of the run."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ from rollwright.workflows.task import Task, Workflow
 
 
 class _Steps(Workflow):
-    """What both have: a run makes steps until one says that it was the last, or ``max_step_num`` were made.
+    """Common base: runs steps until one returns False or ``max_step_num`` is reached.
 
     Args:
-        task, model, auxiliary_models: as of every workflow.
-        use_openai_client: have an OpenAI client of the policy as ``client``; needs the run's OpenAI front.
+        task, model, auxiliary_models: as in every workflow.
+        use_openai_client: provide an OpenAI client of the policy as ``client``; needs the run's OpenAI front.
     """
 
     def __init__(
@@ -33,11 +33,11 @@ class _Steps(Workflow):
         raise WorkflowError(f"{type(self).__name__} defines no max_step_num, the most steps of a run.")
 
     def step(self, step_num: int) -> bool:
-        """Make one step, counted from 0; False ends the run."""
+        """Run one step, counted from 0; return False to end the run."""
         raise WorkflowError(f"{type(self).__name__} defines no step(step_num).")
 
     async def step_async(self, step_num: int) -> bool:
-        """As ``step``, in the Async forms."""
+        """Async version of ``step``, for the Async classes."""
         raise WorkflowError(f"{type(self).__name__} defines no step_async(step_num).")
 
     def _experiences_of(self, step: int) -> list[Experience]:
@@ -48,7 +48,7 @@ class _Steps(Workflow):
 
 
 class StepWiseRewardWorkflow(_Steps):
-    """A subclass defines ``step``, ``max_step_num`` and ``reward``, which scores the calls of one step."""
+    """Rewards each step separately. A subclass defines ``step``, ``max_step_num`` and ``reward``, which scores the calls of a step."""
 
     def reward(self, exps: list[Experience], step_num: int) -> float:
         """The reward of a step's calls."""
@@ -66,7 +66,7 @@ class StepWiseRewardWorkflow(_Steps):
 
 
 class AsyncStepWiseRewardWorkflow(StepWiseRewardWorkflow):
-    """As ``StepWiseRewardWorkflow``, with ``step_async`` and ``reward_async``."""
+    """Like ``StepWiseRewardWorkflow``, with ``step_async`` and ``reward_async``."""
 
     async def reward_async(self, exps: list[Experience], step_num: int) -> float:
         """The reward of a step's calls."""
@@ -84,7 +84,7 @@ class AsyncStepWiseRewardWorkflow(StepWiseRewardWorkflow):
 
 
 class RewardPropagationWorkflow(_Steps):
-    """A subclass defines ``step``, ``max_step_num`` and ``reward``, which scores the whole run: each of its calls gets that reward."""
+    """Gives every call the reward of the whole run. A subclass defines ``step``, ``max_step_num`` and ``reward``."""
 
     def reward(self, exps: list[Experience]) -> float:
         """The reward of the run."""
@@ -103,7 +103,7 @@ class RewardPropagationWorkflow(_Steps):
 
 
 class AsyncRewardPropagationWorkflow(RewardPropagationWorkflow):
-    """As ``RewardPropagationWorkflow``, with ``step_async`` and ``reward_async``."""
+    """Like ``RewardPropagationWorkflow``, with ``step_async`` and ``reward_async``."""
 
     async def reward_async(self, exps: list[Experience]) -> float:
         """The reward of the run."""

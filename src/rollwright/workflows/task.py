@@ -68,7 +68,7 @@ class Task:
 
     @property
     def truth(self) -> Any:
-        """The reference answer, from the format's ``response_key``, else from the column that is known by its name."""
+        """The reference answer, from the format's ``response_key`` or else from a column recognised by its name."""
         key = self.format_args.response_key
         return self.raw_task[key] if key in self.raw_task else answer_of(self.raw_task, f"task {self.task_id!r}").get("answer")
 
@@ -108,21 +108,21 @@ class Task:
 
 
 class Workflow:
-    """How a task is run; subclasses define ``run`` or, where they await things, ``run_async``.
+    """Runs a task; subclasses define ``run`` or, for asynchronous code, ``run_async``.
 
     Three traits may each be a class attribute, a property or a method:
 
-    * ``resettable``: the instance can be given its next task with ``reset`` (for workflows that are heavy to build);
-    * ``repeatable``: its first runs are asked for one sample each, all at once; otherwise one run is asked for the whole group,
-      ``task.rollout_args.n``. Either way it is run until the group is full;
+    * ``resettable``: ``reset`` gives the instance its next task (for workflows that are expensive to build);
+    * ``repeatable``: the first runs of a group start together and are asked for one sample each; otherwise one run is asked for the
+      whole group, ``task.rollout_args.n``. Either way runs are repeated until the group is full;
     * ``asynchronous``: ``run_async`` is awaited on the event loop; otherwise ``run`` runs in a thread.
 
-    A class that defines ``set_repeat_times(repeat_times, run_id_base)`` is told by it, too, how many samples a run is asked for.
+    If a class defines ``set_repeat_times(repeat_times, run_id_base)``, it is called with the number of samples that a run is asked for.
 
     Attributes:
-        auxiliary_models: OpenAI clients of models that are not trained, in the config's order; None where there are none.
-        rollout_args: the task's, unless a subclass makes it a property or assigns something else.
-        logger: named after the class's module.
+        auxiliary_models: OpenAI clients of models that are not trained, in the config's order; None if there are none.
+        rollout_args: those of the task, unless a subclass overrides or assigns them.
+        logger: logger named after the class's module.
     """
 
     resettable: Any = False
@@ -149,15 +149,15 @@ class Workflow:
 
     @property
     def auxiliary_model_wrappers(self) -> None:
-        """None where there are no auxiliary models.
+        """None if there are no auxiliary models.
 
         Raises:
-            WorkflowError: there are some; they are OpenAI clients, and give no log-probabilities of tokens.
+            WorkflowError: there are some; they are OpenAI clients, which return no token log-probabilities.
         """
         if self.auxiliary_models:
             raise WorkflowError(
-                f"{type(self).__name__} asks for auxiliary_model_wrappers; here auxiliary models are OpenAI clients, self.auxiliary_models. "
-                "Teachers that score tokens are not offered."
+                f"{type(self).__name__} uses auxiliary_model_wrappers; here auxiliary models are OpenAI clients, self.auxiliary_models. "
+                "Teachers that score tokens are not supported."
             )
 
     @property
@@ -179,7 +179,7 @@ class Workflow:
 
 
 def _class_in_parts(reward_fn: Any) -> Any:
-    """The class of a name that stands for a ``RewardFn``, which workflows build themselves; anything else as it is."""
+    """Resolve a name of a ``RewardFn`` to its class, which workflows instantiate; return anything else unchanged."""
     if not isinstance(reward_fn, str):
         return reward_fn
     found = REWARD_FUNCTIONS.get(reward_fn)
@@ -253,7 +253,7 @@ class WorkflowPool:
     ) -> Iterator[Workflow]:
         """The workflow for a task; where it is resettable and does not raise, it is kept for a later one.
 
-        It is told its group's size where it defines ``set_repeat_times``. A workflow that had a task before has the new task's
+        If it defines ``set_repeat_times``, it gets the group's size. A workflow that had a task before has the new task's
         model, arguments and OpenAI clients also where its ``reset`` keeps the old ones.
 
         Args:
@@ -278,16 +278,16 @@ class WorkflowPool:
 
 
 def returned_experiences(name: str, result: Any, is_eval: bool = False) -> list[Experience] | None:
-    """What ``run`` or ``run_async`` returned as a list; None where the sample is rejected.
+    """Convert the result of ``run`` or ``run_async`` to a list; None if the sample is rejected.
 
     Args:
-        name: of the workflow and its task, for messages.
-        result: an experience, several of them, or None. A generator is run to its end here.
-        is_eval: of an evaluation: an experience that has no reward and the metric ``accuracy`` is rewarded by that, as evaluation workflows
-            of Trinity-RFT report nothing else.
+        name: name of the workflow and its task, for messages.
+        result: an experience, several of them, or None. A generator is exhausted here.
+        is_eval: in an evaluation, the metric ``accuracy`` is the reward of an experience without one, because Trinity-RFT's evaluation
+            workflows report nothing else.
 
     Raises:
-        WorkflowError: it is something else, or holds something else, or an experience that has no reward or does not fit.
+        WorkflowError: the result is or contains something else, or an experience has no reward or is invalid.
     """
     if result is None:
         return None
@@ -315,17 +315,17 @@ def returned_experiences(name: str, result: Any, is_eval: bool = False) -> list[
 
 
 class TaskReward:
-    """Scores a reply with the reward function that the task names, under a time limit.
+    """Scores a reply with the task's reward function, under a time limit.
 
     The function gets the reference as ``answer``, whatever its column is called, the row's other columns and ``reward_fn_args``.
 
     Attributes:
-        in_parts: the function as ``self.reward_fn(response=…, truth=…)`` of a workflow, whose parts have names.
+        in_parts: the function for ``self.reward_fn(response=…, truth=…)`` of a workflow, which returns named parts.
 
     Args:
-        task: names the function, and has the row.
+        task: the task, with its row and the name of the function.
         workflow: name of the workflow, for messages.
-        default: the function of tasks that name none; None: they are refused.
+        default: function of tasks that name none. None refuses them.
 
     Raises:
         WorkflowError: there is no function.

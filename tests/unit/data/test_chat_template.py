@@ -200,7 +200,7 @@ def test_a_tokenizer_without_a_template_is_told_with_what_to_do():
     tokenizer = build_character_tokenizer()
     tokenizer.chat_template = None
     assert turn_end(tokenizer) == [tokenizer.eos_token_id]
-    with pytest.raises(DataError, match=r"has no chat template, so messages cannot be made a prompt"):
+    with pytest.raises(DataError, match=r"has no chat template, so messages cannot be rendered"):
         supervised_batch([{"messages": MESSAGES, "completion": "2"}], tokenizer)
 
 

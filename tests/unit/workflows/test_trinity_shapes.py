@@ -92,7 +92,7 @@ def test_a_class_of_rewards_takes_arguments_and_columns():
 
 
 async def test_a_class_of_rewards_that_gives_no_parts_is_told():
-    with pytest.raises(RewardError, match=r"NoParts returned 1\.0; a RewardFn returns a dict of figures"):
+    with pytest.raises(RewardError, match=r"NoParts returned 1\.0; a RewardFn returns a dict of numbers"):
         await AsyncRewardWrapper(NoParts, max_retries=0)("p", "c", [], [], answer="4")
 
 
@@ -117,7 +117,7 @@ def test_there_are_no_auxiliary_models_where_none_are_configured():
     assert Bare(task=task, model=None).auxiliary_model_wrappers is None
     with_some = Bare(task=task, model=None, auxiliary_models=["client"])
     assert with_some.auxiliary_models == ["client"]
-    with pytest.raises(WorkflowError, match="Teachers that score tokens are not offered"):
+    with pytest.raises(WorkflowError, match="Teachers that score tokens are not supported"):
         _ = with_some.auxiliary_model_wrappers
 
 
@@ -137,7 +137,7 @@ def test_a_message_with_images():
     assert build_mm_message("what?<image>", ["b", "a"])["content"] == [{**image, "image": "b"}, text, image]
     with pytest.raises(DataError, match="places for 1 images and the task has 0"):
         build_mm_message("<image>", [])
-    with pytest.raises(DataError, match="films"):
+    with pytest.raises(DataError, match="videos"):
         build_mm_message("a", [], ["b"])
 
 
