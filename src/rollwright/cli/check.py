@@ -1,4 +1,4 @@
-"""``rollwright check``: whether the files of a run are what it wrote."""
+"""``rollwright check``: verify that a run's files are intact."""
 
 from __future__ import annotations
 
@@ -14,15 +14,15 @@ from rollwright.errors import CheckpointError, DataError, RollwrightError
 def check(
     run: Annotated[Path, typer.Argument(help="The directory of the run, or of a stage of it.")],
 ) -> None:
-    """Say which files of a run are whole, and what others lack: bytes, lines, steps.
+    """Check which files of a run are intact, and list what the others lack: bytes, lines, steps.
 
-    Looked at are run.json, stages.json, config.yaml, metrics.jsonl, the journal, recover checkpoints and the experience store. Ends with 1
-    where something is missing or damaged.
+    Checks run.json, stages.json, config.yaml, metrics.jsonl, the journal, recover checkpoints and the experience store. Exits with 1 if
+    something is missing or damaged.
     """
     from rollwright.tracking.logging import console
 
     if not run.is_dir():
-        raise DataError(f"{run} is no directory: give that of a run, such as runs/quickstart/trial.")
+        raise DataError(f"{run} is not a directory: give that of a run, such as runs/quickstart/trial.")
     lacks = 0
     for what, problems in _looked_at(run):
         lacks += len(problems)
@@ -31,18 +31,18 @@ def check(
         if not problems:
             console().print(f"whole    {what}", markup=False, highlight=False, soft_wrap=True)
     if lacks:
-        console().print(f"{lacks} of what {run} held is missing or damaged", markup=False, highlight=False, soft_wrap=True)
+        console().print(f"missing or damaged in {run}: {lacks}", markup=False, highlight=False, soft_wrap=True)
         raise typer.Exit(1)
 
 
 def _looked_at(run: Path) -> Iterator[tuple[str, list[str]]]:
-    """What there is, in words, and what each lacks."""
+    """Yield each part of the run, in words, with its problems."""
     from rollwright.viewer.run import Run
     from rollwright.viewer.runs import parts_below
 
     parts = list(parts_below(run))
     if not parts:
-        raise DataError(f"{run} is no run: neither metrics.jsonl nor a journal is in it or below it.")
+        raise DataError(f"{run} is not a run: neither metrics.jsonl nor a journal is in it or below it.")
     for path in parts:
         with Run(path) as part:
             problems, said = _of_files(part)
@@ -66,7 +66,7 @@ def _of_files(part: Any) -> tuple[list[str], str]:
 
 
 def _of_checkpoint(checkpoint: Path, run: Path) -> list[str]:
-    from rollwright.training.checkpoint import check_state  # it loads torch
+    from rollwright.training.checkpoint import check_state  # loads torch
 
     try:
         check_state(checkpoint)

@@ -17,7 +17,7 @@ from rollwright.config.schema import class_at, schema_of_class, schema_of_files
 app = typer.Typer(no_args_is_help=True)
 
 Arguments = Annotated[
-    list[str], typer.Argument(metavar="CONFIG [key=value]...", help="A YAML file, then keys that win over it.")
+    list[str], typer.Argument(metavar="CONFIG [key=value]...", help="A YAML file, then keys that override it.")
 ]
 
 

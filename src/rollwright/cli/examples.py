@@ -22,7 +22,7 @@ INSTALLED = "share/rollwright/examples/"
 def examples(
     name: Annotated[str | None, typer.Argument(help="Print the path of this example, to copy it.", show_default=False)] = None,
 ) -> None:
-    """List the examples; `rollwright run NAME` runs one, with `key=value` words behind it."""
+    """List the examples; `rollwright run NAME key=value …` runs one."""
     shipped = shipped_examples()
     if name is not None:
         typer.echo(_example(name, shipped))
@@ -33,12 +33,12 @@ def examples(
 
 
 def find_config(file: str) -> str:
-    """The config file that a command names: a path, or the name of an example.
+    """Resolve a config file given as a path or the name of an example.
 
-    A file of the working directory goes before an example of the same name.
+    A file in the working directory takes precedence over an example of the same name.
 
     Raises:
-        ConfigError: a name without an ending is neither.
+        ConfigError: a name without an extension is neither.
     """
     shipped = shipped_examples()
     name = file.removesuffix(".yaml")
@@ -50,12 +50,12 @@ def find_config(file: str) -> str:
         logger.info("%s is the example %s", file, shipped[name])
         return str(shipped[name])
     if Path(file).suffix or Path(file).exists():
-        return file  # what is wrong with it is told where it is read
+        return file  # reading it reports errors
     return str(_example(file, shipped))
 
 
 def shipped_examples() -> dict[str, Path]:
-    """Names of the examples and their files: those of the checkout that this package is run from, or of the installed wheel."""
+    """Files of the examples by name, from the checkout that this package runs from or from the installed wheel."""
     checkout = Path(rollwright.__file__).parents[2] / "examples"
     if checkout.is_dir() and (checkout.parent / "pyproject.toml").is_file():
         found = {str(path.relative_to(checkout)): path for path in checkout.rglob("*.yaml")}
@@ -75,7 +75,7 @@ def _example(name: str, shipped: dict[str, Path]) -> Path:
 
 
 def _about(path: Path) -> str:
-    """What the first comment of a file says, without its commands."""
+    """Text of a file's first comment, without its commands."""
     lines = path.read_text(encoding="utf-8").splitlines()
     first = lines[0].removeprefix("#").strip() if lines and lines[0].startswith("#") else ""
     return first.split(": `")[0].rstrip(":")

@@ -71,6 +71,6 @@ def _write_traceback(error: Exception) -> Path | None:
             with file.open("a", encoding="utf-8") as log:
                 log.write(f"--- {time.strftime('%Y-%m-%d %H:%M:%S')} {command_line(sys.argv)}\n{text}\n")
             return file
-    if not isinstance(error, RollwrightError):  # of which the message says all
+    if not isinstance(error, RollwrightError):  # whose message is sufficient
         print(text, file=sys.stderr)
     return None

@@ -19,12 +19,12 @@ from rollwright.tracking.logging import getLogger
 #: Name -> where the command is (``module:attribute``, a function or a ``typer.Typer`` of several commands), and its help.
 COMMANDS: dict[str, tuple[str, str]] = {
     "run": ("rollwright.cli.run:run", "Carry out a config: train, warm up, evaluate, whatever its stages say."),
-    "examples": ("rollwright.cli.examples:examples", "List the examples, which `rollwright run NAME` runs."),
+    "examples": ("rollwright.cli.examples:examples", "List the examples; `rollwright run NAME` runs one."),
     "eval": ("rollwright.cli.run:evaluate", "Score a model on a dataset, greedy and sampled."),
     "sequences": ("rollwright.cli.sequences:sequences", "Generate and score responses, and write them as a table."),
     "replay": ("rollwright.cli.replay:replay", "Run recorded episodes again, without a model."),
     "view": ("rollwright.cli.view:view", "Look at runs in the browser: every token, group, weight update and reason."),
-    "check": ("rollwright.cli.check:check", "Say which files of a run are whole, and what others lack."),
+    "check": ("rollwright.cli.check:check", "Check which files of a run are intact, and what the others lack."),
     "config": ("rollwright.cli.config:app", "Show, check and describe configs."),
     "model": ("rollwright.cli.new:models", "Make models."),
     "new": ("rollwright.cli.new:app", "Write files to begin with: a workflow, its config and its test."),

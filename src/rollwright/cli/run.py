@@ -36,7 +36,7 @@ def run(
         list[str] | None,
         typer.Argument(
             metavar="[CONFIG] [key=value]...",
-            help="A YAML file, or the name of an example, then keys that win over it.",
+            help="A YAML file or the name of an example, then keys that override it.",
             show_default=False,
         ),
     ] = None,

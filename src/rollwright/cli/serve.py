@@ -32,8 +32,8 @@ def serve_model(
     weights_root: list[Path] = typer.Option(  # noqa: B008 - how typer declares a repeated option
         [], help="Weights may be loaded from below this directory (repeatable); default: updates from disk are refused."
     ),
-    receive_seconds: float = typer.Option(60.0, min=0.1, help="A request that has not come whole by then is closed."),
-    update_seconds: float = typer.Option(300.0, min=0.1, help="A weight update without a call for so long is undone."),
+    receive_seconds: float = typer.Option(60.0, min=0.1, help="Time limit for receiving a request; then it is closed."),
+    update_seconds: float = typer.Option(300.0, min=0.1, help="Undo a weight update after this time without a call."),
     threads: int | None = typer.Option(None, min=1, max=1024, help="Compute threads; default: one for each core."),
     random_seed: int = typer.Option(0, help="Seed of requests that bring none."),
     batch_invariant: bool = typer.Option(False, help="Answer a request with the same bits whatever else is computed."),
@@ -111,7 +111,7 @@ def retrieve(
         list[str] | None, typer.Option(help="Name besides its own that it may be asked by (repeatable).")
     ] = None,
     receive_seconds: Annotated[
-        float, typer.Option(min=0.1, help="A request that has not come whole by then is closed.")
+        float, typer.Option(min=0.1, help="Time limit for receiving a request; then it is closed.")
     ] = 60.0,
 ) -> None:
     """Serve BM25 search over a corpus at /retrieve, whole pages at /access, and /health."""

@@ -15,7 +15,7 @@ from rollwright.errors import ConfigError
 ALIASES = {"n": "n_samples", "max_tokens": "max_new_tokens", "min_tokens": "min_new_tokens"}
 
 
-#: Names of the arguments where they are read as a dict.
+#: Names of the arguments when accessed as a dict.
 _AS_IN_DICTS = {"n_samples": "n", "max_new_tokens": "max_tokens"}
 
 
@@ -95,7 +95,7 @@ class GenerationHyperparameters:
     n = _second_name("n_samples")
     max_tokens = _second_name("max_new_tokens")
 
-    # Trinity-RFT's workflows have these arguments as a dict, ``self.rollout_args``: ``**`` of it, ``["n"]`` and ``.get("n")`` work here, too.
+    # In Trinity-RFT's workflows, ``self.rollout_args`` is a dict: ``**``, ``["n"]`` and ``.get("n")`` work here too.
 
     def keys(self) -> list[str]:
         """Names of the arguments, ``n`` and ``max_tokens`` among them."""
@@ -116,7 +116,7 @@ class GenerationHyperparameters:
         return iter(self.keys())
 
     def get(self, name: str, default: Any = None) -> Any:
-        """An argument by its name, or ``default`` where there is no such argument."""
+        """An argument by name, or ``default`` if there is none of that name."""
         try:
             return self[name]
         except KeyError:
@@ -127,7 +127,7 @@ class GenerationHyperparameters:
         return [(name, self[name]) for name in self]
 
     def copy(self) -> dict[str, Any]:
-        """The arguments as a dict of their own."""
+        """A copy of the arguments as a dict."""
         return dict(self.items())
 
     @property
@@ -210,7 +210,7 @@ class GenerationHyperparameters:
 
 
 def _takes_second_names(made: Any) -> Any:
-    """A constructor that also takes ``n``, ``max_tokens`` and ``min_tokens``; and ``logprobs``, which are always recorded."""
+    """Wrap a constructor to also accept ``n``, ``max_tokens``, ``min_tokens``, and ``logprobs`` (always recorded)."""
 
     @functools.wraps(made)
     def init(self: Any, *arguments: Any, **names: Any) -> None:

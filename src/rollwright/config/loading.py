@@ -52,15 +52,15 @@ def load_expr_config(argv: Sequence[str], config_class: type[ConfigType]) -> tup
 
     Args:
         argv: ``["--config", FILE, "key=value", …]`` or ``[FILE, "key=value", …]``.
-        config_class: ``GRPOConfig``, ``SFTConfig``, … or a subclass of the user's with fields of its own.
+        config_class: ``GRPOConfig``, ``SFTConfig``, … or a user's subclass with additional fields.
 
     Returns:
         The config and the path of the file.
 
-    It refuses what ``rollwright config check`` refuses, except what may still be given in Python: a missing workflow, path or dataset.
+    Performs the checks of ``rollwright config check``, except for what can still be set in Python: a missing workflow, path or dataset.
 
     Raises:
-        ConfigError: naming every fault with its key and file:line (or the override that brought it).
+        ConfigError: lists every fault with its key and file:line (or the override that set it).
     """
     file, overrides = split_arguments(argv)
     document = read_yaml(file)
@@ -71,7 +71,7 @@ def load_expr_config(argv: Sequence[str], config_class: type[ConfigType]) -> tup
         )
     parsed = [parse_override(text) for text in overrides]
     config = build_config(document, parsed, config_class)
-    # The names are looked up where torch is loaded: here config and its checks meet, as in `rollwright config check`.
+    # Resolving the names loads torch, so it happens only here and in `rollwright config check`.
     import_path("rollwright.trainers.unknown_names:refuse_unknown_names", "check")(
         [Stage("", "", config, 0, Origins(document, parsed))]
     )
@@ -166,7 +166,7 @@ def save_config(config: Any, file: str | Path) -> None:
 
 
 def is_as_written(text: str, *, has_checksum: bool) -> bool:
-    """False where a file that ``save_config`` wrote was changed or damaged since; ``has_checksum``: version 0.1.0 did not write it."""
+    """False if a file from ``save_config`` was changed or damaged. ``has_checksum`` is False for version 0.1.0, which wrote none."""
     before, mark, checksum = text.rpartition(_CHECKSUM)
     return not has_checksum if not mark else checksum.strip() == xxhash.xxh3_64_hexdigest(before.encode())
 
@@ -275,7 +275,7 @@ class _File:
         self.written = merge_overrides(document.data, self.own)
         self.around = merge_overrides(self.written, self.shared)
         self.faults: list[str] = []
-        self.configs: list[Any] = []  # of the stages that were built
+        self.configs: list[Any] = []  # of the stages built so far
         self.unread: dict[KeyPath, list[str]] = {}  # shared keys, and the faults of the stages that do not read them
         #: A file that lists no stages is one.
         self.alone = "stages" not in self.written
@@ -324,7 +324,7 @@ class _File:
         return Stage(str(name), kind, config, index, origins)
 
     def _pass_shared(self, config: Any, faults: Faults, keys: dict[str, Any], mine: Sequence[Override]) -> None:
-        """Put aside the faults of shared keys that this stage does not read, and leave these keys at their defaults: another may read them."""
+        """Defer the faults of shared keys that this stage does not read, and reset these keys to their defaults: another may read them."""
         own = [override.path for override in mine]
         shared = {
             path
@@ -340,7 +340,7 @@ class _File:
         faults.found = [fault for fault in faults.found if fault[1] not in shared]
 
     def refuse_unread_keys(self) -> None:
-        """Shared keys that reach stages of which none reads them; not if a stage has other faults, as it may read them."""
+        """Refuse shared keys that no stage reads. Skipped if a stage has other faults, because that stage may read them."""
         if self.faults:
             return
         for path, messages in self.unread.items():
@@ -379,7 +379,7 @@ def _holds(keys: Any, path: KeyPath) -> bool:
     """True if a stage's own keys set the value at ``path``."""
     for part in path:
         if not isinstance(keys, dict):
-            return True  # a value in place of the section
+            return True  # the section was replaced by a value
         if part not in keys:
             return False
         keys = keys[part]

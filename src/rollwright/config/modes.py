@@ -82,7 +82,7 @@ class ServiceConfig:
         list, "Names besides its own that the service may be asked by, such as that of a proxy before it."
     )
     receive_seconds: float = key(
-        60.0, "Seconds in which a request has to come whole, headers and body; else its connection is closed.", gt=0.0
+        60.0, "Seconds within which a request has to arrive, headers and body; after that its connection is closed.", gt=0.0
     )
 
 

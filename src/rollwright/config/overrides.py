@@ -26,10 +26,10 @@ def parse_override(text: str) -> Override:
 
 
 def merge_overrides(data: dict[str, Any], overrides: Sequence[Override]) -> dict[str, Any]:
-    """A copy of ``data`` in which the overrides are set, in order.
+    """Return a copy of ``data`` with the overrides applied in order.
 
     Raises:
-        ConfigError: two of them contradict each other, or one leads nowhere.
+        ConfigError: two overrides contradict each other, or one has an impossible path.
     """
     for outer, inner in itertools.permutations(overrides, 2):
         if outer.value is None and len(inner.path) > len(outer.path) and inner.path[: len(outer.path)] == outer.path:

@@ -41,7 +41,7 @@ def in_words(stage: Stage) -> str:
 
 
 def _kl(stage: Stage) -> str:
-    """Where the KL to the reference enters: in AReaL's files ``kl_ctl`` is another thing."""
+    """How the KL to the reference enters, because ``kl_ctl`` has another meaning in AReaL's files."""
     actor = getattr(stage.config, "actor", None)
     if actor is None or actor.kl_ctl == 0:
         return ""
@@ -104,7 +104,7 @@ def _length(config: Any) -> str:
 
 
 def _sampling_of_tasks(config: PPOConfig) -> str:
-    """How tasks are sampled, of each taskset whose own arguments differ."""
+    """How tasks are sampled, with one entry for each taskset whose arguments differ."""
     own = {taskset.name: _sampling(taskset.gconfig or config.gconfig) for taskset in config.tasksets}
     if len(set(own.values())) > 1:
         return "; ".join(f"{name}: {sampling}" for name, sampling in own.items())

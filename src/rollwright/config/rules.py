@@ -58,10 +58,10 @@ def validate(config: Any) -> None:
 
 
 def refuse_dicts(config: Any) -> None:
-    """Refuse dicts in a config made in Python where dataclasses are meant: their keys would be read by nobody.
+    """Refuse dicts in place of dataclasses in a config built in Python, because their keys would be ignored.
 
     Raises:
-        ConfigError: with every such section, and what to write.
+        ConfigError: lists every such section, and what to write.
     """
     faults = [
         f"{dotted((*path, name))} is a dict; give {kind.__name__}({', '.join(f'{key}={each!r}' for key, each in value.items())})"

@@ -185,8 +185,8 @@ class RolloutConfig:
     tensor_parallel: int = key(1, "GPUs of each server that is started here.", ge=1)
     first_gpu: int | None = key(
         None,
-        "The first GPU of the servers that are started here; None: the first after those of the trainer's processes. 0 shares GPUs "
-        "with the trainer.",
+        "First GPU of the servers that are started here. None uses the first one after the trainer's. 0 shares GPUs with the "
+        "trainer.",
         ge=0,
     )
     api_key: str | None = key(None, "Bearer token for the servers. ${oc.env:NAME} keeps it out of the file.", secret=True)
@@ -301,8 +301,8 @@ class RecoverConfig(IntervalConfig):
     keep: int = key(2, "Recover checkpoints kept. Where the newest is damaged, the one before it is taken.", ge=1)
     if_damaged: str = key(
         "stop",
-        "Where every recover checkpoint is damaged. stop: an error; begin_again: set them aside and begin from the run's first weights: "
-        "what the journal has is trained on again, and not sampled again.",
+        "What to do if every recover checkpoint is damaged. stop: raise an error; begin_again: set them aside and restart from the "
+        "initial weights: samples in the journal are trained on again instead of being sampled again.",
         choices=["stop", "begin_again"],
     )
     in_background: bool = key(

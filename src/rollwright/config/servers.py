@@ -202,7 +202,7 @@ class LocalServerConfig(ServerConfig):
     context_length: int | None = key(None, "Prompt and new tokens together.", ge=2)
     max_running_requests: int | None = key(None, "Sequences decoded together.", ge=1)
     kv_cache_bytes: int | None = key(None, "Memory of the engine's cache.", ge=1)
-    prefix_cache: bool = key(True, "Keep the cache of finished requests for a conversation's next turn.")
+    prefix_cache: bool = key(True, "Keep the cache of finished requests for the next turn of a conversation.")
     threads: int | None = key(None, "Compute threads; None: one for each core.", ge=1, le=1024)
     weights_roots: list[str] = key_from(list, "Where updates from files may be read.")
     random_seed: int = key(1, "Seed of requests that bring none.")

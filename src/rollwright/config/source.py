@@ -183,7 +183,7 @@ DIALECTS: Registry[type[Dialect]] = Registry(
 
 
 class Unread(str):
-    """The message about a key that is set and that nothing would read."""
+    """Message about a key that is set but not read."""
 
 
 @dataclass

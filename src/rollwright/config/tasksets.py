@@ -42,11 +42,11 @@ class FormatConfig:
 
     @property
     def video_key(self) -> None:
-        """None: there are no films (workflows from Trinity-RFT ask for the column)."""
+        """Always None, because videos are not supported; Trinity-RFT's workflows read this attribute."""
 
     @property
     def template_variables(self) -> dict[str, Any]:
-        """What the chat template is given, by name."""
+        """Variables for the chat template, by name."""
         own = {} if self.chat_template is None else {"chat_template": self.chat_template}
         return {"enable_thinking": self.enable_thinking, **own}
 

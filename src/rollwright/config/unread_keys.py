@@ -1,7 +1,7 @@
-"""Keys that are set and that nothing would read: each is refused, with the reason.
+"""Refuse keys that are set but would not be read, each with the reason.
 
-A key counts as set if its value is not the default. ``tests/unit/config/test_every_key.py`` finds the keys: it runs small configs and
-notes every key that is read.
+A key counts as set if its value is not the default. ``tests/unit/config/test_every_key.py`` finds such keys: it runs small configs and
+records every key that is read.
 """
 
 from __future__ import annotations
@@ -18,12 +18,12 @@ from rollwright.config.source import Unread, dotted
 from rollwright.config.task_rules import Rule
 from rollwright.config.tasksets import TasksetConfig, keys_read_elsewhere
 
-#: Condition, the keys or sections that are then not read, and why.
+#: Condition, the keys or sections that are not read if it holds, and why.
 Line = tuple[Any, Sequence[str], str]
 
 
 def of_run(config: RunConfig) -> list[Rule]:
-    """What no kind of run reads under these conditions."""
+    """Keys that no kind of run reads under some condition."""
     return _rules(config, [(not config.stats_logger.sinks, ["stats_logger.project"], "stats_logger.sinks is empty")])
 
 
@@ -117,7 +117,7 @@ def of_evaluation(config: EvalConfig) -> list[Rule]:
 
 
 def of_generation(section: GenerationHyperparameters) -> list[Rule]:
-    """What sampling the most likely token does not read."""
+    """Keys that greedy sampling does not read."""
     how = "greedy is true" if section.greedy else "temperature is 0"
     plain = GenerationHyperparameters()
     changed = [
@@ -145,7 +145,7 @@ def of_taskset(section: TasksetConfig) -> list[Rule]:
 
 
 def of_sglang(section: SGLangConfig) -> list[Rule]:
-    """What ``rollwright serve-model`` does not have."""
+    """Keys that ``rollwright serve-model`` does not have."""
     if section.implementation != "builtin":
         return []
     plain, own = SGLangConfig(), {each.name for each in fields(LocalServerConfig)} | {"implementation"}
@@ -159,7 +159,7 @@ def of_slurm(section: SlurmConfig) -> list[Rule]:
 
 
 def of_reference(config: PPOConfig | DPOConfig) -> list[Rule]:
-    """A reference policy is scored and never trained."""
+    """Keys of the reference policy that are not read, because it is never trained."""
     if config.ref is None:
         return []
     return [
@@ -188,7 +188,7 @@ _OF_TRAINED_MODELS = ("optimizer", "max_bad_steps")
 
 
 def has_interval(section: IntervalConfig) -> bool:
-    """True if something is done every so often."""
+    """True if any interval is set."""
     return any(getattr(section, name) is not None for name in _INTERVAL)
 
 
@@ -203,7 +203,7 @@ def _message(why: str) -> Unread:
 
 
 def _changed(config: Any, plain: Any, key: str) -> Iterator[str]:
-    """The keys at or below a dotted key whose values are not the defaults."""
+    """The keys at or below a dotted key that differ from the defaults."""
     path = tuple(key.split("."))
     value, default = config, plain
     for name in path:
@@ -223,7 +223,7 @@ def _leaves(value: Any, default: Any, path: tuple[str, ...]) -> Iterator[tuple[s
 
 
 def _follows(config: Any, path: tuple[str, ...]) -> bool:
-    """True for a limit of evaluation that was not set and is the run's; see ``apply_recipe``."""
+    """True for evaluation's ``max_new_tokens`` if it was not set but copied from the run's; see ``apply_recipe``."""
     return path == ("evaluator", "gconfig", "max_new_tokens") and (
         isinstance(config, PPOConfig) and config.evaluator.gconfig.max_new_tokens == config.gconfig.max_new_tokens
     )

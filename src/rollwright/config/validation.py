@@ -173,7 +173,7 @@ def _named_section(cls: type, data: dict[Any, Any], path: KeyPath, default: Any,
 
 
 def elsewhere(root: Any, key: object) -> str:
-    """Where a key is that users of other systems know under this name; empty if it is not one of theirs."""
+    """Hint for a key that other systems have under this name; empty for other keys."""
     if root is None:
         return ""
     places = import_path("rollwright.compat.foreign_keys:PLACES", "table").get(key, ())

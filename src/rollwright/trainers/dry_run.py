@@ -67,7 +67,7 @@ def _output_of(config: Any) -> Path:
 
 def _missing_files(config: Any, is_there: Callable[[str], bool]) -> Iterator[Fault]:
     for key, path, needs_weights in _models(config):
-        if key[0] == "rollout" or not is_there(path):  # rollout.path may be another machine's
+        if key[0] == "rollout" or not is_there(path):  # rollout.path may be on another machine
             continue
         is_here = Path(path).expanduser().is_dir()
         if fault := _model_fault(path, needs_weights) if is_here else _missing_directory(path):

@@ -1,4 +1,4 @@
-"""Who computes on which GPU of this machine: the trainer's processes on the first, the servers of the run on the ones after."""
+"""Assigns this machine's GPUs: the first ones to the trainer's processes, the next ones to the run's servers."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ logger = getLogger("rollout")
 
 
 def refuse_too_few_gpus(config: PPOConfig | SFTConfig) -> None:
-    """Refuse a run on this machine whose processes and servers want more GPUs than it has, before anything is loaded.
+    """Refuse a run whose processes and servers need more GPUs than this machine has, before anything is loaded.
 
-    A machine without a GPU is not asked: what needs one says so itself.
+    Machines without a GPU are not checked: components that need one raise their own errors.
 
     Raises:
-        ConfigError: with what each wants, how many there are, and the split that fits.
+        ConfigError: there are too few; the message has the demands, the number of GPUs and a split that fits.
     """
     mode = config.mode if isinstance(config, PPOConfig) else "train"
     training = _training_processes(config) if mode in ("both", "train") else 0
@@ -38,10 +38,10 @@ def refuse_too_few_gpus(config: PPOConfig | SFTConfig) -> None:
 
 
 def first_gpu_of_servers(config: PPOConfig, *, trains_here: bool) -> int:
-    """The first GPU of the servers that are started here: the first after those of the trainer's processes, or ``rollout.first_gpu``.
+    """First GPU of the servers that are started here: the first one after the trainer's, or ``rollout.first_gpu``.
 
     Raises:
-        ConfigError: there are too few for all, or for the servers from ``rollout.first_gpu`` on.
+        ConfigError: there are too few for all, or too few for the servers starting at ``rollout.first_gpu``.
     """
     rollout, present = config.rollout, torch.cuda.device_count()
     training = _training_processes(config) if trains_here else 0
@@ -55,13 +55,17 @@ def first_gpu_of_servers(config: PPOConfig, *, trains_here: bool) -> int:
         begin = f" from rollout.first_gpu={first} on" if rollout.first_gpu is not None else ""
         raise ConfigError(f"{train}{serve}{begin}, and this machine has {present}: {_fitting(config, training, present)}.")
     logger.info(
-        "the servers' GPUs are %d to %d of %d; %d processes train on the first", first, first + wanted - 1, present, training
+        "the servers use GPUs %d to %d of %d; %d processes train on the first ones",
+        first,
+        first + wanted - 1,
+        present,
+        training,
     )
     return first
 
 
 def _fitting(config: PPOConfig, training: int, present: int) -> str:
-    """What to set, so that all have a GPU of their own."""
+    """What to set so that every process has its own GPU."""
     rollout, least = config.rollout, 1 if training else 0
     size = min(rollout.tensor_parallel, present - least)
     remedies = ["sample in the trainer's process (rollout.backend: builtin)"] if training == 1 else []
@@ -74,7 +78,7 @@ def _fitting(config: PPOConfig, training: int, present: int) -> str:
         if rollout.first_gpu is not None:
             remedies[0] += " and leave rollout.first_gpu out"
     if training and rollout.first_gpu is None and rollout.servers * rollout.tensor_parallel <= present and training <= present:
-        remedies.append("let them share GPUs on purpose with rollout.first_gpu=0 (both have to fit into their memory)")
+        remedies.append("share GPUs deliberately with rollout.first_gpu=0 (both have to fit into their memory)")
     return ", or ".join(remedies) or "start the servers on another machine and name them in rollout.addresses"
 
 
@@ -86,7 +90,7 @@ def _starts_servers(config: PPOConfig) -> bool:
 
 
 def _needs_gpu(config: PPOConfig) -> bool:
-    """True where each server of this run computes on GPUs of its own."""
+    """True if each server of this run needs its own GPUs."""
     backend = BACKENDS.get(config.rollout.backend)
     on_cpu = {"vllm": config.vllm.device == "cpu", "sglang": config.sglang.implementation == "builtin"}
     return issubclass(backend, RemoteClient) and backend.needs_gpu and not on_cpu.get(config.rollout.backend, False)

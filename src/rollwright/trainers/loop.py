@@ -144,7 +144,7 @@ class Trainer(ABC):
         self._opened.__exit__(kind, error, trace)
 
     def _set_aside_damaged(self) -> None:
-        """Where no recover checkpoint is whole, begin as a run that was stopped before its first one."""
+        """If no recover checkpoint is intact, start like a run that was stopped before its first one."""
         into = self.directory.next_attempt()
         if steps := self.recover.set_aside_damaged(into):
             logger.warning(
@@ -297,14 +297,14 @@ class Schedule:
 
 
 class StopSignal:
-    """Notices SIGTERM and SIGINT while it is entered: the current step is finished and saved, then the run exits.
+    """Handles SIGTERM and SIGINT inside the context: the current step is finished and saved, then the run exits.
 
-    A second signal acts as it would have without this, also where signals were ignored when the process started, as by ``nohup`` or
-    for ``&`` in a script: then it ends the process. One that comes because another rank has ended acts at once.
+    A second signal has its usual effect; if signals were ignored when the process started, as by ``nohup`` or for ``&`` in a script, it
+    ends the process. A signal that is sent because another rank has ended takes effect at once.
 
     Attributes:
-        received: the number of the first signal; None: none came.
-        then: called when it comes, in the main thread.
+        received: number of the first signal; None if there was none.
+        then: called in the main thread when it arrives.
     """
 
     def __init__(self) -> None:

@@ -164,7 +164,7 @@ class RunReplay:
         for episode in read_episodes(journal, lambda writer, begin: (writer, begin.episode) in chosen):
             if episode.damage is not None:
                 logger.warning("%s is left out: %s", episode.name, episode.damage)
-            elif episode.end is not None:  # always so, unless a file was removed meanwhile
+            elif episode.end is not None:  # always true unless a file was removed in the meantime
                 episode.names_writer = chosen[episode.writer, episode.begin.episode]
                 yield episode
 

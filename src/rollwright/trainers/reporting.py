@@ -119,12 +119,12 @@ class StageRun:
     def __exit__(self, *error: object) -> None:
         try:
             self.timer.write_chrome_trace(self.directory.trace_file)
-        except OSError as failed:  # nothing goes on from it, and what ended the run has an error of its own
+        except OSError as failed:  # nothing depends on the trace, and the cause of the run's end has its own error
             logger.warning("%s cannot be written: %s", self.directory.trace_file, failed)
         self._exit.close()
 
     def facts(self, metrics: Mapping[str, float]) -> dict[str, float | str]:
-        """The metrics that ``stats_logger.show`` adds to the display."""
+        """Metrics that ``stats_logger.show`` adds to the display."""
         return {name: metrics.get(name, "–") for name in self.config.stats_logger.show}
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:

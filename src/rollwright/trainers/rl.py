@@ -196,13 +196,11 @@ class PPOTrainer(PolicyTrainer):
         executor, version = self.rollout.executor, self.actor.version
         past = executor.recall([journal.directory])
         for gap in past.lost:
-            logger.warning(
-                "the journal in %s: %s; what it had of tasks that are not done is sampled again", journal.directory, gap
-            )
+            logger.warning("the journal in %s: %s; its samples of unfinished tasks are sampled again", journal.directory, gap)
         if self.step and self.step not in past.checkpoints:
             logger.warning(
-                "the journal in %s does not have the recover checkpoint of step %d: it is missing, empty or damaged. What was sampled beyond "
-                "that step is sampled again; rollwright check %s lists what the run lacks",
+                "the journal in %s does not have the recover checkpoint of step %d: it is missing, empty or damaged. Samples after that "
+                "step are sampled again; rollwright check %s lists what the run lacks",
                 journal.directory,
                 self.step,
                 self.directory.path,

@@ -32,14 +32,14 @@ logger = getLogger("run")
 
 
 def run_config(stages: Sequence[Stage], *, source_path: Path | None = None) -> int:
-    """Carry out the stages of one run and write ``summary.json``.
+    """Run the stages of one run and write ``summary.json``.
 
-    A run that has finished is not run again, and says so in one line. A stage that an earlier, interrupted attempt finished is not repeated. With ``recover.mode: resume`` one that is asked for more
-    steps (or epochs) than before trains on, and evaluations after it are made again.
+    A finished run is not repeated; a log line says so. Nor are stages that an earlier, interrupted attempt finished. With
+    ``recover.mode: resume``, a stage with more steps (or epochs) than before continues training, and later evaluations are repeated.
 
     Args:
         stages: from ``rollwright.load_stages``.
-        source_path: the file they came from; a copy of it is kept in the run directory.
+        source_path: the stages' file, which is copied to the run directory.
 
     Returns:
         0. The summary is in ``summary.json``:

@@ -31,7 +31,7 @@ from rollwright.trainers.tasks import task_loader, with_defaults, workflow_argum
 from rollwright.training.publish import Publisher, publisher_for
 from rollwright.workflows.turns import BranchedSequence
 
-#: Columns of rows that no chat template of the tokenizer renders: worked episodes, tokens, and images, which a processor places.
+#: Columns of rows that the tokenizer's chat template does not render: episodes in segments, tokens, and images (for a processor).
 _WITHOUT_TEMPLATE = ("segments", "input_ids", "images")
 
 
@@ -72,7 +72,7 @@ class SupervisedTrainer(Trainer):
 
     @property
     def template_variables(self) -> dict[str, Any]:
-        """What the chat template is given, by ``train_dataset.format``."""
+        """Variables for the chat template, from ``train_dataset.format``."""
         return self.config.train_dataset.columns.template_variables
 
     @abstractmethod
@@ -153,7 +153,7 @@ class SupervisedTrainer(Trainer):
 
 
 class SFTTrainer(SupervisedTrainer):
-    """Trains a model on rows with ``messages`` and ``completion``; the loss is on the completion and what ends it.
+    """Trains a model on rows with ``messages`` and ``completion``; the loss covers the completion and its end-of-turn token.
 
     Args: those of ``SupervisedTrainer``, with rows as :func:`supervised_batch` takes them.
     """
@@ -193,23 +193,23 @@ class DPOTrainer(SupervisedTrainer):
 def supervised_batch(
     rows: Sequence[dict[str, Any]], tokenizer: Any, processor: Any = None, **template_variables: Any
 ) -> Trajectory:
-    """Rows with ``messages`` and ``completion`` as a batch: ``input_ids``, ``attention_mask``, ``loss_mask`` ``[B, L]``.
+    """Convert rows with ``messages`` and ``completion`` to a batch: ``input_ids``, ``attention_mask``, ``loss_mask`` ``[B, L]``.
 
-    Rows with ``images`` need the model's ``processor``; then the batch has ``multi_modal_inputs``, too.
+    Rows with ``images`` need the model's ``processor``; the batch then has ``multi_modal_inputs`` too.
 
-    A row may instead carry ``input_ids`` and ``loss_mask``, or ``segments``: a worked episode of several turns as
-    ``[{"text": str, "train": bool}]``, in which ``"branch": n`` (1, 2, …) puts a segment on an isolated branch that begins
-    where the segments before the first branch ended.
+    A row may instead have ``input_ids`` and ``loss_mask``, or ``segments``: an episode of several turns as
+    ``[{"text": str, "train": bool}]``, in which ``"branch": n`` (1, 2, …) puts a segment on an isolated branch that starts
+    after the segments before the first branch.
 
-    What ends a turn by the chat template follows the completion and is learned (``data.chat_template.turn_end``). A ``completion`` that is a
-    list of messages is a conversation that goes on: each message of the assistant is learned, behind the prompt that sampling gives it. Where
-    the template writes earlier turns anew, such a row becomes several rows of the batch.
+    The chat template's end of turn (``data.chat_template.turn_end``) is appended to the completion and trained. If ``completion`` is a
+    list of messages, every assistant message in it is trained, after the prompt that sampling would give it. If the template rewrites
+    earlier turns, such a row becomes several rows of the batch.
 
     Args:
-        rows: of a dataset.
-        tokenizer: with the chat template.
-        processor: of the images; None: there are none.
-        template_variables: ``enable_thinking`` (off unless given) and others, as ``FormatConfig.template_variables`` gives them.
+        rows: rows of a dataset.
+        tokenizer: tokenizer with the chat template.
+        processor: image processor; None if there are no images.
+        template_variables: ``enable_thinking`` (off by default) and others, as in ``FormatConfig.template_variables``.
 
     Raises:
         DataError: a row lacks the columns.
@@ -284,12 +284,12 @@ def _seen_prompt(
 
 
 def preference_batch(rows: Sequence[dict[str, Any]], tokenizer: Any, **template_variables: Any) -> Trajectory:
-    """Rows as pairs: ``input_ids``, ``attention_mask`` and ``loss_mask`` ``[2P, L]``, each preferred reply before the other one.
+    """Convert rows to pairs: ``input_ids``, ``attention_mask`` and ``loss_mask`` ``[2P, L]``, each chosen reply before its rejected one.
 
-    Prompts and the end of a reply are those of ``supervised_batch``.
+    Prompts and the ends of replies are those of ``supervised_batch``.
 
     Raises:
-        DataError: a row is no pair, or has images.
+        DataError: a row is not a pair, or has images.
     """
     replies = []
     for row in rows:

@@ -54,34 +54,34 @@ def workflow_arguments(
 
 
 def refuse_unusable_reward(config: Any, rows: Any) -> None:
-    """Refuse a reward function that the built-in workflow of a config could not call with the columns of its tasks.
+    """Refuse a reward function that a built-in workflow could not call with the tasks' columns.
 
     Args:
-        config: of the run.
-        rows: its tasks; anything else than a list is not looked into.
+        config: config of the run.
+        rows: its tasks; checked only if they are a list.
 
     Raises:
-        RewardError: it takes other arguments, or needs a column that the first task does not have.
+        RewardError: the function takes other arguments, or needs a column that the first task does not have.
     """
     workflow = WORKFLOWS.get(config.workflow) if isinstance(config.workflow, str) else config.workflow
     reward = config.workflow_kwargs.get("reward_fn", config.reward_fn)
     if reward is None or not (inspect.isclass(workflow) and issubclass(workflow, EpisodeWorkflow)):
-        return  # other workflows call it as they like
+        return  # custom workflows choose the arguments
     columns = AsyncRewardWrapper(reward).columns
     if isinstance(rows, list) and rows:
         columns.keywords(rows[0])
 
 
 def thinks(workflow_kwargs: dict[str, Any] | None) -> bool | None:
-    """The ``enable_thinking`` that a workflow is given, by which prompts are counted, too; None: it is given none."""
+    """The workflow's ``enable_thinking``, also used to count prompt tokens; None if it is not set."""
     return (workflow_kwargs or {}).get("enable_thinking")
 
 
 def refuse_missing_chat_template(config: Any, tokenizer: Any) -> None:
-    """Refuse workflows that render messages by a chat template with a tokenizer that has none.
+    """Refuse workflows that render messages with a chat template if the tokenizer has none.
 
     Raises:
-        ConfigError: with what to do.
+        ConfigError: the tokenizer has no chat template.
     """
     if tokenizer.chat_template is not None:
         return

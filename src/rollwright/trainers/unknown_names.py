@@ -75,7 +75,7 @@ def _faults_of(config: Any) -> Iterator[Fault]:
 
 
 def _subsets(config: Any) -> Iterator[Fault]:
-    """Subsets of what has none."""
+    """Subsets set for datasets that have none."""
     sections = [((name,), getattr(config, name, None)) for name in ("train_dataset", "valid_dataset", "dataset")]
     sections += [
         ((name, i), each) for name in ("tasksets", "eval_tasksets") for i, each in enumerate(getattr(config, name, []))

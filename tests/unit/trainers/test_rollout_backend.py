@@ -65,7 +65,7 @@ def test_the_first_gpu(started, tmp_path, monkeypatch, trains_here, processes, s
     ("present", "processes", "rollout", "message"),
     [
         (8, 2, {"servers": 7}, r"2 processes want one GPU each, rollout\.servers=7 .* want 7, and this machine has 8: set "
-                              r"cluster\.processes=1, rollout\.servers=7, rollout\.tensor_parallel=1, or let them share"),
+                              r"cluster\.processes=1, rollout\.servers=7, rollout\.tensor_parallel=1, or share"),
         (4, 4, {"servers": 2}, r"set cluster\.processes=2, rollout\.servers=2, rollout\.tensor_parallel=1"),
         (4, 1, {"tensor_parallel": 4}, r"process wants 1 GPU, .*=4 want 4, and .* has 4: set cluster\.processes=1, rollout\.servers=1, "
                                        r"rollout\.tensor_parallel=3"),
