@@ -36,7 +36,7 @@ def __getattr__(name: str) -> Any:
         from rollwright.compat import areal, trinity_names
 
         for system, replacements in (("AReaL", areal.REPLACEMENTS), ("Trinity-RFT", trinity_names.REPLACEMENTS)):
-            if name in replacements:  # an AttributeError's message would not be shown by ``from rollwright import …``
+            if name in replacements:  # ``from rollwright import …`` would hide an AttributeError's message
                 raise ImportError(f"rollwright has no {name}, which {system} has: {replacements[name]}.", name="rollwright")
     raise AttributeError(f"module 'rollwright' has no name {name!r}")
 

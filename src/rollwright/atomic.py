@@ -1,7 +1,7 @@
-"""Files and directories that readers see whole or not at all.
+"""Atomic writes of files and directories, and JSON with checksums.
 
-A line or an object of JSON can have a checksum, by which a reader finds damage. Each file is written beside its target under a name of its own (``.<name>.<8 hex digits>.tmp``) and then renamed. A writer that is
-killed leaves the old target as it was, and a leftover that ``sweep`` removes.
+Each file is written next to its target under a temporary name (``.<name>.<8 hex digits>.tmp``) and then renamed. A killed writer leaves
+the old target unchanged, and a leftover that ``sweep`` removes. JSON objects and lines can have a checksum, which reveals damage.
 """
 
 from __future__ import annotations
@@ -100,9 +100,9 @@ def write_json(
     mode: int | None = None,
     checked: bool = False,
 ) -> Path:
-    """Write a value as JSON, whole or not at all; see ``json.dumps`` and ``replaced_file``. Returns the path.
+    """Write a value as JSON atomically; see ``json.dumps`` and ``replaced_file``. Returns the path.
 
-    ``checked`` adds a ``checksum`` to an object, by which ``read_json`` finds damage.
+    ``checked`` adds a ``checksum`` to an object, which ``read_json`` verifies.
     """
     if checked:
         value = json.loads(json.dumps(value, default=default))
@@ -111,11 +111,11 @@ def write_json(
 
 
 def read_json(path: str | Path) -> dict[str, Any]:
-    """The object in a JSON file, without its checksum where it has one.
+    """Read the object in a JSON file, without its checksum if it has one.
 
     Raises:
-        ValueError: it is damaged, or holds no object.
-        OSError: it cannot be read.
+        ValueError: the file is damaged or holds no object.
+        OSError: the file cannot be read.
     """
     text = Path(path).read_text(encoding="utf-8")
     if not text.strip():
@@ -125,7 +125,7 @@ def read_json(path: str | Path) -> dict[str, Any]:
         raise ValueError("it holds no JSON object")
     expected = value.pop(_CHECKSUM, None)
     if expected is not None and expected != _checksum(value):
-        raise ValueError("its checksum does not hold: it was changed or damaged")
+        raise ValueError("its checksum does not match: it was changed or damaged")
     return value
 
 
@@ -134,16 +134,16 @@ _AT_END = re.compile(rb', "checksum": "([0-9a-f]{16})"}\s*')
 
 
 def line_with_checksum(value: Mapping[str, Any], number: int = 0) -> str:
-    """An object as one line of JSON that ends with a checksum of its bytes, and of its number among the lines where it has one."""
+    """An object as one line of JSON that ends with a checksum of its bytes and, if given, its line number."""
     text = json.dumps(value)
     return f'{text[:-1]}, "{_CHECKSUM}": "{xxhash.xxh3_64_hexdigest(text.encode(), seed=number)}"}}\n'
 
 
 def number_of_line(line: bytes, numbers: Iterable[int] = (0,)) -> int | None:
-    """The one of some numbers with which a line was written; None where it has no checksum.
+    """Find the line number, among ``numbers``, that a line was written with; None if it has no checksum.
 
     Raises:
-        ValueError: with none of them: it is damaged.
+        ValueError: none of them fits, so the line is damaged.
     """
     match = _AT_END.search(line)
     if match is None or match.end() != len(line):
@@ -152,14 +152,14 @@ def number_of_line(line: bytes, numbers: Iterable[int] = (0,)) -> int | None:
     for number in numbers:
         if xxhash.xxh3_64_hexdigest(text, seed=number) == expected:
             return number
-    raise ValueError("its checksum does not hold")
+    raise ValueError("its checksum does not match")
 
 
 def _checksum(value: Any) -> str:
     return xxhash.xxh3_64_hexdigest(json.dumps(value, sort_keys=True).encode())
 
 
-#: What to do about a file that cannot be written, by the error's number; whatever else it is, look after the disk.
+#: What to do about a file that cannot be written, by errno.
 _REMEDIES = {
     **dict.fromkeys((errno.ENOSPC, errno.EDQUOT, errno.EFBIG), "free space on that disk"),
     **dict.fromkeys((errno.ENOENT, errno.ENOTDIR, errno.ESTALE), "put the directory back where it was"),
@@ -169,7 +169,7 @@ _REMEDIES = {
 
 def remedy_of(error: OSError) -> str:
     """What to do about a file that cannot be written."""
-    return _REMEDIES.get(error.errno or 0, "look after that disk")
+    return _REMEDIES.get(error.errno or 0, "check that disk")
 
 
 def sweep(directory: str | Path, *, older_than: float = 3600.0) -> list[Path]:

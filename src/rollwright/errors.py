@@ -32,7 +32,7 @@ class RewardError(RollwrightError):
 
 
 class BrokenRewardError(RewardError):
-    """A reward function fails in the same way whatever it is given: the run stops, as trying further samples cannot help."""
+    """A reward function fails in the same way for all inputs: the run stops, because further samples would fail too."""
 
 
 class SandboxError(RollwrightError):

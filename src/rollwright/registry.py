@@ -32,9 +32,9 @@ from rollwright.errors import ConfigError, RollwrightError
 
 #: Environment variable with plugins, separated as in PATH; child processes inherit it.
 PLUGIN_VARIABLE = "ROLLWRIGHT_PLUGIN_PATH"
-#: Packages whose names rollwright has itself.
+#: Packages whose names rollwright provides itself.
 _OTHER_SYSTEMS = ("areal", "trinity", "sequence_processing", "rlp_datasets", "rlp_sequence_processing")
-#: What pip calls a package that is imported by another name.
+#: Import name -> pip's name of the package.
 _PIP_NAMES = {
     "PIL": "pillow",
     "bs4": "beautifulsoup4",
@@ -337,7 +337,7 @@ def import_from_string(module_path: str) -> Any:
 
 
 def missing_module_hint(error: BaseException) -> str:
-    """What to do about a module that is not there, to go behind the error's message; empty for other errors."""
+    """Hint for a missing module, to append to the error's message; empty for other errors."""
     if not isinstance(error, ModuleNotFoundError) or not error.name:
         return ""
     top = error.name.partition(".")[0]
@@ -346,7 +346,7 @@ def missing_module_hint(error: BaseException) -> str:
     if top == "rollwright":
         return "; names are imported from rollwright itself (docs/coming-from.md lists those of other systems)"
     if _module_exists(top):
-        return f"; {top} is installed, but has no such module: its version may be another one"
+        return f"; {top} is installed, but has no such module: its version may not fit"
     return f"; install it: pip install {_PIP_NAMES.get(top, top)} (if it is a file of yours, put its directory on PYTHONPATH)"
 
 

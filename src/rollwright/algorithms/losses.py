@@ -99,11 +99,11 @@ def _with_arguments(config: PPOActorConfig) -> Callable[[Tensor, Tensor, Tensor,
 
 
 def unread_keys(config: PPOActorConfig, *, shifted: bool = False) -> list[tuple[str, str]]:
-    """Keys that were set and that the loss of ``config`` does not read, each with a message.
+    """Keys that are set but not read by the loss of ``config``, each with a message.
 
     Args:
         config: the ``actor`` section.
-        shifted: engines may give log-probabilities that are not the policy's, in whose place the trainer's own are put.
+        shifted: engines may return log-probabilities that differ from the policy's, so the trainer's own replace them.
     """
     parameters = inspect.signature(POLICY_LOSSES.get(config.policy_loss)).parameters
     read = ", ".join(key for parameter, key in _FROM_CONFIG.items() if parameter in parameters) or "none of its kind"

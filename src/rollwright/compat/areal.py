@@ -42,7 +42,7 @@ REPLACEMENTS: dict[str, str] = {
     "RWConfig": "reward models are not trained here; DPOConfig takes the same pairs",
     "dataclass": "Python's own: from dataclasses import dataclass",
     "field": "Python's own: from dataclasses import field",
-    "get_model_path": "give the directory or the Hugging Face name where a path is asked for (actor.path, load_tokenizer)",
+    "get_model_path": "pass the directory or the Hugging Face name directly (actor.path, load_tokenizer)",
     "seeding": "trainers seed their process from the config's `seed`; elsewhere call torch.manual_seed",
     "set_random_seed": "trainers seed their process from the config's `seed`; elsewhere call torch.manual_seed",
     "create_dataloader": "TaskLoader(dataset, batch_size=…), or the trainer's own",

@@ -1,8 +1,8 @@
-"""Keys that users of TRL, verl, AReaL and transformers type, and where each is here. For hints in messages: nothing is renamed."""
+"""Config keys of TRL, verl, AReaL and transformers and their equivalents here, for hints in error messages. No key is renamed."""
 
 from __future__ import annotations
 
-#: Key there -> where it may be here, the first that the config has.
+#: Foreign keys -> candidate keys here; the hint gives the first one that the config has.
 PLACES: dict[str, tuple[str, ...]] = {}
 
 for _theirs, _places in {

@@ -1,4 +1,4 @@
-"""Names of Trinity-RFT's modules: marks of its classes, and what to write for those that this project has not."""
+"""Names of Trinity-RFT's modules: its class decorators, and replacements for the names that this project does not have."""
 
 from __future__ import annotations
 
@@ -8,13 +8,13 @@ Marked = TypeVar("Marked")
 
 
 def Deprecated(marked: Marked) -> Marked:  # noqa: N802
-    """Marks a class or function that is not to be used any more, as Trinity-RFT's files do; it changes nothing."""
+    """Mark a class or function as deprecated, as in Trinity-RFT's files; no effect on behaviour."""
     marked._is_deprecated = True  # type: ignore[attr-defined]
     return marked
 
 
 def Experimental(marked: Marked) -> Marked:  # noqa: N802
-    """Marks a class or function that may change, as Trinity-RFT's files do; it changes nothing."""
+    """Mark a class or function as experimental, as in Trinity-RFT's files; no effect on behaviour."""
     marked._is_experimental = True  # type: ignore[attr-defined]
     return marked
 
@@ -22,10 +22,10 @@ def Experimental(marked: Marked) -> Marked:  # noqa: N802
 _ONE_CLASS = "one class serves both: it may define run or run_async"
 _REWARD = "name the reward function in the taskset (docs/rewards.md)"
 _AGENT = "give the agent to OpenAIAgentWorkflow, or use AgentScopeReactMathWorkflow"
-_TEACHER = "models that teach by their log-probabilities are not offered; train on a teacher's texts by SFTConfig"
+_TEACHER = "distillation from a teacher's log-probabilities is not supported; train on a teacher's texts with SFTConfig"
 _CONFIG = "load_stages(file) reads such a file, and `rollwright run --config FILE` runs it"
 
-#: Name -> what to do.
+#: Name -> what to use instead.
 REPLACEMENTS: dict[str, str] = {
     "BaseSimpleWorkflow": f"write SimpleWorkflow: {_ONE_CLASS}",
     "AsyncSimpleWorkflow": f"write SimpleWorkflow: {_ONE_CLASS}",

@@ -1,8 +1,8 @@
-"""A child process that runs a module of ours: both ends of it.
+"""A child process that runs one of this package's modules: both the parent's and the child's side.
 
-It is started with a channel for framed messages, ends when this process ends, also by SIGKILL, and is killed with all that it
-started: on Linux also with daemons that forked twice, as a guard stands between the two processes (``tree.guarded``). Children import
-this module before anything else, so it needs nothing but the standard library.
+The child has a channel for framed messages. It ends when this process ends, even by SIGKILL, and is killed together with all of its
+descendants; on Linux a guard process between the two (``tree.guarded``) also catches double-forked daemons. Children import this module
+first, so it uses only the standard library.
 """
 
 from __future__ import annotations
@@ -91,7 +91,7 @@ class Channel:
 
 
 class UncountedTime:
-    """Seconds that do not count against somebody's time limit, as processes of ours start for him. Any thread may add to them."""
+    """Seconds that do not count against a time limit, such as the start of worker processes. Any thread may add to them."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -99,13 +99,13 @@ class UncountedTime:
 
     @property
     def seconds(self) -> float:
-        """So far, with those of a start that goes on."""
+        """Seconds so far, including those of a start in progress."""
         with self._lock:
             return self._passed + (time.monotonic() - self._since if self._starting else 0.0)
 
     @contextlib.contextmanager
     def passing(self) -> Iterator[None]:
-        """What passes inside is not counted; what passes in several such blocks at once is left out once."""
+        """Time inside the context is not counted; overlapping contexts are excluded once."""
         with self._lock:
             self._since = self._since if self._starting else time.monotonic()
             self._starting += 1
@@ -118,21 +118,21 @@ class UncountedTime:
                     self._passed += time.monotonic() - self._since
 
 
-#: Of the sample that runs in this context; nobody looks at the default.
+#: That of the sample in this context; the default is never read.
 UNCOUNTED: contextvars.ContextVar[UncountedTime] = contextvars.ContextVar("uncounted", default=UncountedTime())  # noqa: B039
 
 
 class ChildProcess:
     """A process that runs ``main()`` of a module, which begins with ``connect()``.
 
-    It ends with the thread that makes this object, and so with this process. What it prints goes to our standard error.
+    It ends with the thread that creates this object, and so with this process. Its output goes to this process's standard error.
 
     Args:
-        module: such as ``rollwright.processes.pool``.
-        setup: plain data, handed to the child by ``connect``.
+        module: module to run, such as ``rollwright.processes.pool``.
+        setup: plain data that ``connect`` returns in the child.
 
     Attributes:
-        pid: of the guard, or of the process itself where there is none.
+        pid: process id of the guard, or of the child if there is no guard.
     """
 
     def __init__(self, module: str, setup: Any = None) -> None:
@@ -155,7 +155,7 @@ class ChildProcess:
         """Kill the process and all that it started. Any thread may call this."""
         if sys.platform != "linux":
             kill_tree(self.pid)
-        elif self._process.poll() is None:  # a guard that has ended has left nothing
+        elif self._process.poll() is None:  # a guard leaves nothing behind when it ends
             end_guarded(self.pid)
 
     def close(self) -> None:
@@ -177,13 +177,13 @@ class ChildProcess:
 
 
 def program(module: str, isolation: str, *arguments: str, guard_for: int | None = None) -> list[str]:
-    """The command that runs ``main()`` of a module of ours in a fresh interpreter.
+    """The command that runs ``main()`` of one of this package's modules in a fresh interpreter.
 
     Args:
-        module: its name.
+        module: name of the module.
         isolation: the interpreter's option ``-P``, or ``-I``, which also ignores its environment variables.
         arguments: its ``sys.argv[1:]``.
-        guard_for: the process that starts it and that it ends with, see ``tree.guarded``; None: it sees to its end itself.
+        guard_for: id of the parent process that it ends with, see ``tree.guarded``. None starts no guard.
     """
     root = str(Path(__file__).parents[2])
     guard = f"from rollwright.processes.tree import guarded; guarded({guard_for}); " if guard_for is not None else ""
@@ -192,9 +192,9 @@ def program(module: str, isolation: str, *arguments: str, guard_for: int | None 
 
 
 def connect() -> tuple[Channel, Any]:
-    """In a child that ``ChildProcess`` started: the channel to the parent, and the setup that it gave.
+    """In a child of ``ChildProcess``: return the channel to the parent and its setup.
 
-    The child gets the parent's import path.
+    Also sets the child's import path to the parent's.
     """
     connection = socket.socket(fileno=int(sys.argv[1]))
     connection.set_inheritable(False)

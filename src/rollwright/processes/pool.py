@@ -132,7 +132,7 @@ class _Worker(ChildProcess):
 
 
 def _call(key: bytes, function: bytes, arguments: bytes, seconds: float, uncounted: UncountedTime, worker: _Worker) -> Any:
-    """The value of one call; see ``WorkerPool.submit``. The time in which the worker starts and loads the function is ``uncounted``."""
+    """Run one call; see ``WorkerPool.submit``. Starting the worker and loading the function count as ``uncounted`` time."""
     channel, is_running = worker.channel, key in worker.loaded
     try:
         with contextlib.nullcontext() if is_running else uncounted.passing():

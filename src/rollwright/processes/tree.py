@@ -11,17 +11,17 @@ import time
 from pathlib import Path
 
 _PR_SET_PDEATHSIG, _PR_SET_CHILD_SUBREAPER = 1, 36
-SWEEP_SECONDS = 10.0  # in which what is killed has to end
+SWEEP_SECONDS = 10.0  # time limit for killed processes to end
 #: Before the process id of a torchrun agent of ours, in the name of its run.
 AGENT = "rollwright-"
 
 
 def die_with_parent(parent: int | None = None, number: int = signal.SIGKILL) -> None:
-    """End this process when its parent ends, in whatever way, also while this process hangs.
+    """End this process when its parent ends in any way, even while this process hangs.
 
     Args:
-        parent: the parent's process id, where it may have ended already; on Linux None takes whoever is the parent now.
-        number: of the signal that ends it.
+        parent: the parent's process id, in case it has already ended; on Linux None uses the current parent.
+        number: signal that ends this process.
     """
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, number)  # of the parent's thread that started this process
@@ -75,27 +75,27 @@ def kill_tree(leader: int, number: int = signal.SIGKILL, root: int | None = None
 
 
 def adopt_orphans() -> None:
-    """Become the parent of whatever processes below this one leave behind, also of daemons that forked twice (Linux only)."""
+    """Become the parent of orphaned descendants, including double-forked daemons (Linux only)."""
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(_PR_SET_CHILD_SUBREAPER, 1)
 
 
 def guarded(parent: int) -> None:
-    """Go on in a child, which this process guards: when the child ends, or the parent does, all that the child started is killed.
+    """Continue in a child guarded by this process: when the child or the parent ends, all of the child's descendants are killed.
 
-    To be called first of all, while this process has one thread. It is the end of a process that the system tells of its parent's end
-    from here on, so nothing that is loaded later delays it. On systems other than Linux there is no guard: this process ends with its
-    parent, and what forked twice out of its group outlives it.
+    Call it first, while this process has one thread. From here on the kernel notifies this process of its parent's end, so later imports
+    do not delay the cleanup. On systems other than Linux there is no guard: this process ends with its parent, and double-forked
+    processes outside its group outlive it.
 
     Args:
-        parent: the process that started this one, which may have ended already.
+        parent: id of the process that started this one, which may have ended already.
     """
     if sys.platform != "linux":
         die_with_parent(parent)
         return
     awaited = {signal.SIGTERM, signal.SIGCHLD}
     mask = signal.pthread_sigmask(signal.SIG_BLOCK, awaited)
-    for number in awaited:  # what is ignored, as it may be from the start, cannot be waited for
+    for number in awaited:  # sigwait does not see ignored signals, and they may be ignored from the start
         signal.signal(number, signal.SIG_DFL)
     die_with_parent(parent, signal.SIGTERM)
     adopt_orphans()
@@ -104,7 +104,7 @@ def guarded(parent: int) -> None:
         die_with_parent(guard)
         signal.pthread_sigmask(signal.SIG_SETMASK, mask)
         return
-    os.closerange(3, 4096)  # who reads from the child is to see its end
+    os.closerange(3, 4096)  # readers of the child's pipes have to see its end
     status: int | None = None
     while status is None and signal.sigwait(awaited) == signal.SIGCHLD:
         status = _reaped(child)
@@ -128,7 +128,7 @@ def guarded(parent: int) -> None:
 
 
 def _reaped(child: int, status: int | None = None) -> int | None:
-    """Let go of children that have ended; the status of this one, where it is among them."""
+    """Reap ended children; return the status of ``child`` if it is among them."""
     with contextlib.suppress(ChildProcessError):
         while (ended := os.waitpid(-1, os.WNOHANG))[0]:
             status = ended[1] if ended[0] == child else status
@@ -136,7 +136,7 @@ def _reaped(child: int, status: int | None = None) -> int | None:
 
 
 def end_guarded(guard: int) -> None:
-    """Kill what a guard has below it, and have it end, with whatever was started in the meantime."""
+    """Kill a guard's descendants, including any started in the meantime, and end the guard."""
     for process in descendants(guard):
         with contextlib.suppress(ProcessLookupError, PermissionError):
             os.kill(process, signal.SIGKILL)

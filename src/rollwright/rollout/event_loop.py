@@ -129,7 +129,7 @@ class LoopThread:
         asyncio.set_event_loop(self.loop)
         self.monitor.start()
         try:
-            sys.set_coroutine_origin_tracking_depth(1)  # a call that nobody awaited is told with its line
+            sys.set_coroutine_origin_tracking_depth(1)  # un-awaited coroutines are reported with their source line
             with rare_full_collections():
                 while True:
                     try:
@@ -148,9 +148,9 @@ class LoopThread:
             if self.loop.time() >= deadline:
                 logger.warning("%d samples did not end within %.0f s of their cancellation.", len(left), STOP_SECONDS)
                 for task in left:
-                    task._log_destroy_pending = False  # type: ignore[attr-defined]  # said above, and once for all of them
+                    task._log_destroy_pending = False  # type: ignore[attr-defined]  # already logged above, once for all
                 break
-            for task in left - cancelled:  # also those that began while others ended: a client that closes its connections
+            for task in left - cancelled:  # includes tasks started meanwhile, such as a client closing its connections
                 task.cancel()
             cancelled |= left
             await asyncio.wait(left, timeout=min(0.1, deadline - self.loop.time()))

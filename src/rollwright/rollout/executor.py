@@ -366,7 +366,7 @@ class RolloutExecutor:
         return self._runner.fatal
 
     def hurry(self) -> None:
-        """The run is going to end after the batch that is waited for: give up sooner where nothing succeeds. Safe in a signal handler."""
+        """The run will end after the current batch: give up sooner if nothing succeeds. Safe to call in a signal handler."""
         self._runner.failures.is_hurried = True
 
     @property

@@ -22,7 +22,7 @@ from rollwright.tracking.logging import attached_file, getLogger
 logger = getLogger("rollout")
 
 WINDOW = 64  # samples that the failure budget looks back on
-IN_A_ROW = 512  # samples that may fail with none between that ended well, whatever share of failures is allowed
+IN_A_ROW = 512  # consecutive samples that may fail, whatever share of failures is allowed
 KEPT = 32  # failures whose tracebacks are kept
 SHOWN = 160  # characters of a task's row in a message
 #: Parts of the paths of files that are not the user's: installed packages, ours, the standard library.
@@ -52,13 +52,13 @@ def with_cause(message: str, failure: Failure | None) -> RolloutError:
 
 
 class FailureLog:
-    """Failures so far, and whether they are too many.
+    """Counts failures and decides when they are too many.
 
     Args:
         max_share: share of the last 64 samples that may fail after their retries.
 
     Attributes:
-        is_hurried: the run was asked to end: 64 failures in a row are enough, as no batch is going to be complete. Any thread may set it.
+        is_hurried: the run was asked to end, so 64 consecutive failures are enough to give up. Any thread may set it.
     """
 
     def __init__(self, max_share: float) -> None:
@@ -71,7 +71,7 @@ class FailureLog:
         self.is_hurried = False
 
     def note(self, failed: bool) -> None:
-        """A sample has ended, after its retries."""
+        """Record that a sample has ended, after its retries."""
         self.outcomes.append(failed)
         self._in_a_row = self._in_a_row + 1 if failed else 0
 
@@ -106,7 +106,7 @@ class FailureLog:
         return failure
 
     def too_many(self) -> RolloutError | None:
-        """The error that stops the run, with the first cause, where more of the last 64 samples failed than may, or all of many."""
+        """The error that stops the run, with the first cause, if too many of the last 64 samples failed, or too many in a row."""
         failed = sum(self.outcomes)
         if self._in_a_row >= (WINDOW if self.is_hurried else IN_A_ROW):
             return with_cause(
@@ -123,7 +123,7 @@ class FailureLog:
         )
 
 
-#: Of an error about what a call of an async function returned.
+#: Matches the error for using an un-awaited call of an async function.
 _COROUTINE = re.compile(r"'?\bcoroutine\b'?")
 
 

@@ -63,7 +63,7 @@ class OpenAIEpisode(OpenAIProtocol):
         recorder: every request and response, token for token.
     """
 
-    other_names = ("default", "policy")  # Claude Code takes ``default`` for a model of its own
+    other_names = ("default", "policy")  # Claude Code treats ``default`` as one of its own models
 
     def __init__(
         self,
@@ -80,15 +80,15 @@ class OpenAIEpisode(OpenAIProtocol):
         journal: EpisodeWriter | None = None,
     ) -> None:
         """Args:
-        engine: answers the calls; one that is bound to a sample records them itself.
-        tokenizer: the policy's.
-        model_name: the name under which the policy is asked for; ``default`` and ``policy`` mean it, too.
-        base_url, api_key: where the front is, and the key of this run.
-        gconfig: generation arguments that requests may leave out.
+        engine: answers the calls; an engine that is bound to a sample records them itself.
+        tokenizer: the policy's tokenizer.
+        model_name: name of the policy in requests; ``default`` and ``policy`` are accepted too.
+        base_url, api_key: address of the front and key of this run.
+        gconfig: defaults of the generation arguments.
         template_kwargs: passed to the chat template.
-        context_length: most tokens of a prompt and its answer; None: the engine's.
-        images: reads the images of chats, for all runs of a front; None: one of its own.
-        journal: keeps calls and rewards, where the engine keeps none; None: nothing does.
+        context_length: most tokens of a prompt and its answer. None uses the engine's limit.
+        images: image reader, shared by all runs of a front. None creates one.
+        journal: records calls and rewards if the engine does not. None disables this.
         """
         super().__init__(engine, tokenizer, model_name, on_call=self._keep, defaults=gconfig, context_length=context_length)
         self.images = images or self.images

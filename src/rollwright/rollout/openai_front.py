@@ -74,13 +74,13 @@ class OpenAIFront:
         **limits: Any,
     ) -> None:
         """Args:
-        tokenizer: the policy's, with its chat template.
-        model_name: the name under which the policy is asked for.
-        host: interface to bind; another than this machine's own lets agents run elsewhere, guarded by their keys alone.
-        port: port to listen on; 0: a free one.
-        processor: of the model's images, or its directory; None: that of the tokenizer's directory, where it has one.
-        image_hosts: names of hosts that images may be fetched from; others come as ``data:`` URLs.
-        limits: ``allowed_hosts``, ``max_body_bytes`` and ``receive_seconds`` of the ``ServiceSettings``.
+        tokenizer: the policy's tokenizer, with its chat template.
+        model_name: name of the policy in requests.
+        host: interface to bind. One that is reachable from other machines lets agents run there; only their keys protect it.
+        port: port to listen on; 0 selects a free one.
+        processor: the model's image processor or its directory. None uses the one in the tokenizer's directory, if any.
+        image_hosts: hosts that images may be fetched from; other images have to be ``data:`` URLs.
+        limits: ``allowed_hosts``, ``max_body_bytes`` and ``receive_seconds`` of ``ServiceSettings``.
         """
         self.tokenizer = tokenizer
         self.model_name = model_name or "default"
@@ -221,24 +221,24 @@ def _application(front: OpenAIFront, settings: ServiceSettings) -> FastAPI:
 
 
 class OpenAIAgentWorkflow(RolloutWorkflow):
-    """Runs ``agent(data, base_url=…, api_key=…)``, and trains what it asked and was answered.
+    """Runs ``agent(data, base_url=…, api_key=…)`` and trains on its calls to the policy.
 
-    The agent uses any OpenAI client or framework, here or in a process that it starts. What it returns is its reward: a
-    number for the run; ``{call id: number}`` for single calls, whose ids are those of the responses; or None where it gave its
-    rewards by ``POST {base_url}/rewards``.
+    The agent uses any OpenAI client or framework, here or in a process that it starts. It returns its reward: a number for the
+    run; ``{call id: number}`` for single calls, with the ids of the responses; or None if it sent its rewards with
+    ``POST {base_url}/rewards``.
 
-    Where its conversation outgrows the context, its client is told so (400, ``code: context_length_exceeded``). What it asked
-    before is kept, marked as truncated; if it raises then, or gives no reward, that is ``overflow_reward``.
+    If the conversation exceeds the context, the client gets status 400 with ``code: context_length_exceeded``. Earlier calls are
+    kept and marked as truncated; if the agent then raises or returns no reward, the reward is ``overflow_reward``.
 
     Args:
         agent: a function, plain or async, or its import path; or a class or object with a method ``run``. Plain functions run
             in threads.
-        tokenizer: the policy's, or its path.
-        gconfig: generation arguments that requests may leave out.
+        tokenizer: the policy's tokenizer, or its path.
+        gconfig: defaults of the generation arguments.
         agent_kwargs: passed to a class's constructor, or else to every call.
-        model_name: the name under which the agent asks for the policy; ``default`` and ``policy`` mean it, too.
-        front: an ``OpenAIFront`` to share; None: one of its own, which ends with the workflow.
-        overflow_reward: of a run whose conversation outgrew the context, and that has no other.
+        model_name: name of the policy in requests; ``default`` and ``policy`` are accepted too.
+        front: an ``OpenAIFront`` to share. None creates one that ends with the workflow.
+        overflow_reward: reward of a run whose conversation exceeded the context and that has no other reward.
     """
 
     def __init__(

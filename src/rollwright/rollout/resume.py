@@ -36,19 +36,19 @@ DECIDED_ANEW = ("delivered", "failed", "dropped/stale", "dropped/over_sampling",
 
 @dataclass
 class PastEpisodes:
-    """What earlier processes of a run recorded of tasks that are not done.
+    """What earlier processes of a run recorded of unfinished tasks.
 
     Attributes:
-        episodes: by ordinal and index of the sample, the attempt that came furthest.
+        episodes: (ordinal, sample index) -> the attempt that got furthest.
         given_up: groups that were rejected or filtered, by ordinal.
-        failed: ordinals of those that failed, which begin anew.
-        later: tasks of them that were drawn, and wait until no batch is taken again.
-        order: ordinals of the groups that were delivered, in that order.
-        newest_version: of their tokens; -1 where there are none.
-        tokens: that were sampled in ``episodes``.
-        checkpoints: steps whose recover checkpoint the journal is known to be in step with.
-        lost: files of the journal that are gone, or shorter than they were.
-        redacted: what the journal makes of packed values, without what is secret.
+        failed: ordinals of failed groups, which start again.
+        later: deferred: failed tasks, held back until the interrupted batches have been replayed.
+        order: ordinals of the delivered groups, in order of delivery.
+        newest_version: newest weight version of their tokens; -1 if there are none.
+        tokens: number of sampled tokens in ``episodes``.
+        checkpoints: steps whose recover checkpoint is known to match the journal.
+        lost: files of the journal that are missing or truncated.
+        redacted: the journal's function that removes secrets from packed values.
     """
 
     episodes: dict[int, dict[int, RecordedEpisode]] = field(default_factory=dict)
@@ -189,7 +189,7 @@ def read_past(
     ends: dict[int, GroupEnd] = {}
     delivered: dict[int, None] = {}
     checkpoints: set[int] = set()
-    listed: dict[Path, Files] = {}  # by journal, the last list of its files
+    listed: dict[Path, Files] = {}  # journal -> the last list of its files
     failed: dict[int, float] = {}  # when each did last
 
     def note(place: Place, record: AnyRecord) -> None:

@@ -192,7 +192,7 @@ class Runner:
             else:
                 self._cancel_late(group, sample)
 
-        if limit is not None:  # elsewhere it is looked after there, and what is not counted is not known here
+        if limit is not None:  # a worker process enforces its own limit and knows the uncounted time
             look(limit + (START_SECONDS if self.elsewhere is not None else 0.0))
         try:
             if self.elsewhere is not None:
@@ -241,7 +241,7 @@ class Runner:
             self._stop_without_journal(None if is_unknown else task.result())
             if group.is_over or self.fatal is not None:
                 self.samples["cut"] += 1
-                if not isinstance(self.fatal, JournalError):  # which would be raised again
+                if not isinstance(self.fatal, JournalError):  # the journal would raise again
                     sample.episode.end("cut", group.reason or "its group is over")
             elif abandoned is not None or task.cancelled():
                 self._sample_ended(group, sample, abandoned or RolloutError("somebody else cancelled the sample's task."))
@@ -250,7 +250,7 @@ class Runner:
             self._pump_soon()
 
     def _stop_without_journal(self, outcome: Any) -> None:
-        """End the run where the journal could not be written, whatever the code that asked made of that error."""
+        """Stop the run if the journal could not be written, even if the caller's code swallowed the error."""
         failure = outcome if isinstance(outcome, JournalError) else None if self.journal is None else self.journal.failure
         if failure is not None and self.fatal is None:
             self.stop(failure)
@@ -483,7 +483,7 @@ class Runner:
         """A fault of ours in a callback of the loop would only be logged there, and callers would wait for ever."""
         try:
             yield
-        except JournalError as error:  # says itself what happened, and what to do
+        except JournalError as error:  # its message is complete
             self.stop(error)
         except Exception as error:  # unforeseen by definition
             logger.exception("rollout stops for a fault of its own")

@@ -36,18 +36,18 @@ CURRENT_SAMPLE: contextvars.ContextVar[SampleEngine | None] = contextvars.Contex
 
 
 class SampleEngine(SampleBoundEngine):
-    """Forwards requests to the run's engine, with a seed each, and records what comes back.
+    """Forwards requests to the run's engine, each with its own seed, and records the responses.
 
     Args:
         engine: the engine of the run.
-        name: which sample this is.
+        name: identifies the sample.
         run_seed: the run's seed.
-        loop: the executor's event loop; calls from other loops are carried over to it.
-        workflow: its name, for messages.
-        episode: the sample's journal; None: one that writes nothing.
+        loop: the executor's event loop; calls from other loops are forwarded to it.
+        workflow: name of the workflow, for messages.
+        episode: the sample's journal. None disables recording to it.
 
     Attributes:
-        uncounted: time that does not count against its limit.
+        uncounted: time that does not count against the sample's limit.
     """
 
     recorder: Recorder

@@ -159,7 +159,7 @@ class _Episodes(Runner):
                 failure = self._failed(group, outcome, str(sample.name), is_final=False)
                 reason = f"{type(outcome).__name__}: {outcome}"[:2000]
                 sample.episode.end("failed", reason, traceback=failure.traceback[-TRACEBACK_KEPT:])
-                is_broken = isinstance(outcome, BrokenRewardError)  # then the run stops, wherever the episode ran
+                is_broken = isinstance(outcome, BrokenRewardError)  # stops the run, wherever the episode ran
                 error = (BrokenRewardError if is_broken else RolloutError)(failure.cause)
                 error.add_note(failure.traceback)
                 ended.set_exception(error)

@@ -49,7 +49,7 @@ class GenerationConfig:
         tf_batch_size: sequences in one teacher-forced forward pass. ``"auto"``: from free memory.
         stop_after_answer: end a response after ``</answer>``, which it includes.
         stop: further strings that end a response, included in it.
-        enable_thinking: of prompts that are conversations, for chat templates that know it.
+        enable_thinking: passed to the chat template for prompts that are conversations.
         deterministic: the same seed gives the same bits on one machine: batch sizes must be numbers, and running out of
             memory is an error instead of a reason to halve them.
 
@@ -125,7 +125,7 @@ def dataset_prompts(name: str, split: str, count: int | None, seed: int | None, 
 
 
 def encoded(prompts: Sequence[Prompt], tokenizer: Any, enable_thinking: bool = False) -> list[list[int]]:
-    """Token ids of each prompt; text gets the tokenizer's own special tokens, and ``enable_thinking`` is for templates that know it.
+    """Token ids of each prompt. Text gets the tokenizer's special tokens; ``enable_thinking`` is passed to the chat template.
 
     Raises:
         ConfigError: one text instead of a list of them, nothing at all, or a prompt without tokens.

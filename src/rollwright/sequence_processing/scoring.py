@@ -82,8 +82,8 @@ def score(
 def _of_like_length(
     rows: list[tuple[int, int]], lengths: dict[tuple[int, int], int], groups: dict[tuple[int, int], int]
 ) -> list[tuple[int, int]]:
-    """The leading rows that pad little and may be computed together: padding is computed like any token, and lengths differ by several
-    times."""
+    """The leading rows that can be computed together with little padding. Padding costs as much as any token, and lengths vary by
+    several times."""
     least, group = lengths[rows[0]] * _LEAST_FILLED, groups[rows[0]]
     is_short = ((index >= _FEW_ROWS and lengths[row] < least) or groups[row] != group for index, row in enumerate(rows))
     count = next((index for index, ends in enumerate(is_short) if ends), len(rows))

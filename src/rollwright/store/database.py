@@ -252,8 +252,8 @@ class Database:
             if type(error) is not exc.DatabaseError:
                 raise
             raise StoreError(
-                f"{self.name} is damaged ({_cause(error)}): restore it from a copy, or start a new store (store.url). rollwright check says "
-                "what of it can be read."
+                f"{self.name} is damaged ({_cause(error)}): restore it from a copy, or start a new store (store.url). rollwright check lists "
+                "what can be read."
             ) from error
 
     def _create(self, run: str | None) -> None:

@@ -222,7 +222,7 @@ class GroupStorage(Database):
             last = ids[-1]
 
     def damaged(self) -> list[str]:
-        """What of the store cannot be read: pages of a SQLite file, and rows that are not what was written; empty where all is whole."""
+        """Damaged parts of the store: pages of a SQLite file, and rows that differ from what was written; empty if there are none."""
         found: list[str] = []
         try:
             with self.reading() as connection:
@@ -361,10 +361,10 @@ _INSERT_ROWS = insert(experiences)
 
 
 def _experience_of(row: Any) -> Experience:
-    """The experience of a stored row, whose columns say the same.
+    """Decode a stored row and check it against its columns.
 
     Raises:
-        TrajectoryError: it is damaged.
+        TrajectoryError: the row is damaged.
     """
     experience = Experience.deserialize(row.data)
     if _number(row.reward) != _number(experience.reward):
@@ -375,7 +375,7 @@ def _experience_of(row: Any) -> Experience:
 
 
 def _number(reward: float | None) -> float | None:
-    """A reward without nan, which SQLite keeps as nothing."""
+    """The reward, with None for NaN, which SQLite stores as NULL."""
     return None if reward is None or reward != reward else reward
 
 

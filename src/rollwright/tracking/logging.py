@@ -126,7 +126,7 @@ def attach_file(path: str | Path, level: int | str = "DEBUG") -> _standard.Handl
 
 
 class _LogFile(_standard.FileHandler):
-    """A file that cannot be written (its disk is full) costs messages, not the run, and is said once."""
+    """Log file whose write errors (such as a full disk) lose messages but do not stop the run; reported once."""
 
     has_failed = False
 
@@ -136,12 +136,12 @@ class _LogFile(_standard.FileHandler):
             super().handleError(record)
         elif not self.has_failed:
             self.has_failed = True
-            _root().warning("%s cannot be written (%s): messages from here on are not in it", self.baseFilename, error)
+            _root().warning("%s cannot be written (%s): later messages are missing from it", self.baseFilename, error)
 
     def close(self) -> None:
         try:
             super().close()
-        except OSError as error:  # what was buffered and could not be written
+        except OSError as error:  # buffered messages could not be written
             if not self.has_failed:
                 _root().warning("%s cannot be written (%s)", self.baseFilename, error)
 

@@ -1,7 +1,7 @@
-"""``metrics.jsonl``: the numbers of each step, which plots, resume and model cards read.
+"""``metrics.jsonl``: the metrics of each step, read by plots, resume and model cards.
 
-Each line ends with a ``checksum`` of the rest of it and of its number among the lines, so that a digit that was damaged and a line that
-was lost are noticed. Lines of versions before have none.
+Each line ends with a ``checksum`` of its content and its line number, which reveals damaged digits and lost lines. Lines of older
+versions have none.
 """
 
 from __future__ import annotations
@@ -25,28 +25,28 @@ def _json_number(value: Any) -> float | int | None:
     return number if math.isfinite(number) else None
 
 
-_MOST_LOST = 10_000  # lines in a row
+_MOST_LOST = 10_000  # consecutive lines
 
 
 class LineReader:
-    """Reads lines in their order.
+    """Reads lines in order.
 
     Attributes:
-        number: of the line that was read last.
-        lost: numbers of lines that are gone, first and last of those that were side by side.
+        number: number of the last line read.
+        lost: missing lines, as inclusive ranges (first, last).
     """
 
     def __init__(self) -> None:
         self.number = 0
         self.lost: list[tuple[int, int]] = []
-        self._damaged = 0  # lines since the last one that was whole
+        self._damaged = 0  # lines since the last intact one
         self._has_checksums = False
 
     def record(self, line: bytes) -> dict[str, Any]:
-        """What the next line says, without its checksum.
+        """Parse the next line, without its checksum.
 
         Raises:
-            ValueError: it is damaged.
+            ValueError: the line is damaged.
         """
         try:
             record, number = self._read(line)
@@ -74,7 +74,7 @@ class LineReader:
 
 
 def read_metrics(path: str | Path) -> list[dict[str, Any]]:
-    """The records of a ``metrics.jsonl``; a last line that was cut off by a kill is left out, and so are lost lines, with a warning.
+    """Read the records of a ``metrics.jsonl``. A last line cut off by a kill is skipped; missing lines cause a warning.
 
     Raises:
         CheckpointError: a line in the middle of the file is damaged.
@@ -95,7 +95,7 @@ def read_metrics(path: str | Path) -> list[dict[str, Any]]:
                 f"line {number} of {path} is damaged ({error}): fix or delete that line; the rest is not touched."
             ) from None
     for first, last in reader.lost:
-        logger.warning("%s lacks what were its lines %d to %d; they are left out.", path, first, last)
+        logger.warning("%s lacks its original lines %d to %d; they are skipped.", path, first, last)
     return records
 
 
@@ -125,13 +125,13 @@ class JSONLSink:
             earlier = self._cut_after(resume_step)
         if resume_step and self._last < resume_step:
             logger.warning(
-                "%s %s, and the run goes on after step %d: the curves lack what is between.",
+                "%s %s, and the run continues after step %d: the curves lack the steps between.",
                 self.path,
                 f"ends with step {self._last}" if self._last else "is missing or empty",
                 resume_step,
             )
         self._started = time.time() - earlier
-        self._file = self.path.open("ab", buffering=0)  # nothing is left over that its closing would have to write
+        self._file = self.path.open("ab", buffering=0)  # unbuffered, so close() has nothing left to write
 
     def _cut_after(self, resume_step: int) -> float:
         kept = [record for record in read_metrics(self.path) if record["step"] <= resume_step]
@@ -142,10 +142,10 @@ class JSONLSink:
         return max((record.get("time", 0.0) for record in kept), default=0.0)
 
     def write(self, step: int, metrics: Mapping[str, float]) -> None:
-        """Appends one line.
+        """Append one line.
 
         Raises:
-            CheckpointError: it cannot be written.
+            CheckpointError: the file cannot be written.
         """
         now = time.time()
         record = {"step": step, "time": round(now - self._started, 3), "unix_time": round(now, 3)}

@@ -74,7 +74,7 @@ def _is_identity(key: str) -> bool:
 
 
 def _lengths(config: Mapping[str, Any]) -> dict[str, Any]:
-    """How long a run, or each of its stages, is asked to train."""
+    """Requested length of a run, or of each of its stages."""
     return {
         key: value
         for key, value in flattened(config).items()
@@ -106,7 +106,7 @@ def is_claimed(path: Path) -> bool:
 
 
 class RunFinishedError(CheckpointError):
-    """A run that has finished was started again as it was, and there is nothing to do."""
+    """A finished run was started again with the same config, so there is nothing to do."""
 
 
 class RunDirectory:
@@ -122,7 +122,7 @@ class RunDirectory:
         self.experiment, self.trial = experiment, trial
         self.resumed = False
         self._lock_file: int | None = None
-        self._whole: RunDirectory = self  # that of the run, which is locked, where this is that of a stage
+        self._whole: RunDirectory = self  # of a stage: the run's directory, which holds the lock
         self._set_path(Path(root) / experiment / trial)
 
     def _set_path(self, path: Path) -> None:
@@ -198,15 +198,15 @@ class RunDirectory:
             return read_json(path)
         except ValueError as error:
             raise CheckpointError(
-                f"{path} is damaged ({error}): the run cannot be recognised, and is left as it is. Restore this file from a copy, or "
-                "choose another trial_name; rollwright check says what else of the run is whole, and rollwright view shows it."
+                f"{path} is damaged ({error}): the run cannot be identified and is left unchanged. Restore this file from a copy, or "
+                "choose another trial_name; rollwright check lists which other files are intact, and rollwright view shows them."
             ) from None
 
     def finished_stages(self) -> dict[str, Any]:
-        """What ``stages.json`` says of stages that were finished; nothing where there is none.
+        """Finished stages from ``stages.json``; empty if there is no such file.
 
         Raises:
-            CheckpointError: it cannot be read.
+            CheckpointError: the file cannot be read.
         """
         if not self.stages_file.exists():
             return {}
@@ -217,8 +217,8 @@ class RunDirectory:
             return stages
         except ValueError as error:
             raise CheckpointError(
-                f"{self.stages_file} is damaged ({error}), so which stages were finished is not known. Restore it from a copy, or delete "
-                "it: stages that left a recover checkpoint go on from there, all others are carried out again."
+                f"{self.stages_file} is damaged ({error}), so the finished stages are unknown. Restore it from a copy, or delete "
+                "it: stages with a recover checkpoint continue from there, all others run again."
             ) from None
 
     def write_stages(self, stages: Mapping[str, Any]) -> None:
@@ -226,16 +226,16 @@ class RunDirectory:
         write_json(self.stages_file, dict(stages), default=str, checked=True)
 
     def claim(self, config: Mapping[str, Any] | None = None, recover_mode: str = "auto") -> RunDirectory:
-        """Takes the directory for this process: creates it, or resumes the run in it (``resumed``). Returns itself.
+        """Claim the directory for this process: create it, or resume the run in it (``resumed``). Returns itself.
 
         Args:
-            config: the resolved config; the run's identity is computed from it.
+            config: the resolved config, which identifies the run.
             recover_mode: ``auto`` resumes an unfinished run of the same config that has a recover checkpoint or a journal, and sets
-                aside what one without left; ``resume`` insists on one of them and also goes on with a finished run;
-                ``off`` insists on a directory that no run has used.
+                aside the files of a run that has neither; ``resume`` requires one of them and also continues a finished run;
+                ``off`` requires a directory that no run has used.
 
         Raises:
-            RunFinishedError: the run in it has finished, and is asked for no more steps.
+            RunFinishedError: the run in it has finished, and the config does not ask for more steps.
             CheckpointError: the directory belongs to another process, another config, or a run that must not be reused.
         """
         if recover_mode not in ("auto", "resume", "off"):
@@ -368,7 +368,7 @@ class RunDirectory:
         return any(stage.get("kind") != "model" for stage in self.finished_stages().values())
 
     def next_attempt(self) -> Path:
-        """Where what is given up goes next."""
+        """Directory for the next set of abandoned files."""
         attempts = self.path / "attempts"
         return attempts / str(1 + (sum(1 for _ in attempts.iterdir()) if attempts.is_dir() else 0))
 
@@ -395,10 +395,10 @@ class RunDirectory:
         self._lock_file = handle  # the kernel lets go of it when this process ends, however it ends
 
     def check_lock(self) -> None:
-        """See that the lock is still this process's own: a file that was deleted keeps nobody out. For before each checkpoint.
+        """Check that this process still holds the lock, because a deleted lock file excludes nobody. Call before each checkpoint.
 
         Raises:
-            CheckpointError: it was deleted or replaced, or the directory was.
+            CheckpointError: the lock or the directory was deleted or replaced.
         """
         whole = self._whole
         if whole._lock_file is None:
@@ -413,16 +413,16 @@ class RunDirectory:
             if not whole.path.is_dir():
                 what = f"{whole.path} was moved or removed"
             raise CheckpointError(
-                f"{what} while this run wrote there, so another process may write there, too. This one ends without a further checkpoint. "
-                "See that no other run uses the directory, then start the run again: it goes on from its last checkpoint."
+                f"{what} while this run wrote there, so another process may be writing there too. This one ends without another checkpoint. "
+                "Make sure that no other run uses the directory, then start the run again: it goes on from its last checkpoint."
             )
 
     @contextmanager
     def explaining_failures(self) -> Iterator[None]:
-        """Around what writes here: a full disk, a directory that was moved and a lost permission are said with what to do.
+        """Context for writes: errors such as a full disk, a moved directory or a lost permission get a message with a remedy.
 
         Raises:
-            CheckpointError: in place of an ``OSError`` of a file of this directory.
+            CheckpointError: in place of an ``OSError`` for a file in this directory.
         """
         try:
             yield
@@ -438,7 +438,7 @@ class RunDirectory:
             ) from error
 
     def _is_mine(self, error: OSError) -> bool:
-        """A write of this directory failed, as far as can be told."""
+        """True if the error probably comes from a write to this directory."""
         if error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
             return True
         names = [str(name) for name in (error.filename, error.filename2) if name is not None]
@@ -473,7 +473,7 @@ class RunDirectory:
 
 
 def _disk_error_in(error: Exception) -> OSError | None:
-    """A full disk, as libraries that write files by themselves say it."""
+    """The ``OSError`` of a full disk, also if a library reports it in another form."""
     text = str(error)
     for number in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
         if f"os error {number})" in text or os.strerror(number) in text:

@@ -334,7 +334,7 @@ def test_files_of_the_run_that_are_damaged_are_named_with_what_to_do(tmp_path, c
         run.write_stages({"first": {"kind": "sft", "reward": 0.5}})
         assert run.finished_stages() == {"first": {"kind": "sft", "reward": 0.5}}
         run.stages_file.write_text(run.stages_file.read_text().replace("0.5", "0.7"))
-        with pytest.raises(CheckpointError, match=r"stages\.json is damaged \(its checksum does not hold.* or delete it"):
+        with pytest.raises(CheckpointError, match=r"stages\.json is damaged \(its checksum does not match.* or delete it"):
             run.finished_stages()
         run.stages_file.write_text(content)
         with pytest.raises(CheckpointError, match=r"stages\.json is damaged .* or delete it"):
