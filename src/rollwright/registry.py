@@ -342,7 +342,7 @@ def missing_module_hint(error: BaseException) -> str:
         return ""
     top = error.name.partition(".")[0]
     if top in _OTHER_SYSTEMS:
-        return "; in code from another system, import its names from rollwright (docs/coming-from.md says which)"
+        return "; in code from another system, import its names from rollwright (docs/coming-from.md lists them)"
     if top == "rollwright":
         return "; names are imported from rollwright itself (docs/coming-from.md lists those of other systems)"
     if _module_exists(top):

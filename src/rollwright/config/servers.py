@@ -63,7 +63,7 @@ class ServerConfig:
     """What every server can be told."""
 
     model_path: str = key("", "Model directory or name; empty: the actor's.", public=True)
-    dtype: str = key("auto", "Compute type; auto: rollout.dtype.")
+    dtype: str = key("auto", "Compute type; auto uses rollout.dtype.")
     trust_remote_code: bool = key(False, "Run code that comes with a model.")
     extra_args: dict[str, Any] = key_from(dict, "Further arguments of the server, by the server's own names.")
 
@@ -77,7 +77,7 @@ class SGLangConfig(ServerConfig):
         "sglang: SGLang itself (needs a GPU); builtin: rollwright serve-model, which speaks the same protocol.",
         choices=["sglang", "builtin"],
     )
-    context_length: int | None = key(None, "Prompt and new tokens together; None: rollout.context_length.", ge=2)
+    context_length: int | None = key(None, "Prompt and new tokens together; None uses rollout.context_length.", ge=2)
     mem_fraction_static: float | None = key(None, "Share of GPU memory for weights and cache (SGLang).", gt=0.0, lt=1.0)
     max_running_requests: int | None = key(None, "Sequences decoded together.", ge=1)
     log_level: str = key("warning", "The server's log level.")
@@ -139,7 +139,7 @@ class SGLangConfig(ServerConfig):
 class VLLMConfig(ServerConfig):
     """Arguments of a vLLM server; see build_cmd."""
 
-    max_model_len: int | None = key(None, "Prompt and new tokens together; None: rollout.context_length.", ge=2)
+    max_model_len: int | None = key(None, "Prompt and new tokens together; None uses rollout.context_length.", ge=2)
     gpu_memory_utilization: float | None = key(None, "Share of GPU memory.", gt=0.0, le=1.0)
     max_num_seqs: int | None = key(None, "Sequences decoded together.", ge=1)
     device: str = key(

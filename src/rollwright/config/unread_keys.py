@@ -38,7 +38,11 @@ def of_training(config: BaseExperimentConfig) -> list[Rule]:
         config,
         [
             (not evaluates, evaluations, without),
-            (not has_interval(config.saver), ["saver.keep"], "only the last checkpoint is written, as saver has no interval"),
+            (
+                not has_interval(config.saver),
+                ["saver.keep"],
+                "only the last checkpoint is written, because saver has no interval",
+            ),
             (
                 config.recover.mode == "off",
                 ["recover.keep", "recover.if_damaged", "recover.in_background"],
@@ -56,14 +60,14 @@ def of_policy(config: PPOConfig) -> list[Rule]:
     by_time = ["evaluator.every_epochs", "evaluator.every_seconds"]
     lines: list[Line] = [
         (config.tasksets, drawn, "tasks come from tasksets"),
-        (config.mode in ("explore", "train"), by_time, "explorers evaluate every so many versions; set evaluator.every_steps"),
+        (config.mode in ("explore", "train"), by_time, "explorers evaluate by weight version; set evaluator.every_steps"),
         (
             not has_tasksets or config.mode == "serve",
             by_services,
-            "only task-style workflows (tasksets) are given such clients",
+            "only task-style workflows (tasksets) get such clients",
         ),
         (rollout.backend in ("builtin", "sglang", "vllm"), ["rollout.path"], "runs sample from actor.path"),
-        (rollout.backend == "builtin", _OF_REMOTE_ENGINES, "the built-in engine of this process gets no requests by HTTP"),
+        (rollout.backend == "builtin", _OF_REMOTE_ENGINES, "the built-in engine of this process gets no HTTP requests"),
         (rollout.addresses, ["rollout.context_length", "rollout.prefix_cache"], "the servers of rollout.addresses run already"),
         (config.store is None or config.store.order != "priority", _OF_PRIORITY, "store.order is not priority"),
         (not journal.enabled, [f"journal.{each.name}" for each in fields(journal)][1:], "journal.enabled is false"),
@@ -85,7 +89,7 @@ def of_supervised(config: SFTConfig) -> list[Rule]:
     episodes = ["workflow", "workflow_kwargs", "reward_fn", "rollout"]
     lines: list[Line] = [
         (not config.workflow, ["valid_dataset"], "it is evaluated by a workflow, and none is set"),
-        (not evaluates, episodes, "episodes run only where there are workflow and valid_dataset"),
+        (not evaluates, episodes, "episodes run only with workflow and valid_dataset"),
         (
             evaluates,
             [*_OF_REMOTE_ENGINES, *_OF_SERVERS, *_OF_TRAINING],
@@ -109,7 +113,7 @@ def of_evaluation(config: EvalConfig) -> list[Rule]:
             ["stats_logger.sinks", "stats_logger.show", "stats_logger.project"],
             "an evaluation's scores go to summary.json",
         ),
-        (True, ["gconfig.n_samples"], "`samples` says how often a task is sampled"),
+        (True, ["gconfig.n_samples"], "`samples` sets how often a task is sampled"),
         (only_greedy, drawn, "completions are greedy unless `samples` is set"),
     ]
     elsewhere = [(True, f"dataset.{key}", message) for key, message in keys_read_elsewhere(config.dataset, "datasets")]
@@ -155,7 +159,7 @@ def of_sglang(section: SGLangConfig) -> list[Rule]:
 
 def of_slurm(section: SlurmConfig) -> list[Rule]:
     changed = section.end_early != SlurmConfig().end_early and section.time is None
-    return [(changed, "end_early", _message("time is not set, so nobody knows when the job ends"))]
+    return [(changed, "end_early", _message("time is not set, so the end of the job is unknown"))]
 
 
 def of_reference(config: PPOConfig | DPOConfig) -> list[Rule]:

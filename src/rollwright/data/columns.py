@@ -30,7 +30,7 @@ _ADVICE = {
     "conversations": f"ShareGPT's conversations (from, value) become messages (role, content) in {_FUNCTION}",
     "conversation": "name it: format: {prompt_type: messages, messages_key: conversation}",
     "text": 'text that is trained as it is goes into segments: [{"text": …, "train": true}] (docs/supervised.md)',
-    "query": "name it: format: {prompt_key: query}, and response_key where there is a reference answer",
+    "query": "name it: format: {prompt_key: query}, and response_key if there is a reference answer",
 }
 
 

@@ -200,7 +200,7 @@ def build_mm_message(prompt: str, images: Sequence[Any] | None = None, videos: S
     pieces, blocks = prompt.split(MARK), [{"type": "image", "image": image} for image in images or ()]
     if (places := len(pieces) - 1) > len(blocks):
         raise DataError(
-            f"the prompt has {places} image marks and the task has {len(blocks)} images; give one image for each mark."
+            f"the prompt has places for {places} images and the task has {len(blocks)}; give as many as there are places."
         )
     if not blocks:
         return {"role": "user", "content": prompt}

@@ -19,7 +19,7 @@ from rollwright.rewards.registry import REWARD_FUNCTIONS
 from rollwright.rewards.text import last_boxed, last_tagged, references
 
 #: A number with its power or power of ten, a minus after a word, digit or bracket being an operator. The other alternatives, and the
-#: last group, find what is no number but part of an expression: ``\pm 5``, ``\sqrt``, ``\pi``, ``x^2``, ``{2a}``, ``3x``, ``2^n``.
+#: last group, find parts of expressions, which are not numbers: ``\pm 5``, ``\sqrt``, ``\pi``, ``x^2``, ``{2a}``, ``3x``, ``2^n``.
 _NUMBER = re.compile(
     r"(?:\\pm|\\mp|[±∓])\s*[\d.]*|\\[a-zA-Z]+(?=\s*\{)|\\(?:pi|infty|theta|alpha|beta|phi|lambda|sin|cos|tan|log|ln|exp)(?![a-zA-Z])|[\^_{]\s*[-+]?\.?\d[\d.]*"
     r"|((?:(?<![\w.)\]}])[-+])?(?:(?:\d{1,3}(?:,\d{3})+(?![\d,])|\d+)(?:\.\d+)?(?:[eE][-+]?\d+(?!\w)|/\d+)?|\.\d+))"

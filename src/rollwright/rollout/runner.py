@@ -295,7 +295,7 @@ class Runner:
             reason = f"{type(outcome).__name__}: {outcome}"[:2000]
             sample.episode.end("failed", reason, traceback=failure.traceback[-TRACEBACK_KEPT:])
             if isinstance(outcome, BrokenRewardError):
-                self.stop(with_cause("rollout stops, as further samples cannot be scored either.", failure))
+                self.stop(with_cause("rollout stops, because further samples cannot be scored either.", failure))
             elif is_final:
                 self.samples["failed"] += 1
                 self._give_up(group, failure, f"sample {name.index} failed: {failure.cause}")

@@ -368,9 +368,9 @@ def _experience_of(row: Any) -> Experience:
     """
     experience = Experience.deserialize(row.data)
     if _number(row.reward) != _number(experience.reward):
-        raise TrajectoryError(f"its reward is {experience.reward} and the column says {row.reward}; the row is damaged.")
+        raise TrajectoryError(f"its reward is {experience.reward}, but the column has {row.reward}; the row is damaged.")
     if row.eid != str(experience.eid):
-        raise TrajectoryError(f"it is experience {experience.eid} and the column says {row.eid}; the row is damaged.")
+        raise TrajectoryError(f"its id is {experience.eid}, but the column has {row.eid}; the row is damaged.")
     return experience
 
 

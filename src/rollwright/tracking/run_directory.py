@@ -213,7 +213,7 @@ class RunDirectory:
         try:
             stages = read_json(self.stages_file)
             if not all(isinstance(stage, dict) for stage in stages.values()):
-                raise ValueError("a stage of it is no JSON object")
+                raise ValueError("a stage is not a JSON object")
             return stages
         except ValueError as error:
             raise CheckpointError(

@@ -148,11 +148,11 @@ class Trainer(ABC):
         into = self.directory.next_attempt()
         if steps := self.recover.set_aside_damaged(into):
             logger.warning(
-                "The recover checkpoints of steps %s are all damaged, and lie in %s: the run begins again from its first weights%s "
+                "The recover checkpoints of steps %s are all damaged and were moved to %s: the run restarts from its initial weights%s "
                 "(recover.if_damaged).",
                 steps,
                 into,
-                ", with what its journal has" if self.directory.has_journal else "",
+                ", with its journal's episodes" if self.directory.has_journal else "",
             )
 
     def _wait_for_recover(

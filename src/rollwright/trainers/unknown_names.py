@@ -82,7 +82,7 @@ def _subsets(config: Any) -> Iterator[Fault]:
     ]
     for path, section in sections:
         if section is not None and section.subset is not None and not has_subsets(section):
-            yield (*path, "subset"), f"is set, but not read: {section.path} is no Hugging Face dataset; take it out"
+            yield (*path, "subset"), f"is set, but not read: {section.path} is not a Hugging Face dataset; take it out"
 
 
 def _uses_sandbox(config: Any) -> bool:

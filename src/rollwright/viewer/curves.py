@@ -102,10 +102,10 @@ class Curves:
         with self._lock:
             left = self.path.stat().st_size - self._read if self.path.exists() else 0
             lost = [
-                f"line {first} is gone" if first == last else f"lines {first} to {last} are gone"
+                f"line {first} is missing" if first == last else f"lines {first} to {last} are missing"
                 for first, last in self._reader.lost
             ]
-            return [*self._damaged, *lost, *([f"the last {left} bytes are no whole line"] if left > 0 else [])]
+            return [*self._damaged, *lost, *([f"the last {left} bytes are an incomplete line"] if left > 0 else [])]
 
     def names(self) -> list[str]:
         """Of all metrics, sorted."""

@@ -328,9 +328,9 @@ class Index:
             elif not size:
                 found.append(Gap(path, 0, 0, after, note="it is empty"))
             elif not row["is_closed"] and (not is_last or is_finished) and self._says_where_it_ends(path):
-                found.append(Gap(path, size, size, after, note="its end is gone"))
+                found.append(Gap(path, size, size, after, note="its end is missing"))
         gone = sorted(expected.keys() - sizes.keys())
-        return found + [Gap(self.journal / name, 0, expected[name], note="this file is gone") for name in gone]
+        return found + [Gap(self.journal / name, 0, expected[name], note="this file is missing") for name in gone]
 
     def _says_where_it_ends(self, path: Path) -> bool:
         """True if a file records its end. Older versions do not; nor does a file that a killed process had just begun."""

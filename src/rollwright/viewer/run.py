@@ -118,7 +118,7 @@ class Run(RunFiles):
         if not (self.path / "journal").is_dir():
             return [*found, *self._without_journal()]
         if not self.has_journal:
-            return [*found, self._lacks(self.path / "journal", "it is empty: nothing is known of its samples")]
+            return [*found, self._lacks(self.path / "journal", "it is empty: its samples are unknown")]
         is_finished = self.info()["state"] == "finished"
         for gap in self._index.missing(is_running=self.is_running, is_finished=is_finished):
             said = str(gap).partition(": " if gap.note else ", ")[2]
@@ -129,7 +129,7 @@ class Run(RunFiles):
         kept = self.config.get("journal.enabled") and self.config.get("mode", "both") in ("both", "explore", "serve")
         if not kept or "gconfig.n_samples" not in self.config:
             return []
-        return [self._lacks(self.path / "journal", "it is gone: nothing is known of the samples")]
+        return [self._lacks(self.path / "journal", "it is missing: the samples are unknown")]
 
     def _unlike(self) -> list[dict[str, Any]]:
         """Steps that only one of journal and metrics has; each should have all."""

@@ -154,7 +154,7 @@ class RunFiles:
         """
         found = [self._lacks(self.curves.path, each) for each in self.curves.missing()]
         if not self.curves.path.exists() and self._wrote_metrics():
-            found.append(self._lacks(self.curves.path, "it is gone: there are no curves"))
+            found.append(self._lacks(self.curves.path, "it is missing: there are no curves"))
         elif self.curves.path.exists() and not self.curves.path.stat().st_size and self._wrote_metrics():
             found.append(self._lacks(self.curves.path, "it is empty: there are no curves"))
         elif self._last_known_step() > (last := max((step for step, _ in self.curves.times), default=0)):
@@ -165,7 +165,7 @@ class RunFiles:
             for name in (MARKER, "stages.json"):
                 problem = _problem_of(root / name)
                 if problem is None and name == MARKER and root == self._root and not (root / name).exists():
-                    problem = "it is gone: the run cannot be resumed"
+                    problem = "it is missing: the run cannot be resumed"
                 if problem:
                     found.append(self._lacks(root / name, problem))
         _ = self.config
@@ -251,7 +251,7 @@ def _problem_of(path: Path) -> str | None:
     except FileNotFoundError:
         return None
     except (OSError, ValueError) as error:
-        return f"it cannot be read ({error}), so nothing of it is shown"
+        return f"it cannot be read ({error}), so it is not shown"
     return None
 
 

@@ -98,7 +98,7 @@ def test_damaged_checkpoints_stop_a_run_unless_it_may_begin_again_from_its_journ
         "are all damaged, so the run cannot continue from them; set recover.if_damaged=begin_again" in capsys.readouterr().err
     )
     assert main([*again, "recover.if_damaged=begin_again"]) == 0
-    assert "begins again from its first weights, with what its journal has" in caplog.text
+    assert "restarts from its initial weights, with its journal's episodes" in caplog.text
     assert [path.name for path in sorted((run / "attempts" / "1").iterdir())] == [path.name for path in checkpoints]
     assert steps(run) == [1, 2, 3]
     assert "going on from the journal: 8 episodes have a past" in caplog.text

@@ -38,9 +38,9 @@ UNREAD = [
     ("evaluator.limit=5", "evaluator.limit", "nothing is evaluated"),
     ("saver.keep=2", "saver.keep", "saver has no interval"),
     ("rollout.openai_front=true", "rollout.openai_front", "only task-style workflows"),
-    ("rollout.setup_timeout=5", "rollout.setup_timeout", "gets no requests by HTTP"),
+    ("rollout.setup_timeout=5", "rollout.setup_timeout", "gets no HTTP requests"),
     ("sglang.implementation=builtin sglang.mem_fraction_static=0.5", "sglang.mem_fraction_static", "implementation is builtin"),
-    ("train_dataset.subset=main", "train_dataset.subset", "is no Hugging Face dataset"),
+    ("train_dataset.subset=main", "train_dataset.subset", "is not a Hugging Face dataset"),
     ("actor.kl_ctl=0.1 ref={path:\u00a0m,max_bad_steps:\u00a09}", "ref.max_bad_steps", "the reference is not trained"),
 ]
 

@@ -148,7 +148,7 @@ def test_reading_goes_on_behind_bytes_that_are_gone_or_too_many(tmp_path, is_old
 def test_what_is_no_journal_is_refused(tmp_path):
     file = written(tmp_path, 1)
     file.write_bytes(b"something else")
-    with pytest.raises(JournalError, match="is no journal of this version"):
+    with pytest.raises(JournalError, match="is not a journal of this version"):
         phases(tmp_path)
 
 

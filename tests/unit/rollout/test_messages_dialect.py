@@ -153,7 +153,7 @@ async def test_tokens_are_counted_without_a_call(front, tokenizer):
         ),
         (
             {"extra_body": {"context_management": {"edits": [{"type": "clear_tool_uses_20250919"}]}}},
-            "leaves the history as it is",
+            "does not change the history",
         ),
         ({"extra_body": {"stop": ["x"]}}, "it is stop_sequences here"),
         ({"stop_sequences": [""]}, "stop_sequences="),

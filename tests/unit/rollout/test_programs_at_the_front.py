@@ -209,9 +209,9 @@ def test_a_grammar_in_ebnf_is_rewritten():
     [
         ({"structured_outputs": {"json": SCHEMA, "regex": "a"}}, "it has to hold one of json"),
         ({"structured_outputs": {"structural_tag": "{}"}}, "it has to hold one of json"),
-        ({"structured_outputs": {"regex": "a"}, "response_format": {"type": "json_object"}}, "beside response_format"),
-        ({"structured_outputs": {"grammar": "start: /a/"}, "tools": TOOLS}, "beside tools; use json"),
-        ({"guided_json": SCHEMA}, "its name is structured_outputs.json now"),
+        ({"structured_outputs": {"regex": "a"}, "response_format": {"type": "json_object"}}, "combined with response_format"),
+        ({"structured_outputs": {"grammar": "start: /a/"}, "tools": TOOLS}, "with tools; use json"),
+        ({"guided_json": SCHEMA}, "it is now called structured_outputs.json"),
         ({"tools": [{"type": "custom", "custom": {"name": "x"}}]}, "tools.0. is of type 'custom'.*offer it as a function"),
     ],
 )

@@ -484,7 +484,7 @@ class TestIdentity:
                     list(store.groups())
                 assert len(store.damaged()) == 1
             connection.execute("UPDATE experiences SET data = ?, reward = reward + 1 WHERE id = ?", (data, number))
-            with pytest.raises(StoreError, match="the column says"):
+            with pytest.raises(StoreError, match="the column has"):
                 list(store.groups())
             connection.close()
 

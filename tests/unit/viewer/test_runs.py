@@ -93,7 +93,7 @@ def test_what_is_written_is_seen_and_the_stamp_changes(tmp_path):
     damaged, tail = (each["message"] for each in run.missing() if each["file"].endswith("metrics.jsonl"))
     assert "a line is damaged" in damaged
     assert "behind that of step 3: b'no json'" in damaged
-    assert "the last 16 bytes are no whole line" in tail
+    assert "the last 16 bytes are an incomplete line" in tail
     sink.close()
 
 

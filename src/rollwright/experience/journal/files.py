@@ -364,7 +364,7 @@ class Gap:
         between = f", {_between(first, last)}" if first is not None or last is not None else ""
         if self.note:
             return f"{self.path.name}: {self.note}{between}"
-        kind = "the last bytes, which are no whole record" if self.is_tail else "damaged, and left out"
+        kind = "trailing bytes without a complete record" if self.is_tail else "damaged, and left out"
         return f"{self.path.name}, bytes {self.begin:,} to {self.end:,} ({self.end - self.begin:,}){between}: {kind}"
 
 
@@ -466,7 +466,7 @@ def lost_files(directory: Path, listed: Files) -> list[Gap]:
                 if left > 0
                 else "it is empty"
                 if not left
-                else "this file is gone"
+                else "this file is missing"
             )
             found.append(Gap(path, max(0, left), size, note=lost))
     return found

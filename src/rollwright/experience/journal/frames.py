@@ -72,7 +72,7 @@ def record_at(file: int, begin: int, path: Path) -> AnyRecord:
     """
     found = _Window(file, _FEW).whole(begin)
     if found is None:
-        raise JournalError(f"{path}, byte {begin}: no whole record begins there; the file was changed after it was read.")
+        raise JournalError(f"{path}, byte {begin}: no complete record begins there; the file was changed after it was read.")
     return decoded(found[1], path, begin)
 
 
@@ -86,7 +86,7 @@ def decoded(body: bytes | memoryview, path: Path, place: int) -> AnyRecord:
         return decode(body)
     except msgspec.DecodeError as error:
         raise JournalError(
-            f"{path}, byte {place}: a record of another version ({error}); use the version that wrote it."
+            f"{path}, byte {place}: a record of another version ({error}); use the version of rollwright that wrote it."
         ) from None
 
 
@@ -99,7 +99,7 @@ def _first(window: _Window, path: Path) -> int | None:
         return None
     found = len(VERSION) if window.whole(len(VERSION)) else window.next_whole(0)
     if found is None:
-        raise JournalError(f"{path} is no journal of this version: it begins with {version!r}. Move it away.")
+        raise JournalError(f"{path} is not a journal of this version: it begins with {version!r}. Move it away.")
     return found
 
 

@@ -300,7 +300,7 @@ _TEMPLATE_METHOD = frozenset(
 
 #: Former names of vLLM's ``structured_outputs``.
 _GUIDED: dict[str, tuple[tuple[Any, ...], str]] = {
-    f"guided_{name}": ((), f"its name is structured_outputs.{name} now") for name in ("json", "regex", "choice", "grammar")
+    f"guided_{name}": ((), f"it is now called structured_outputs.{name}") for name in ("json", "regex", "choice", "grammar")
 }
 
 
@@ -390,7 +390,7 @@ class Chat(OpenAIBody):
 class Completion(OpenAIBody):
     """``/v1/completions``."""
 
-    neutral = {**_GUIDED, "suffix": (("",), "there is no insertion mode")}
+    neutral = {**_GUIDED, "suffix": (("",), "insertion is not supported")}
 
     prompt: NotEmpty | TokenIds | Annotated[list[NotEmpty | TokenIds], Field(min_length=1, fail_fast=True)] = Field(
         description="text, token ids, or a list of either, and not empty"

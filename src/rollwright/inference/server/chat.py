@@ -55,7 +55,7 @@ def tools_of(fields: dict[str, Any]) -> list[dict[str, Any]] | None:
     for index, tool in enumerate(tools):
         kind = tool.get("type", "function") if isinstance(tool, dict) else type(tool).__name__
         if kind != "function":
-            said = f"tools[{index}] is of type {kind!r}, which a chat template has no words for: offer it as a function with parameters."
+            said = f"tools[{index}] is of type {kind!r}, which chat templates do not support: offer it as a function with parameters."
             raise RequestError(said, param="tools")
         function = tool.get("function")
         if not isinstance(function, dict):
@@ -79,7 +79,7 @@ def check_function(name: Any, parameters: Any, where: str, of_parameters: str) -
     if not name or not isinstance(name, str):
         raise RequestError(f"{where} has no name; give it one.", param="tools")
     if not isinstance(parameters or {}, dict) or not isinstance((parameters or {}).get("properties") or {}, dict):
-        raise RequestError(f"{where}.{of_parameters} is no JSON Schema of an object.", param="tools")
+        raise RequestError(f"{where}.{of_parameters} is not a JSON Schema of an object.", param="tools")
     return name
 
 

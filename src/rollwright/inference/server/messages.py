@@ -73,11 +73,11 @@ class MessagesBody(Body):
     )
     left_out: ClassVar[dict[str, str]] = {
         "container": "this server runs no code",
-        "mcp_servers": "this server asks no MCP servers; clients can, and offer their tools as functions",
+        "mcp_servers": "this server does not call MCP servers; clients can, and offer their tools as functions",
     }
     neutral: ClassVar[dict[str, tuple[tuple[Any, ...], str]]] = {
-        "compaction": ((), "this server writes no summaries: ask the model for one with a message"),
-        "output_format": ((), "its name is output_config.format now"),
+        "compaction": ((), "this server does not summarise: ask the model for a summary in a message"),
+        "output_format": ((), "it is now called output_config.format"),
         "n": ((1,), "an answer is one sample"),
     }
     of_chat = (
@@ -130,7 +130,7 @@ class MessagesDialect(Dialect):
         tools, self.warnings = offered_tools(fields.tools)
         self.warnings += fields.warnings
         if "task_budget" in fields.output_config:
-            self.warnings.append("output_config.task_budget is left out: a chat template has no words for it.")
+            self.warnings.append("output_config.task_budget is left out: chat templates do not support it.")
         system = [{"role": "system", "content": _texts(fields.system, "system")}] if fields.system else []
         new: list[dict[str, Any]] = []
         self.places = [*(["system"] * len(system)), *(["thread"] * len(before))]
@@ -351,8 +351,8 @@ def _refuse_other_edits(management: dict[str, Any]) -> None:
         keeps_all = keep in ("all", {"type": "all"}) and str(edit.get("type")).startswith("clear_thinking_")
         if not keeps_all:
             raise RequestError(
-                f"context_management={management!r:.200} cannot be honoured: this server leaves the history as it is, and takes "
-                "edits of clear_thinking with keep='all' alone. Leave the others out, or edit the messages.",
+                f"context_management={management!r:.200} cannot be honoured: this server does not change the history, and accepts "
+                "only clear_thinking with keep='all'. Leave the other edits out, or edit the messages.",
                 param="context_management",
             )
 

@@ -367,9 +367,9 @@ class OpenAIProtocol:
             return {}
         structure = wanted[0]
         if len(wanted) > 1:
-            raise RequestError("structured_outputs cannot be honoured beside response_format.", param="structured_outputs")
+            raise RequestError("structured_outputs cannot be combined with response_format.", param="structured_outputs")
         if beginning_of_reply(fields, self.convention):
-            said = f"{structure.param} cannot be honoured where tool_choice forces a call."
+            said = f"{structure.param} cannot be honoured if tool_choice forces a call."
             raise RequestError(said, param=structure.param)
         convention = self.convention if tools_of(fields) else None
         return reply_grammar(structure, self.tokenizer, convention=convention, begins_reasoning=begins_reasoning)

@@ -89,7 +89,7 @@ def _lark(text: str) -> str:
     except ModuleNotFoundError:
         said = "structured_outputs.grammar in EBNF needs llguidance: pip install 'rollwright[grammar]', or write it in Lark."
     except Exception as error:  # a third-party parser may raise anything
-        said = f"structured_outputs.grammar is no EBNF that can be read: {error}."
+        said = f"structured_outputs.grammar cannot be parsed as EBNF: {error}."
     raise RequestError(said, param="structured_outputs")
 
 
@@ -110,13 +110,13 @@ def reply_grammar(
     if convention is None and not begins_reasoning:
         return {structure.kind: structure.text}
     if structure.kind == "grammar":
-        beside = "beside tools" if convention is not None else "after the reasoning that this model's template opens"
+        beside = "with tools" if convention is not None else "after the reasoning that this model's template opens"
         raise RequestError(f"{structure.param}.grammar cannot be honoured {beside}; use json.", param=structure.param)
     answer = f"%json {structure.text}" if structure.kind == "json_schema" else f"/{_slashes_escaped(structure.text)}/"
     start, rules = "answer", [f"answer: {answer}"]
     if convention is not None:
         if "{" in convention.marks:
-            said = f"{structure.param} cannot be honoured beside tools: a call of this model's template begins like any JSON."
+            said = f"{structure.param} cannot be honoured with tools: calls in this model's template look like any other JSON."
             raise RequestError(said, param=structure.param)
         marks = " | ".join(_mark(mark, tokenizer) for mark in convention.marks)
         start, rules = "(answer | call)", [*rules, f"call: ({marks}) {_TEXT}"]

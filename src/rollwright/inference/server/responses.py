@@ -64,10 +64,10 @@ class ResponsesBody(Body):
     )
     left_out: ClassVar[dict[str, str]] = {
         "moderation": "this server moderates nothing",
-        "personality": "a chat template has no words for it",
+        "personality": "chat templates do not support it",
     }
     neutral: ClassVar[dict[str, tuple[tuple[Any, ...], str]]] = {
-        "context_management": (([],), "this server compacts no history"),
+        "context_management": (([],), "this server does not compact the history"),
         "background": ((False,), "an answer is given at once"),
         "conversation": ((), "conversations are kept by previous_response_id"),
         "prompt": ((), "this server keeps no prompts"),
@@ -281,7 +281,7 @@ def kept_response(kept: KeptAnswers, identifier: str, param: str = "previous_res
     """
     if (found := kept.get(identifier)) is None:
         raise RequestError(
-            f"There is no response {identifier!r} here: of those that were made with store=true, {kept.LIMITS}. Send the items "
+            f"There is no response {identifier!r} here: of responses with store=true, {kept.LIMITS}. Send the items "
             "of the conversation in input.",
             status=404,
             param=param,
@@ -293,7 +293,9 @@ def _kept_item(kept: KeptAnswers, identifier: Any, where: str) -> dict[str, Any]
     items = (item for each in kept.newest_first() for item in each.answer.get("output", ()))
     found = next((item for item in items if item["id"] == identifier), None)
     if found is None:
-        raise RequestError(f"{where} refers to {identifier!r}, which is no item of a kept response.", status=404, param=where)
+        raise RequestError(
+            f"{where} refers to {identifier!r}, which is not an item of a stored response.", status=404, param=where
+        )
     return found
 
 
@@ -407,7 +409,7 @@ def _offered(tool: Any, where: str, namespace: str = "", about: str = "") -> Off
     kind = tool.get("type") if isinstance(tool, dict) else type(tool).__name__
     if kind != "function":
         raise RequestError(
-            f"{where} is of type {kind!r}, which a chat template has no words for: offer it as a function with parameters.",
+            f"{where} is of type {kind!r}, which chat templates do not support: offer it as a function with parameters.",
             param="tools",
         )
     parameters = tool.get("parameters")
