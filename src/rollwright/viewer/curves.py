@@ -84,8 +84,8 @@ class Curves:
         try:
             record = self._reader.record(line)
         except ValueError as error:
-            behind = f", behind that of step {self.times[-1][0]}" if self.times else ""
-            self._damaged.append(f"a line is damaged ({error}) and left out{behind}: {line[:60]!r}")
+            behind = f", after that of step {self.times[-1][0]}" if self.times else ""
+            self._damaged.append(f"a line is damaged ({error}) and skipped{behind}: {line[:60]!r}")
             return
         step = record["step"]
         self.times.append((step, record.get("unix_time") or 0.0))

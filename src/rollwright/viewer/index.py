@@ -322,7 +322,9 @@ class Index:
             if path in noted or (is_running and is_last) or row["name"] not in sizes:
                 continue
             if lost > 0:
-                found.append(Gap(path, row["position"], size + lost, after, note=f"its last {lost:,} bytes or more are gone"))
+                found.append(
+                    Gap(path, row["position"], size + lost, after, note=f"at least its last {lost:,} bytes are missing")
+                )
             elif size > row["position"] and size > len(frames_module.VERSION):
                 found.append(Gap(path, row["position"], size, after, is_tail=True))
             elif not size:

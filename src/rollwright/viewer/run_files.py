@@ -159,7 +159,7 @@ class RunFiles:
             found.append(self._lacks(self.curves.path, "it is empty: there are no curves"))
         elif self._last_known_step() > (last := max((step for step, _ in self.curves.times), default=0)):
             steps = last + 1, self._last_known_step()
-            said = f"it ends with step {last}, and the run came to step {steps[1]}"
+            said = f"it ends with step {last}, but the run reached step {steps[1]}"
             found.append(self._lacks(self.curves.path, said, steps=steps))
         for root in dict.fromkeys((self._root, self.path)):
             for name in (MARKER, "stages.json"):

@@ -229,7 +229,7 @@ def test_a_softmax_that_goes_by_its_rows_is_found_by_whole_requests(monkeypatch)
         runner = engine._runner
         assert self_check.differing_request(runner, 2048) is None
         monkeypatch.setattr(torch.Tensor, "softmax", lambda x, *a, **k: softmax(x, *a, **k) * (1 + 1e-6 * (len(x) > 40)))
-        assert "is answered with other bits among" in (self_check.differing_request(runner, 2048) or "")
+        assert "gets different bits among" in (self_check.differing_request(runner, 2048) or "")
 
 
 def test_what_an_engine_finds_does_not_go_by_how_many_requests_it_may_run(monkeypatch):
@@ -298,7 +298,7 @@ def test_sampling_that_goes_by_its_rows_is_found(monkeypatch, name):
         monkeypatch.setattr(
             torch.Tensor, name, lambda x, *a, **k: original(x, *a, **k) * (1 + 1e-5 * (x.dim() == 2 and len(x) > 2))
         )
-        assert "other bits" in (self_check.differing_request(engine._runner, 2048) or "")
+        assert "different bits" in (self_check.differing_request(engine._runner, 2048) or "")
 
 
 def test_memory_of_keys_and_values_begins_at_a_multiple_of_64_bytes():

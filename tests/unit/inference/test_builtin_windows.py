@@ -166,7 +166,7 @@ def test_pictures_seen_in_both_directions_are_refused():
     with BuiltinEngine(model, threads=1) as engine:
         assert engine.generate([ModelRequest(row(60), OPTIONS)])[0].output_len == 6
         engine._runner.takes_multi_modal, engine._runner.sees_pictures_causally = True, False  # as where image_token_id is set
-        with pytest.raises(EngineError, match="both directions within a picture"):
+        with pytest.raises(EngineError, match="both directions within an image"):
             engine.generate(
                 [ModelRequest([5, 90, 90, 90, 90, 6], OPTIONS, multi_modal={"pixel_values": torch.zeros(1, 3, 16, 16)})]
             )

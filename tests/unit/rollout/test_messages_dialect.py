@@ -241,7 +241,7 @@ async def test_a_thread_is_kept_with_its_system_prompt_and_tools(front, tokenize
         with pytest.raises(anthropic.NotFoundError, match="no thread") as caught:
             create(**given, messages=ASK, thread={"type": "continue", "previous_message_id": "msg_lost"})
         assert caught.value.body["error"]["details"] == {"error_code": "thread_not_found"}
-        with pytest.raises(anthropic.BadRequestError, match="tools is that of the thread"):
+        with pytest.raises(anthropic.BadRequestError, match="tools is fixed by the thread"):
             create(**given, messages=ASK, tools=FUNCTIONS, thread=goes_on)
 
     sample = sample_engine(Script(tokenizer, TOOL_CALL, "3", "yes"))

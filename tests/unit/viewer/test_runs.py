@@ -92,7 +92,7 @@ def test_what_is_written_is_seen_and_the_stamp_changes(tmp_path):
     assert run.curves.last("reward") == 1.0
     damaged, tail = (each["message"] for each in run.missing() if each["file"].endswith("metrics.jsonl"))
     assert "a line is damaged" in damaged
-    assert "behind that of step 3: b'no json'" in damaged
+    assert "after that of step 3: b'no json'" in damaged
     assert "the last 16 bytes are an incomplete line" in tail
     sink.close()
 

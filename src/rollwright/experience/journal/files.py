@@ -462,7 +462,7 @@ def lost_files(directory: Path, listed: Files) -> list[Gap]:
         left = path.stat().st_size if path.exists() else -1
         if left < size:
             lost = (
-                f"its last {size - left:,} bytes or more are gone"
+                f"at least its last {size - left:,} bytes are missing"
                 if left > 0
                 else "it is empty"
                 if not left

@@ -359,8 +359,8 @@ class Chat(OpenAIBody):
 
     ignored = OpenAIBody.ignored | {"audio"}  # only the format; modalities request it
     left_out = {
-        "moderation": "this server moderates nothing",
-        "web_search_options": "this server searches no web",
+        "moderation": "this server does not moderate",
+        "web_search_options": "this server does not search the web",
     }
     neutral = {
         **_GUIDED,

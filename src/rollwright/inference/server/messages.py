@@ -72,7 +72,7 @@ class MessagesBody(Body):
         ]
     )
     left_out: ClassVar[dict[str, str]] = {
-        "container": "this server runs no code",
+        "container": "this server does not run code",
         "mcp_servers": "this server does not call MCP servers; clients can, and offer their tools as functions",
     }
     neutral: ClassVar[dict[str, tuple[tuple[Any, ...], str]]] = {
@@ -174,7 +174,7 @@ class MessagesDialect(Dialect):
                         code="thread_not_found",
                     )
                 if again := next((name for name in ("system", "tools") if getattr(fields, name)), None):
-                    raise RequestError(f"{again} is that of the thread: leave it out, or create another thread.", param=again)
+                    raise RequestError(f"{again} is fixed by the thread: leave it out, or create another thread.", param=again)
                 return fields.model_copy(update=self.before.fixed)
             case {"type": "create"} | {}:
                 return fields

@@ -63,7 +63,7 @@ class ResponsesBody(Body):
         ]
     )
     left_out: ClassVar[dict[str, str]] = {
-        "moderation": "this server moderates nothing",
+        "moderation": "this server does not moderate",
         "personality": "chat templates do not support it",
     }
     neutral: ClassVar[dict[str, tuple[tuple[Any, ...], str]]] = {

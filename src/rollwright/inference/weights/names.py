@@ -230,7 +230,7 @@ def as_own(model: Any, weights: WeightStream) -> WeightStream:
                 made = _made_of(keys, name, group)
                 if wrong := next((own for own, t in made.items() if own in state and t.shape != state[own].shape), None):
                     raise IncompleteWeightsError(
-                        f"{len(group)} weights such as {key} make {wrong} of shape {tuple(made[wrong].shape)}, and {type(model).__name__} "
+                        f"{len(group)} weights such as {key} merge into {wrong} of shape {tuple(made[wrong].shape)}, but {type(model).__name__} "
                         f"has {tuple(state[wrong].shape)}: some are missing, or they belong to another model."
                     )
                 yield from made.items()
@@ -243,6 +243,6 @@ def _made_of(keys: CheckpointKeys, name: str, group: dict[str, Tensor]) -> dict[
         return dict(keys.convert(name, group.__getitem__))
     except (ValueError, RuntimeError, KeyError, IndexError) as error:
         raise IncompleteWeightsError(
-            f"{len(group)} weights such as {next(iter(group))} make no {name} of {type(keys.model).__name__}: some are missing, or they "
+            f"{len(group)} weights such as {next(iter(group))} do not merge into {name} of {type(keys.model).__name__}: some are missing, or they "
             f"belong to another model ({error})."
         ) from error

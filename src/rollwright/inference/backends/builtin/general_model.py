@@ -204,4 +204,4 @@ class GeneralModel:
         try:
             return prove(self, self._model, self.layer_shapes, self.ordinary_tokens(), context_length, way)
         except Exception as error:  # a foreign forward may raise anything
-            return Difference(f"it takes no explicit mask and cache ({type(error).__name__}: {error})")
+            return Difference(f"it does not accept an explicit mask and cache ({type(error).__name__}: {error})")

@@ -140,8 +140,8 @@ class RequestIntake:
             )
         if request.multi_modal and not runner.sees_pictures_causally:
             raise EngineError(
-                f"{type(runner.model).__name__} attends in both directions within a picture, which the built-in engine does not "
-                "compute: use an SGLang or vLLM server for requests with pictures."
+                f"{type(runner.model).__name__} attends in both directions within an image, which the built-in engine does not "
+                "support: use an SGLang or vLLM server for requests with images."
             )
         if (start := request.prompt_logprobs_from) is not None and (request.multi_modal or start > length):
             said = "scores the prompts of text only" if request.multi_modal else f"was asked for index {start} of {length}"

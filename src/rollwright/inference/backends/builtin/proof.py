@@ -57,7 +57,7 @@ def prove(
     """
     if reason := _differs(forward, model, layers, tokens, [min(n, context_length) for n in _SHORT], 0):
         said = f"with an explicit mask and cache it computes other log-probabilities than in a plain forward ({reason}; it may have "
-        return Difference(f"{said}position biases or a state of its own)")
+        return Difference(f"{said}position biases or its own state)")
     by_length: dict[int, list[str]] = {}
     for name, length in regime_lengths(model.config).items():
         if length < context_length:
@@ -75,7 +75,7 @@ def prove(
             is_short, reason = False, ""
         names_of_length, advice = (
             " and ".join(names),
-            f" With a context_length of {length} or less it is not asked for such rows.",
+            f" With a context_length of {length} or less there are no such rows.",
         )
         if not is_short:
             said = f"rows of more than {length} tokens, beyond {names_of_length}, cannot be compared with its plain forward here: that "

@@ -192,7 +192,7 @@ def differing_request(runner: ModelRunner, prefill_tokens: int) -> str | None:
     def first_difference(found: list[_Answer], expected: list[_Answer], how: str) -> str | None:
         pairs = zip(requests, found, expected, strict=True)
         different = next((request for request, one, other in pairs if one != other), None)
-        return different and f"a request with a prompt of {len(different.input_ids)} tokens is answered with other bits {how}"
+        return different and f"a request with a prompt of {len(different.input_ids)} tokens gets different bits {how}"
 
     count, alone = len(requests), answers([[request] for request in requests])
     others = beside if runner.most_rows > 1 else beside[:3]
