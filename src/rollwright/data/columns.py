@@ -75,7 +75,7 @@ def _prompt_key(row: Row, layout: FormatConfig | None, where: str) -> str:
     if len({str(row[name]) for name in present}) > 1:
         raise DataError(
             f"{where}: which column is the prompt, {' or '.join(present)}? Name it: format: {{prompt_key: {present[0]}}} (and response_key "
-            "where there is a reference answer)."
+            "if there is a reference answer)."
         )
     if present:
         return present[0]
@@ -85,7 +85,7 @@ def _prompt_key(row: Row, layout: FormatConfig | None, where: str) -> str:
     raise DataError(
         f"{where}: which column is the prompt? It has {', '.join(map(str, row)) or 'none'}. "
         + (f"{advice[0].upper()}{advice[1:]}. " if advice else "")
-        + "Name it in the dataset's format: prompt_key, or prompt_type: messages and messages_key (and response_key where there is a reference "
+        + "Name it in the dataset's format: prompt_key, or prompt_type: messages and messages_key (and response_key if there is a reference "
         "answer)."
     )
 

@@ -209,7 +209,7 @@ def _check_is_asked(messages: list[Row], where: str) -> None:
     if messages[-1]["role"] == "assistant":
         raise DataError(
             f"{where}: the conversation ends with the assistant's reply, so there is nothing to ask. To train on the reply, give the dataset "
-            "type: sft; to sample one, let messages end with the user's, and keep the reply in a column of its own."
+            "type: sft; to sample one, let messages end with the user's, and keep the reply in another column."
         )
 
 

@@ -66,7 +66,7 @@ class LineReader:
         number = number_of_line(line, range(self.number + 1, self.number + _MOST_LOST))
         if number is None:
             if self._has_checksums:
-                raise ValueError("its checksum is gone")
+                raise ValueError("its checksum is missing")
             return record, self.number + self._damaged + 1
         self._has_checksums = True
         del record["checksum"]

@@ -52,7 +52,7 @@ def test_a_format_names_the_columns(tmp_path):
         (
             '{"q": 1}',
             None,
-            r"rows\.jsonl:1: which column is the prompt\? It has q\. .*: prompt_key, or .* \(and response_key where there is a ref",
+            r"rows\.jsonl:1: which column is the prompt\? It has q\. .*: prompt_key, or .* \(and response_key if there is a ref",
         ),
         ('{"q": "x"}', FormatConfig(prompt_key="question"), r"rows\.jsonl:1 has no column 'question' .*format\.prompt_key"),
         ('{"q": 1}', FormatConfig(prompt_key="q"), "is a int, not the user's text"),
