@@ -42,7 +42,7 @@ class PastEpisodes:
         episodes: (ordinal, sample index) -> the attempt that got furthest.
         given_up: groups that were rejected or filtered, by ordinal.
         failed: ordinals of failed groups, which start again.
-        later: deferred: failed tasks, held back until the interrupted batches have been replayed.
+        later: failed tasks, deferred until the interrupted batches have been replayed.
         order: ordinals of the delivered groups, in order of delivery.
         newest_version: newest weight version of their tokens; -1 if there are none.
         tokens: number of sampled tokens in ``episodes``.
