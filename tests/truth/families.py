@@ -184,11 +184,12 @@ def not_built() -> dict[str, str]:
     return dict(_cases()[1])
 
 
-#: The cases of CI: the Llama family, biases by position, and each kind of window, chunk, sink, cap and scaling.
+#: The cases of CI: the Llama family, biases by position, positions that begin at another number than 0, and each kind of window, chunk, sink, cap and scaling.
 QUICK = (
     "llama",
     "gpt2",
     "bloom",
+    "camembert",
     "mistral",
     "qwen2",
     "gemma2",

@@ -91,6 +91,8 @@ def looked_at(name: str) -> tuple[dict[str, str], str]:
         return {}, str(reason)
     try:
         return {column: cell(outcomes(made)) for column, outcomes in parts().items()}, ""
+    except Exception as error:  # neither equal nor refused: to be seen in the table
+        return {"wrong": f"{type(error).__name__}: {str(error).splitlines()[0]}"}, ""
     finally:
         families.made.cache_clear()  # hundreds of models
 

@@ -125,14 +125,15 @@ def _outcome(made: families.Made, trained: TrainEngine, share: bool, way: Callab
 #: What is refused in CI: these families have no positions that can be given, or other ones for a row's columns; the frequencies
 #: of ``dynamic`` follow the longest row of a batch.
 REFUSED = {
+    "camembert": {"branches", "shared branches"},
     "bloom": {"branches", "shared branches"},
     "mamba": {"branches", "shared branches"},
     "llama4_text": {"branches", "shared branches"},
     "llama+dynamic": {"padded", "branches", "shared", "shared branches"},
 }
 
-#: What has no attention that a tree can take the place of, or scales it by a token's place.
-NOT_SHARED = {"bloom", "mamba", "llama4_text"}
+#: What has no attention that a tree can take the place of, scales it by a token's place, or counts positions from another number than 0.
+NOT_SHARED = {"bloom", "camembert", "mamba", "llama4_text"}
 
 
 def test_the_trainer_computes_what_the_untouched_forward_computes_or_refuses(

@@ -168,7 +168,9 @@ def ordinary_tokens(config: Any) -> list[int]:
 
 @torch.no_grad()
 def refuse_unless_causal(model: Any, scores: Callable[[Tensor], Tensor] | None = None) -> None:
-    """Check that changing the last token of a row changes nothing before it.
+    """Check that other tokens at the end of a row, and more of them, change nothing before them.
+
+    Rows of a batch are padded on the right without a mask, which is right only for such a model.
 
     Args:
         model: a Hugging Face model.
@@ -183,7 +185,7 @@ def refuse_unless_causal(model: Any, scores: Callable[[Tensor], Tensor] | None =
     if getattr(model.config.get_text_config(), "is_causal", True) is not False:
         tokens = ordinary_tokens(model.config)
         row = [tokens[(7 * column + 3) % len(tokens)] for column in range(_PROBE_TOKENS)]
-        other = [*row[:-1], tokens[(tokens.index(row[-1]) + 1) % len(tokens)]]
+        other = [*row[:-1], tokens[(tokens.index(row[-1]) + 1) % len(tokens)], *row]
         compute = scores or (lambda ids_BL: model(input_ids=ids_BL).logits)
         try:
             found = [compute(torch.tensor([ids], device=parameter.device)) for ids in (row, other)]
@@ -197,9 +199,9 @@ def refuse_unless_causal(model: Any, scores: Callable[[Tensor], Tensor] | None =
         is_half = parameter.dtype.itemsize < 4 or torch.is_autocast_enabled(parameter.device.type)
         if not changed > scale * (0.05 if is_half else 1e-4) + 1e-6:
             return
-        reason = f"changing the last token changes its logits of earlier ones by {changed:.3g} (their range is {scale:.3g})"
+        reason = f"other tokens at the end change its logits of earlier ones by {changed:.3g} (their range is {scale:.3g})"
     raise ConfigError(
-        f"{type(model).__name__} is not a causal language model: {reason}. Its tokens attend to later ones, so it can be neither sampled "
+        f"{type(model).__name__} is not a causal language model: {reason}. Its tokens depend on later ones, so it can be neither sampled "
         "nor trained; choose a decoder (is_decoder or is_causal in its config.json)."
     )
 

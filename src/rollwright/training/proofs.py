@@ -217,6 +217,9 @@ def _compare_branch(scorer: Any, batch: Trajectory, branch: _Branch | None) -> T
     columns = torch.arange(length, device=wanted_BL.device) if branch is None else branch.columns
     positions_L = columns if batch.get("position_ids") is None else alone["position_ids"][0, columns]
     alone = {name: value[:, columns] if value.dim() > 1 else value for name, value in alone.items()}
-    alone_BL, _ = scorer({**alone, "position_ids": positions_L[None]}, wanted_BL[:, columns])
+    alone["position_ids"] = positions_L[None]
+    if torch.equal(positions_L, torch.arange(len(columns), device=positions_L.device)):
+        del alone["position_ids"]  # an ordinary row: the model counts, some from another number than 0
+    alone_BL, _ = scorer(alone, wanted_BL[:, columns])
     apart_L = (alone_BL[0] - together_BL[0, columns]).abs()
     return apart_L.max() * 0 if branch is None else apart_L[batch["branch_ids"][row, columns] == branch.number].max()

@@ -76,7 +76,7 @@ def test_frequencies_that_follow_the_length_of_a_batch_are_refused_where_they_do
 def test_a_model_that_sees_later_tokens_is_refused():
     torch.manual_seed(0)
     encoder = transformers.BertConfig(**{key: value for key, value in TINY.items() if key != "num_key_value_heads"})
-    with pytest.raises(ConfigError, match="BertLMHeadModel is not a causal language model: changing the last token changes"):
+    with pytest.raises(ConfigError, match="BertLMHeadModel is not a causal language model: other tokens at the end change"):
         refuse_unless_causal(transformers.BertLMHeadModel(encoder).eval())
     encoder.is_decoder = True
     refuse_unless_causal(transformers.BertLMHeadModel(encoder).eval())
