@@ -138,7 +138,14 @@ class BatchDivision:
             return
         most = max(branches, key=lambda each: len(each.columns), default=None)
         last = max(branches, key=lambda each: int(each.columns[-1]), default=None)
-        difference = torch.stack([_compare_branch(scorer, batch, branch) for branch in (most, last)]).max()
+        try:
+            with parallel.watched():
+                difference = torch.stack([_compare_branch(scorer, batch, branch) for branch in (most, last)]).max()
+        except (RuntimeError, ValueError, TypeError, IndexError) as error:  # a foreign forward given a mask and positions
+            name, said = type(scorer.model).__name__, f"{type(error).__name__}: {error}"
+            raise TrainingError(
+                f"{name} fails on rows with branches (branch_ids): {said}. Train it on rows without branches: one row for each branch."
+            ) from error
         limit = _limit(scorer.model, device)
         if parallel.largest(int(not difference <= limit), device):
             raise TrainingError(

@@ -1,5 +1,7 @@
 """What is proved of a model before its rows are computed together, and what is refused."""
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 import transformers
@@ -9,6 +11,7 @@ from rollwright.errors import ConfigError, TrainingError
 from rollwright.training.engine import TrainEngine
 from rollwright.training.logprobs import TokenScorer
 from rollwright.training.micro_batches import micro_batches
+from rollwright.training.proofs import BatchDivision
 
 TINY = {
     "vocab_size": 31,
@@ -256,3 +259,20 @@ def test_a_model_that_sees_later_tokens_is_refused_at_the_start():
     model.config.is_causal = False
     with pytest.raises(ConfigError, match="is not a causal language model"):
         engine_of(model)
+
+
+def test_a_model_that_fails_on_rows_with_branches_is_named(monkeypatch):
+    def fails(*_arguments):
+        raise RuntimeError("upper bound and lower bound inconsistent")
+
+    monkeypatch.setattr("rollwright.training.proofs._compare_branch", fails)
+    batch = {
+        "input_ids": torch.tensor([[1, 2, 3, 4]]),
+        "attention_mask": torch.ones(1, 4, dtype=torch.long),
+        "branch_ids": torch.tensor([[0, 0, 1, 2]]),
+    }
+    scorer = SimpleNamespace(model=transformers.LlamaForCausalLM(transformers.LlamaConfig(**TINY)))
+    with pytest.raises(
+        TrainingError, match=r"LlamaForCausalLM fails on rows with branches \(branch_ids\): RuntimeError: upper"
+    ):
+        BatchDivision(TrainEngineConfig(device="cpu")).micro_batches(scorer, batch)
