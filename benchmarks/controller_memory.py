@@ -21,7 +21,7 @@ from report import Report
 
 from rollwright.config.generation import GenerationHyperparameters
 from rollwright.config.sections import ClusterConfig, RolloutConfig
-from rollwright.experience.journal.files import Journal
+from rollwright.experience.journal.writing import Journal
 from rollwright.experience.kept_rows import fetched
 from rollwright.inference.engine import InferenceEngine
 from rollwright.inference.request import ModelRequest, ModelResponse

@@ -35,7 +35,7 @@ def run(samples: int, group_size: int, journaled: bool) -> dict[str, Any]:
 
     from rollwright.config.generation import GenerationHyperparameters
     from rollwright.config.sections import RolloutConfig
-    from rollwright.experience.journal.files import Journal
+    from rollwright.experience.journal.writing import Journal
     from rollwright.inference.engine import InferenceEngine
     from rollwright.inference.request import ModelRequest, ModelResponse
     from rollwright.rollout.executor import RolloutExecutor

@@ -29,9 +29,8 @@ PROMPT, OUTPUT, TOOL, TURNS = 64, 32, 16, 3
 def records(count: int) -> dict[str, Any]:
     """Write ``count`` calls, and read them."""
     from rollwright.config.generation import GenerationHyperparameters
-    from rollwright.experience.journal.episode_writer import EpisodeWriter
     from rollwright.experience.journal.episodes import read_episodes
-    from rollwright.experience.journal.files import Journal
+    from rollwright.experience.journal.writing import EpisodeWriter, Journal
     from rollwright.experience.recorder import Recorder
     from rollwright.inference.request import ModelRequest, ModelResponse
 
@@ -80,8 +79,7 @@ def step(steps: int) -> dict[str, Any]:
     """Train, with a watch on everything that writes to the journal."""
     from quickstart_run import SAMPLES, quickstart_run
 
-    from rollwright.experience.journal.episode_writer import EpisodeWriter
-    from rollwright.experience.journal.files import Journal
+    from rollwright.experience.journal.writing import EpisodeWriter, Journal
     from rollwright.trainers import reporting
 
     spent = 0.0

@@ -77,9 +77,9 @@ def rank_main(path: str, directory: str) -> None:
     from rollwright.inference.weights.stream import WeightStream
     from rollwright.training import engine, parallel
     from rollwright.training.actor import FSDPPPOActor
-    from rollwright.training.checkpoint import RecoverCheckpoints
+    from rollwright.training.fsdp import with_whole_weights
     from rollwright.training.model import load_model  # noqa: F401 - imports transformers' part
-    from rollwright.training.sharding import with_whole_weights
+    from rollwright.training.recovery_checkpoint import RecoverCheckpoints
 
     torch.set_num_threads(1)
     import transformers.models.qwen3.modeling_qwen3  # noqa: F401

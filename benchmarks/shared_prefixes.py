@@ -140,7 +140,7 @@ class Pass:
         import torch
         from transformers import Qwen3Config, Qwen3ForCausalLM
 
-        from rollwright.training.fast_layers import use_fast_layers
+        from rollwright.training.layers import use_fast_layers
         from rollwright.training.logprobs import TokenScorer
         from rollwright.training.tree_attention import use_tree_attention
 
@@ -186,7 +186,7 @@ def costs() -> None:
     """Print what a call and a copied token cost, forward and backward, in products of a query and a key."""
     import torch
 
-    from rollwright.training.attention_calls import AttentionCall
+    from rollwright.training.prefix_tree import AttentionCall
     from rollwright.training.tree_attention import attend_by_calls
 
     print(f"{'heads x size':>14}{'product, ns':>14}{'a call':>10}{'a copy':>10}   in products")

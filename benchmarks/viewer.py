@@ -36,8 +36,8 @@ def write_run(directory: Path, samples: int, steps: int) -> None:
     """A finished run, in the form and by the writers of a real one; its tokenizer is one of words."""
     from rollwright.config.sections import JournalConfig
     from rollwright.data.tokenizer import build_word_tokenizer
-    from rollwright.experience.journal.files import Journal
     from rollwright.experience.journal.records import Checkpoint, GroupEnd, Phase, Published, Trained
+    from rollwright.experience.journal.writing import Journal
     from rollwright.tracking.metrics_file import JSONLSink
     from rollwright.tracking.run_directory import RunDirectory
 
@@ -94,8 +94,8 @@ def write_run(directory: Path, samples: int, steps: int) -> None:
 def write_group(journal: Any, generator: Any, size: int, ordinal: int, prompt: list[int], step: int, now: float) -> list[float]:
     """The episodes of a group; returns their rewards."""
     from rollwright.config.generation import GenerationHyperparameters
-    from rollwright.experience.journal.episode_writer import EpisodeWriter
     from rollwright.experience.journal.records import pack_value
+    from rollwright.experience.journal.writing import EpisodeWriter
     from rollwright.experience.recorder import Recorder
     from rollwright.inference.request import ModelRequest, ModelResponse
 
@@ -216,7 +216,7 @@ def overhead(steps: int) -> dict[str, float]:
     from quickstart_run import quickstart_run
 
     from rollwright.trainers import reporting
-    from rollwright.training import policy_update
+    from rollwright.training import actor
 
     added = 0.0
 
@@ -232,8 +232,8 @@ def overhead(steps: int) -> dict[str, float]:
         return call
 
     # The whole of what a step writes counts, with what was written of it before.
-    policy_update.TokenScores.__init__ = timed(policy_update.TokenScores.__init__)  # type: ignore[method-assign]
-    policy_update.TokenScores.take = timed(policy_update.TokenScores.take)  # type: ignore[method-assign]
+    actor.TokenScores.__init__ = timed(actor.TokenScores.__init__)  # type: ignore[method-assign]
+    actor.TokenScores.take = timed(actor.TokenScores.take)  # type: ignore[method-assign]
     reporting.journal_step = timed(reporting.journal_step)
     with tempfile.TemporaryDirectory() as root, quickstart_run(root, steps) as trainer:
         started = time.process_time()

@@ -20,7 +20,7 @@ from ray_machine import start_ray
 
 from rollwright.cluster.ray import RayCluster
 from rollwright.config.sections import ClusterConfig
-from rollwright.experience.journal.files import read_records
+from rollwright.experience.journal.reading import read_records
 from rollwright.experience.journal.records import GroupEnd, Trained
 
 STEPS = 10  # that are compared

@@ -10,9 +10,9 @@ import pytest
 from ranks_runs import LIMIT, metrics, process_of, start, trial, wait_until
 from ray_machine import add_node
 
-from rollwright.experience.journal.files import read_records
+from rollwright.experience.journal.reading import read_records
 from rollwright.experience.journal.records import Begin, GroupEnd
-from rollwright.training.checkpoint import RecoverCheckpoints
+from rollwright.training.recovery_checkpoint import RecoverCheckpoints
 
 pytest.importorskip("ray", reason="the extra `ray` is not installed")
 

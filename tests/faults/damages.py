@@ -17,12 +17,12 @@ from starlette.testclient import TestClient
 
 from rollwright.cli.main import main
 from rollwright.errors import RollwrightError
-from rollwright.experience.journal.files import read_records
+from rollwright.experience.journal.reading import read_records
 from rollwright.rollout.resume import read_past
 from rollwright.store import ExperienceStore
 from rollwright.tracking.metrics_file import read_metrics
 from rollwright.tracking.run_directory import RunDirectory
-from rollwright.training.checkpoint import RecoverCheckpoints
+from rollwright.training.recovery_checkpoint import RecoverCheckpoints
 from rollwright.viewer.run import Run
 from rollwright.viewer.server import make_app
 
@@ -278,7 +278,7 @@ def copy_of(directory: Path, place: Path) -> Path:
 
 def answers_of(directory: Path) -> dict[tuple[int, int, int, int], list[list[int]]]:
     """The answers of each episode of an undamaged journal, by ordinal, index, process and number."""
-    from rollwright.experience.journal.records import Begin, Call
+    from rollwright.experience.journal.records import Begin, ModelCall
 
     names: dict[tuple[int, int], tuple[int, int, int, int]] = {}
     answers: dict[tuple[int, int, int, int], list[list[int]]] = {}
@@ -286,7 +286,7 @@ def answers_of(directory: Path) -> dict[tuple[int, int, int, int], list[list[int
         if isinstance(record, Begin) and not record.is_eval:
             name = names[place.writer, record.episode] = (record.ordinal, record.index, place.writer, record.episode)
             answers[name] = []
-        elif isinstance(record, Call) and (place.writer, record.episode) in names:
+        elif isinstance(record, ModelCall) and (place.writer, record.episode) in names:
             answers[names[place.writer, record.episode]].append(np.frombuffer(record.output, "<i4").tolist())
     return answers
 

@@ -11,16 +11,16 @@ from pathlib import Path
 from statistics import mean
 from typing import Any
 
-from rollwright.experience.journal.files import Gap, Place, journal_files, read_file
+from rollwright.experience.journal.reading import Gap, RecordPosition, journal_files, read_file
 from rollwright.experience.journal.records import (
     Begin,
-    Call,
     Checkpoint,
     Closed,
+    DurableResult,
     End,
     Files,
     GroupEnd,
-    Result,
+    ModelCall,
     Trained,
     tokens_in,
     unpack_value,
@@ -101,14 +101,14 @@ class History:
             if isinstance(record, Gap | Files | Closed):
                 continue
             writer = (directory, place.writer)
-            if isinstance(record, Begin | Call | End | GroupEnd):
-                seen = record.finished if isinstance(record, Call) else record.time
+            if isinstance(record, Begin | ModelCall | End | GroupEnd):
+                seen = record.finished if isinstance(record, ModelCall) else record.time
                 self.last_seen[writer] = max(self.last_seen[writer], seen)
             if isinstance(record, Begin):
                 begun[record.episode], made[record.episode] = record, [0, 0]
                 if not record.is_eval:
                     self.opened[writer].add((record.ordinal, record.index))
-            elif isinstance(record, Call | Result | End) and record.episode in begun:
+            elif isinstance(record, ModelCall | DurableResult | End) and record.episode in begun:
                 begin = begun[record.episode]
                 if not begin.is_eval:
                     self._note(writer, (begin.ordinal, begin.index), record, made[record.episode])
@@ -120,12 +120,12 @@ class History:
             elif isinstance(record, Trained):
                 self.trained[writer][record.step].append(record)
 
-    def _note(self, writer: Writer, sample: Sample, record: Call | Result | End, made: list[int]) -> None:
-        if isinstance(record, Call):
+    def _note(self, writer: Writer, sample: Sample, record: ModelCall | DurableResult | End, made: list[int]) -> None:
+        if isinstance(record, ModelCall):
             tokens = tokens_in(record.output)
             self.calls[sample][record.conversation, record.turn].append((writer, record.started, tokens))
             made[:] = made[0] + 1, made[1] + tokens
-        elif isinstance(record, Result):
+        elif isinstance(record, DurableResult):
             if record.name == HOW_LONG and record.value is not None:
                 self.first_drawn.setdefault(sample, unpack_value(record.value))
         elif record.outcome not in ("cut", "diverged"):
@@ -228,7 +228,7 @@ def damage_tail(directory: Path, generator: random.Random) -> int:
     paths = journal_files(directory)
     if not paths or paths[-1].stat().st_size <= MARK_BYTES:
         return 0
-    records: list[tuple[Place, Any]] = list(read_file(paths[-1]))
+    records: list[tuple[RecordPosition, Any]] = list(read_file(paths[-1]))
     flushed = max((number for number, (_, record) in enumerate(records) if isinstance(record, Checkpoint)), default=-1) + 1
     torn = min(generator.randint(1, 3), len(records) - flushed)
     start = records[-torn - 1][0].end if torn < len(records) else MARK_BYTES
@@ -247,9 +247,9 @@ def damage_tail(directory: Path, generator: random.Random) -> int:
             left.update((episode, ends | {-1}) for episode, ends in left.items())  # nothing behind is taken of it
         elif isinstance(record, Begin):
             left[record.episode] = set()
-        elif isinstance(record, Call) and -1 not in left.get(record.episode, set()):
+        elif isinstance(record, ModelCall) and -1 not in left.get(record.episode, set()):
             left.setdefault(record.episode, set()).add(place.end)
-    calls = [(place, record) for place, record in records if isinstance(record, Call)]
+    calls = [(place, record) for place, record in records if isinstance(record, ModelCall)]
     return sum(tokens_in(record.output) for place, record in calls if place.end not in left.get(record.episode, ()))
 
 

@@ -13,8 +13,18 @@ from typing import Any
 import numpy as np
 import psutil
 
-from rollwright.experience.journal.files import Journal, read_records
-from rollwright.experience.journal.records import Begin, Call, Checkpoint, End, GroupEnd, Result, Trained, pack_value
+from rollwright.experience.journal.reading import read_records
+from rollwright.experience.journal.records import (
+    Begin,
+    Checkpoint,
+    DurableResult,
+    End,
+    GroupEnd,
+    ModelCall,
+    Trained,
+    pack_value,
+)
+from rollwright.experience.journal.writing import Journal
 from rollwright.rollout.task_group import SAMPLE_BITS
 
 from . import left, parts
@@ -38,11 +48,13 @@ class Process:
     def calls(self, ordinal: int, index: int, turn: int, tokens: int, at: float | None = None) -> None:
         output, started = np.zeros(tokens, dtype="<i4").tobytes(), at or self.tick()
         about: tuple[Any, ...] = (1.0, "stop", None, None, 0, started, started, 0.0, 0.0)
-        self.journal.write(Call(self.episodes[ordinal, index], turn, 0, turn, -1, 0, b"", output, b"", 0, *about))
+        self.journal.write(ModelCall(self.episodes[ordinal, index], turn, 0, turn, -1, 0, b"", output, b"", 0, *about))
 
     def draws(self, ordinal: int, index: int, turns: int) -> None:
         self.journal.write(
-            Result(self.episodes[ordinal, index], HOW_LONG, 0, "recorded", pack_value(turns), None, None, self.tick(), 0.0)
+            DurableResult(
+                self.episodes[ordinal, index], HOW_LONG, 0, "recorded", pack_value(turns), None, None, self.tick(), 0.0
+            )
         )
 
     def ends(self, ordinal: int, index: int) -> None:

@@ -22,7 +22,7 @@ from rollwright.inference.backends.sglang import SGLangClient
 from rollwright.inference.request import ModelRequest, ModelResponse
 from rollwright.inference.weights.stream import WeightStream
 from rollwright.inference.weights.ways import WeightUpdateMeta
-from rollwright.training.publish import SentWeights
+from rollwright.training.publish_and_audit import SentWeights
 
 remote.CHECK_SECONDS = 60.0  # a server that a busy machine keeps waiting is not one that is gone
 

@@ -18,7 +18,7 @@ import torch
 from tiny_policy import gradients, grouped_batch, tiny_actor
 from rollwright.config.sections import NormConfig
 from rollwright.training import parallel
-from rollwright.training.checkpoint import RecoverCheckpoints
+from rollwright.training.recovery_checkpoint import RecoverCheckpoints
 from rollwright.experience.trajectory import select_rows
 
 out = sys.argv[1]

@@ -17,8 +17,8 @@ import pytest
 from real_servers import write_model
 
 from rollwright.experience.journal.episodes import read_episodes
-from rollwright.experience.journal.files import read_records
-from rollwright.experience.journal.records import Call, GroupEnd, Resumed, Trained
+from rollwright.experience.journal.reading import read_records
+from rollwright.experience.journal.records import GroupEnd, ModelCall, Resumed, Trained
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(1500)]
 
@@ -155,7 +155,7 @@ def test_a_trainer_killed_several_times_trains_each_sample_once_and_samples_noth
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
 
     def calls():
-        return sum(isinstance(record, Call) for _, record in read_records(journal)) if journal.is_dir() else 0
+        return sum(isinstance(record, ModelCall) for _, record in read_records(journal)) if journal.is_dir() else 0
 
     draw = random.Random(staleness)
     for number in range(kills + 1):

@@ -27,8 +27,8 @@ from rollwright.experience.trajectory import select_rows
 from rollwright.inference.weights.files import write_weights
 from rollwright.training import parallel
 from rollwright.training.actor import FSDPPPOActor
-from rollwright.training.checkpoint import RecoverCheckpoints
-from rollwright.training.sharding import own_tensors, with_whole_weights
+from rollwright.training.recovery_checkpoint import RecoverCheckpoints
+from rollwright.training.fsdp import own_tensors, with_whole_weights
 
 model, out = sys.argv[1:3]
 rank = int(os.environ["RANK"])
@@ -145,8 +145,8 @@ def test_two_ranks_hold_one_model_together(tmp_path, monkeypatch):
     from rollwright.config.experiment import FinetuneSpec
     from rollwright.config.sections import OptimizerConfig, PPOActorConfig
     from rollwright.training.actor import FSDPPPOActor
-    from rollwright.training.checkpoint import RecoverCheckpoints
-    from rollwright.training.pretrained import save_model
+    from rollwright.training.hf_checkpoint import save_model
+    from rollwright.training.recovery_checkpoint import RecoverCheckpoints
 
     save_model(tiny_model(dtype=torch.float32), tmp_path / "start")
     config = PPOActorConfig(path=str(tmp_path / "start"), device="cpu", kl_ctl=0.1, optimizer=OptimizerConfig(lr=1e-2))

@@ -11,8 +11,8 @@ from starlette.testclient import TestClient
 from viewed_runs import click_to_the_worst_sample, serve
 from written_runs import RUN, VIEWS, WrittenRun
 
-from rollwright.experience.journal.files import Journal
 from rollwright.experience.journal.records import Resumed
+from rollwright.experience.journal.writing import Journal
 from rollwright.viewer.server import make_app
 
 

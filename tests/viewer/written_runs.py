@@ -10,19 +10,19 @@ from pathlib import Path
 import numpy as np
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 
-from rollwright.experience.journal.files import Journal
 from rollwright.experience.journal.records import (
     Begin,
-    Call,
+    DurableResult,
     End,
     GroupEnd,
+    ModelCall,
     Phase,
     Published,
-    Result,
     Row,
     Trained,
     pack_value,
 )
+from rollwright.experience.journal.writing import Journal
 from rollwright.tracking.metrics_file import JSONLSink
 
 GROUP = 4
@@ -162,8 +162,12 @@ class WrittenRun:
         text = self._said(ordinal, index) if self._said else f"The sum is {left + right if is_right else left * right}."
         said = np.concatenate([self._ids(text), self._ids("<|im_end|>")])
         first = (number, 0, 0, 0, -1, 0, prompt.tobytes(), asked.tobytes())
-        self.journal.write(Call(*first, *self._answered(asked, generator, version), gconfig, began, began + 0.2, 0.2, 0.01))
-        self.journal.write(Result(number, "add", 7, "recorded", pack_value(str(left + right)), None, None, began + 0.25, 0.05))
+        self.journal.write(
+            ModelCall(*first, *self._answered(asked, generator, version), gconfig, began, began + 0.2, 0.2, 0.01)
+        )
+        self.journal.write(
+            DurableResult(number, "add", 7, "recorded", pack_value(str(left + right)), None, None, began + 0.25, 0.05)
+        )
         kept = len(prompt) + len(asked)
         versions: int | bytes = version
         if index == 1 and version:  # a weight update arrives in the middle
@@ -171,7 +175,7 @@ class WrittenRun:
             versions = half.astype("<i4").tobytes()
         answered = self._answered(said, generator, versions)
         second = (number, 1, 0, 1, 0, kept, between.tobytes(), said.tobytes())
-        self.journal.write(Call(*second, *answered, gconfig, began + 0.25, began + 0.5, 0.25, 0.01))
+        self.journal.write(ModelCall(*second, *answered, gconfig, began + 0.25, began + 0.5, 0.25, 0.01))
         reward = float(is_right) if not index else round(float(is_right) * (0.5 + generator.random() / 2), 3)
         start = kept + len(between)
         mask = [len(prompt), kept, start, start + len(said)]
@@ -200,11 +204,11 @@ class WrittenRun:
                 )
             )
             self.journal.write(
-                Call(
+                ModelCall(
                     number, *first[1:], *self._answered(asked, generator, version), gconfig, began + 0.6, began + 0.7, 0.1, 0.01
                 )
             )
-            self.journal.write(Call(number, *second[1:], *answered, gconfig, began + 0.7, began + 0.8, 0.1, 0.01))
+            self.journal.write(ModelCall(number, *second[1:], *answered, gconfig, began + 0.7, began + 0.8, 0.1, 0.01))
         self.journal.write(End(number, "accepted", "", [row], began + 0.9))
         self.now = began + 0.05
         return reward, len(asked) + len(said)

@@ -1,3 +1,4 @@
-"""What is optimised: advantages, losses and KL as pure functions of tensors. Axes are suffixes of names: ``B`` rows, ``L`` padded
-length. Which of them a run uses, the config says: ``rollwright.config.recipes`` has their names, and the recipes made of them.
+"""What is optimised: advantages, losses and KL as pure functions of tensors. ``rollwright.config.recipes`` selects them by name.
+
+Suffixes of tensor names are their axes: ``B`` rows, ``L`` padded length.
 """

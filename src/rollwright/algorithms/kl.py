@@ -8,7 +8,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from rollwright.algorithms.ratios import LOG_RATIO_LIMIT
+from rollwright.algorithms.losses import LOG_RATIO_LIMIT
 from rollwright.config.recipes import KL_ESTIMATORS
 
 

@@ -66,7 +66,7 @@ def _of_files(part: Any) -> tuple[list[str], str]:
 
 
 def _of_checkpoint(checkpoint: Path, run: Path) -> list[str]:
-    from rollwright.training.checkpoint import check_state  # loads torch
+    from rollwright.training.recovery_checkpoint import check_state  # loads torch
 
     try:
         check_state(checkpoint)

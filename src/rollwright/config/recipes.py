@@ -47,7 +47,7 @@ OPTIMIZERS: Registry[Callable[..., Any]] = Registry(
     variable="OPTIMIZERS",
     built_in={
         "adamw": "torch.optim:AdamW",
-        **{name: f"rollwright.training.optimizers:{name}" for name in ("adamw_8bit", "adamw_4bit")},
+        **{name: f"rollwright.training.optimizer_and_schedule:{name}" for name in ("adamw_8bit", "adamw_4bit")},
     },
 )
 

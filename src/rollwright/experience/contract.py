@@ -77,7 +77,7 @@ def is_token_column(name: str, value: Any, rows: int, width: int) -> bool:
 
 
 @dataclass(frozen=True)
-class Place:
+class ResultOrigin:
     """Where an error happened: workflow, task and, in a list, which item."""
 
     workflow: str = ""
@@ -108,7 +108,7 @@ def check_trajectory(trajectory: Any, *, workflow: str = "", task: str = "") -> 
             padding is not on the right, a masked token lacks its log-probability or version, or a value is NaN, infinite or
             impossible.
     """
-    place = Place(workflow, task)
+    place = ResultOrigin(workflow, task)
     if not isinstance(trajectory, Mapping):
         raise place.error("trajectory", f"it is {type(trajectory).__name__}", "it is a dict of tensors")
     for key, column in COLUMNS.items():

@@ -30,7 +30,7 @@ import msgspec
 import xxhash
 
 from rollwright.errors import ReplayError, WorkflowError
-from rollwright.experience.journal.records import Result, pack_value, unpack_value
+from rollwright.experience.journal.records import DurableResult, pack_value, unpack_value
 
 #: What a call says of itself when its episode runs again.
 KINDS = {
@@ -44,7 +44,7 @@ KINDS = {
 class Past(Protocol):
     """What an episode that runs again did before."""
 
-    def next_result(self, name: str, key: int) -> Result | None:
+    def next_result(self, name: str, key: int) -> DurableResult | None:
         """The next result of a durable call; each is given once, in the order in which they came."""
 
 
@@ -58,7 +58,7 @@ class Episode(Protocol):
 
     def result(self, name: str, key: int, kind: str, started: float, **outcome: bytes | list[str] | None) -> None: ...
 
-    def answered(self, kept: Result) -> None:
+    def answered(self, kept: DurableResult) -> None:
         """A durable call was answered from the past."""
 
     def before_new_call(self, name: str) -> None:
@@ -160,7 +160,7 @@ class Durable:
             raise
         self._keep(episode, key, started, call.value)
 
-    def _answered(self, episode: Episode, key: int) -> Result | None:
+    def _answered(self, episode: Episode, key: int) -> DurableResult | None:
         if episode.past is None:
             return None
         kept = episode.past.next_result(self.name, key)
@@ -270,7 +270,7 @@ def _class_of(value: Any) -> Any:
 _KEYS = msgspec.msgpack.Encoder(enc_hook=_class_of, order="deterministic")
 
 
-def _value_of(kept: Result) -> Any:
+def _value_of(kept: DurableResult) -> Any:
     if kept.error is None:
         assert kept.value is not None
         return unpack_value(kept.value)

@@ -1,24 +1,37 @@
-"""The normaliser: whatever a workflow returned becomes a trajectory of the data contract, filled from the record (``record_matching``).
+"""The normaliser turns whatever a workflow returned into a trajectory of the data contract and fills it from the record.
 
-Accepted forms: ``None`` (rejected on purpose); a trajectory dict, of rows or of one row in one dimension; the short form
-``{"input_ids": [P], "output_ids": [N], "reward": float}``; an ``Experience``, or a list of them, or a dict of them by name; a list
-of trajectory dicts.
-"""
+Accepted forms: ``None`` (rejected on purpose); a trajectory dict with several rows, or with one row in one dimension; the short form
+``{"input_ids": [P], "output_ids": [N], "reward": float}``; an ``Experience``, a list of them, or a dict of them by name; a list of
+trajectory dicts.
+
+``RowMatcher`` finds the recorded response that each masked token came from. It makes two passes over a row, both on bytes, so that a row
+of 8k tokens and 50 turns takes well under a millisecond:
+
+1. *By context.* A response belongs at position ``p`` if the row's first ``p`` tokens are exactly its prompt; it covers the tokens from
+   ``p`` on for as long as row and response agree. If several responses cover a token, the one that extends furthest wins. This resolves
+   responses that were cut and continued, resampled branches, and groups with a shared prompt.
+2. *By output.* A masked run that follows no recorded prompt (parallel paths joined into one row, a history that was rendered again) is
+   matched with the responses that it consists of. The last prompt token must precede the response's first token, or the first one that
+   the workflow kept of it. The longest agreement wins, then the longest agreement of the context before it.
+
+A response has one place in a row. Ties go to the response whose log-probabilities the workflow returned, then to the one that the fewest
+earlier rows used, then to the earlier one."""
 
 from __future__ import annotations
 
 import inspect
-from collections.abc import Mapping
-from dataclasses import replace
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
+import numpy as np
 import torch
 
 from rollwright.errors import TrajectoryError
-from rollwright.experience.contract import COLUMNS, Place, Trajectory
+from rollwright.experience.contract import COLUMNS, ResultOrigin, Trajectory
 from rollwright.experience.experience import Experience
-from rollwright.experience.record_matching import RowMatcher, fill_from_record
-from rollwright.experience.recorder import Recorder
+from rollwright.experience.recorder import TOKEN_TYPE, Recorder, RequestRecord, TokenPrefix
 from rollwright.experience.trajectory import concat_padded_tensors, tensor_form
 
 
@@ -42,14 +55,14 @@ def normalise(
     """
     if result is None:
         return None
-    place = Place(workflow, task)
+    place = ResultOrigin(workflow, task)
     _refuse_unawaited("result", result, place)
     if isinstance(result, Mapping) and result and all(isinstance(value, Experience) for value in result.values()):
         result = list(result.values())
     items = list(result) if isinstance(result, list | tuple) else [result]
     if not items:
         raise place.error("result", "the workflow returned an empty list", "return None to reject the sample on purpose")
-    trajectories: list[tuple[Trajectory, Place]] = []
+    trajectories: list[tuple[Trajectory, ResultOrigin]] = []
     for index, item in enumerate(items):
         at = place if len(items) == 1 else replace(place, index=index)
         if isinstance(item, Experience):
@@ -86,7 +99,7 @@ def normalise(
         raise place.error("result", str(error), "return rows with the same keys") from error
 
 
-def _refuse_unawaited(key: str, value: Any, place: Place) -> None:
+def _refuse_unawaited(key: str, value: Any, place: ResultOrigin) -> None:
     """Raise with the source line if a result, one of its items, or the value of a key or attribute is an un-awaited coroutine."""
     if inspect.isawaitable(value):
         name = getattr(value, "__qualname__", type(value).__name__)
@@ -105,7 +118,7 @@ def _refuse_unawaited(key: str, value: Any, place: Place) -> None:
         _refuse_unawaited("reward", value.reward, place)
 
 
-def _fill_without_record(trajectory: Trajectory, masked: torch.Tensor, place: Place) -> None:
+def _fill_without_record(trajectory: Trajectory, masked: torch.Tensor, place: ResultOrigin) -> None:
     """Take the workflow's own log-probabilities and versions, in place."""
     for name, neutral in (("logprobs", torch.tensor(0.0)), ("versions", torch.tensor(-1, dtype=torch.int32))):
         if name not in trajectory and masked.any():
@@ -114,3 +127,300 @@ def _fill_without_record(trajectory: Trajectory, masked: torch.Tensor, place: Pl
         trajectory[name] = torch.where(masked, trajectory.get(name, neutral), neutral)
     trajectory.setdefault("temperature", torch.ones(len(masked)))
     trajectory.setdefault("truncated", torch.zeros(len(masked), dtype=torch.bool))
+
+
+#: What a workflow returns may differ by this from the record (log-probabilities pass through float32).
+TOLERANCES = {"logprobs": 1e-4, "versions": 0, "temperature": 1e-5}
+
+_WIDTH = TOKEN_TYPE.itemsize
+
+
+def fill_from_record(trajectory: Trajectory, masked: np.ndarray, matcher: RowMatcher, place: ResultOrigin) -> None:
+    """Write the record's log-probabilities, versions, temperatures and truncation into the rows, in place."""
+    rows, ids = len(masked), trajectory["input_ids"].numpy()
+    given = {name: trajectory[name].numpy() for name in TOLERANCES if name in trajectory}
+    logprobs = np.zeros(masked.shape, dtype=np.float32)
+    versions = np.full(masked.shape, -1, dtype=np.int32)
+    temperature = np.ones(rows, dtype=np.float32)
+    truncated, shifted = np.zeros(rows, dtype=bool), np.zeros(rows, dtype=bool)
+    for row, length in enumerate(trajectory["attention_mask"].sum(dim=1).tolist()):
+        mask = masked[row, :length]
+        given_logprobs = given["logprobs"][row, :length] if "logprobs" in given else None
+        placements = matcher.match(ids[row, :length], mask, given_logprobs)
+        missing = mask.copy()
+        for placement in placements:
+            part = slice(placement.start, placement.stop)
+            logprobs[row, part] = placement.record.output_logprobs[placement.outputs]
+            versions[row, part] = placement.record.output_versions[placement.outputs]
+            missing[part] = False
+        if missing.any():
+            raise _unrecorded(ids[row, :length], missing, row, matcher, placements, place)
+        logprobs[row, :length][~mask] = 0.0
+        versions[row, :length][~mask] = -1
+        if placements:
+            temperatures = sorted({placement.record.temperature for placement in placements})
+            if temperatures[-1] - temperatures[0] > TOLERANCES["temperature"]:
+                raise place.error(
+                    "temperature",
+                    f"row {row} holds responses sampled at temperatures {', '.join(f'{value:g}' for value in temperatures)}",
+                    "a row has one temperature, at which the trainer scales its logits: sample at one, or return one row for each",
+                )
+            temperature[row] = temperatures[0]
+            shifted[row] = any(placement.record.logprobs_shifted for placement in placements)
+            last = placements[-1]  # a response that the workflow cut short was not cut by the engine
+            truncated[row] = last.record.truncated and last.outputs.stop == len(last.record.output)
+    has_masked: np.ndarray = np.any(masked, axis=1)
+    if "temperature" in given:  # rows that train nothing keep what they were given
+        temperature = np.where(has_masked, temperature, given["temperature"])
+    filled = {"logprobs": logprobs, "versions": versions, "temperature": temperature}
+    for name, values in given.items():
+        _compare(name, values, filled[name], has_masked if name == "temperature" else masked, place)
+    trajectory.update({name: torch.from_numpy(values) for name, values in filled.items()})
+    trajectory.setdefault("truncated", torch.from_numpy(truncated))
+    if shifted.any():
+        trajectory["logprobs_shifted"] = torch.from_numpy(shifted)
+
+
+def _compare(name: str, given: np.ndarray, recorded: np.ndarray, where: np.ndarray, place: ResultOrigin) -> None:
+    """Raise where the workflow's own values are not the record's."""
+    with np.errstate(invalid="ignore"):
+        wrong = where & ~(np.abs(given.astype(np.float64) - recorded.astype(np.float64)) <= TOLERANCES[name])
+    if not wrong.any():
+        return
+    first = tuple(np.argwhere(wrong)[0].tolist())
+    spot = f"row {first[0]}" + (f", position {first[1]}" if len(first) > 1 else "")
+    hint = "return it as the engine gave it"
+    if name == "logprobs" and not given[where].any():
+        hint = "all of them are 0: return resp.output_logprobs"
+    raise place.error(
+        name,
+        f"{int(wrong.sum())} of {int(where.sum())} values are not those of the record, first at {spot}: the workflow gave "
+        f"{given[first]:g}, the engine {recorded[first]:g}",
+        f"{hint}, or leave {name} out: they are filled from the record",
+    )
+
+
+def _unrecorded(
+    ids: np.ndarray, missing: np.ndarray, row: int, matcher: RowMatcher, placements: list[Placement], place: ResultOrigin
+) -> TrajectoryError:
+    """The message for masked tokens that no request produced: where they are, what they say, and the likely cause."""
+    start = int(missing.argmax())
+    stop = start + _count_until(~missing[start:])
+    shown = ids[start:stop].tolist()
+    text = f"{shown[:8]}{'…' if len(shown) > 8 else ''}"
+    if matcher.tokenizer is not None:
+        text += f" ({matcher.tokenizer.decode(shown[:32], skip_special_tokens=False)!r})"
+    tokens = _Row(ids, missing)
+    agreeing = [(tokens.agreement(start, record.output_bytes), record) for record in matcher.records]
+    agreed, record = max(agreeing, key=lambda pair: pair[0], default=(0, None))
+    cause = "mask only what the engine sampled"
+    if not matcher.records:
+        cause = (
+            "this sample made no request through the engine that it was handed; ask that engine, or set loss_mask to 0 there"
+        )
+    elif agreed and record is not None:
+        name = f"response {record.index} (conversation {record.conversation}, turn {record.turn})"
+        if agreed == len(record.output) and any(placement.record is record for placement in placements):
+            cause = f"{name} already stands elsewhere in this row: append resp.output_tokens once"
+        elif agreed >= min(stop - start, len(record.output)):
+            cause = (
+                f"{name} has these tokens, but it was sampled after token {record.prompt.array[-1]}, not after {int(ids[start - 1])}: "
+                "keep a response behind the prompt that it answers"
+            )
+        else:
+            cause = (
+                f"the nearest, {name}, agrees for {agreed} tokens and was sampled as {record.output[agreed]} next; train on "
+                "resp.output_tokens as they were sampled, never decoded and encoded again"
+            )
+    wrong = f"row {row}, positions {start} to {stop - 1}: the masked tokens {text} were produced by no recorded request"
+    return place.error("loss_mask", wrong, cause)
+
+
+@dataclass(frozen=True)
+class Placement:
+    """Tokens ``start:stop`` of a row are the record's output from ``offset`` on."""
+
+    record: RequestRecord
+    start: int
+    stop: int
+    offset: int = 0
+
+    @property
+    def base(self) -> int:
+        """Where in the row the record's first output token is, or would be."""
+        return self.start - self.offset
+
+    @property
+    def outputs(self) -> slice:
+        """Which of the record's output tokens these are."""
+        return slice(self.offset, self.offset + self.stop - self.start)
+
+
+class RowMatcher:
+    """Matches the rows of one sample; keeps count of the responses that its rows have used.
+
+    Args:
+        records: the sample's requests.
+        tokenizer: makes messages readable; None: that of the requests.
+    """
+
+    def __init__(self, records: Sequence[RequestRecord], tokenizer: Any = None) -> None:
+        self.records = list(records)
+        self.tokenizer = tokenizer or next((record.tokenizer for record in records if record.tokenizer is not None), None)
+        self._uses: Counter[int] = Counter()
+
+    def match(self, ids: np.ndarray, mask: np.ndarray, given_logprobs: np.ndarray | None = None) -> list[Placement]:
+        """Placements that cover the masked tokens as far as the record goes, in the row's order.
+
+        Args:
+            ids: ``[length]`` token ids of the row, without padding.
+            mask: ``[length]`` bool, true where the policy sampled the token.
+            given_logprobs: ``[length]`` what the workflow gave, to tell equal responses apart.
+
+        Returns:
+            Placements that do not overlap. A masked token outside all of them was produced by no request.
+        """
+        row = _Row(ids, mask, given_logprobs)
+        chosen = self._by_context(row)
+        uncovered = mask.copy()
+        for placement in chosen:
+            uncovered[placement.start : placement.stop] = False
+        if uncovered.any():
+            chosen += self._by_output(row, uncovered, {placement.record.index: placement.base for placement in chosen})
+            chosen.sort(key=lambda placement: placement.start)
+        chosen = [placement for placement in chosen if mask[placement.start : placement.stop].any()]
+        self._uses.update({placement.record.index for placement in chosen})
+        return chosen
+
+    def _by_context(self, row: _Row) -> list[Placement]:
+        """For each token the response that goes on longest; a response that another one overtakes ends there."""
+        by_start: dict[int, list[Placement]] = {}
+        for record in self.records:
+            start = len(record.prompt)
+            is_behind_its_prompt = start < len(row.ids) and start <= row.shared_with(record.prompt)
+            if is_behind_its_prompt and (agreed := row.agreement(start, record.output_bytes)):
+                by_start.setdefault(start, []).append(Placement(record, start, start + agreed))
+        chosen: list[Placement] = []
+        for start in sorted(by_start):
+            longest = max(candidate.stop for candidate in by_start[start])
+            equals = [candidate for candidate in by_start[start] if candidate.stop == longest]
+            best = equals[0] if len(equals) == 1 else self._prefer(equals, row)
+            if chosen and best.stop <= chosen[-1].stop:
+                last = chosen[-1]
+                shared = Placement(last.record, best.start, best.stop, best.start - last.base)
+                if best.stop < last.stop or not row.logprob_gap(best) < row.logprob_gap(shared) - 1e-6:
+                    continue
+            if chosen and chosen[-1].stop > start:
+                chosen[-1] = replace(chosen[-1], stop=start)
+            chosen.append(best)
+        return chosen
+
+    def _prefer(self, equals: list[Placement], row: _Row) -> Placement:
+        return min(
+            equals,
+            key=lambda placement: (
+                round(row.logprob_gap(placement), 6),
+                self._uses[placement.record.index],
+                placement.outputs.stop < len(placement.record.output),
+                placement.record.index,
+            ),
+        )
+
+    def _by_output(self, row: _Row, uncovered: np.ndarray, placed: dict[int, int]) -> list[Placement]:
+        found: list[Placement] = []
+        position = 0
+        while uncovered[position:].any():
+            start = position + int(uncovered[position:].argmax())
+            stop = start + _count_until(~uncovered[start:])
+            placement = self._starting_at(row, start, stop, placed) or self._holding(row, start, stop, placed)
+            position = stop
+            if placement is not None:
+                found.append(placement)
+                placed[placement.record.index] = placement.base
+                uncovered[placement.start : placement.stop] = False
+                position = placement.stop
+        return found
+
+    def _starting_at(self, row: _Row, start: int, stop: int, placed: dict[int, int]) -> Placement | None:
+        """The response that begins at ``start`` and agrees with the row for longest."""
+        first, before = int(row.ids[start]), int(row.ids[start - 1]) if start else -1
+        found = [
+            Placement(record, start, start + row.agreement(start, record.output_bytes))
+            for record in self.records
+            if record.index not in placed and record.output[:1].tolist() == [first] and record.prompt.array[-1] == before
+        ]
+        longest = max((min(placement.stop, stop) for placement in found), default=0)
+        found = [placement for placement in found if min(placement.stop, stop) == longest]
+        if len(found) > 1:
+            contexts = [row.context_agreement(start, placement.record.prompt.array) for placement in found]
+            found = [placement for placement, context in zip(found, contexts, strict=True) if context == max(contexts)]
+        return self._prefer(found, row) if found else None
+
+    def _holding(self, row: _Row, start: int, stop: int, placed: dict[int, int]) -> Placement | None:
+        """A response that holds the whole run somewhere inside: the workflow cut tokens off its front."""
+        if start == 0:
+            return None
+        needle = row.bytes[start * _WIDTH : stop * _WIDTH]
+        found = []
+        for record in self.records:
+            if record.index in placed:
+                offset = start - placed[record.index]
+                if offset < 0 or not record.output_bytes.startswith(needle, offset * _WIDTH):
+                    continue
+            elif (offset := _token_find(record.output_bytes, needle)) < 1:
+                continue
+            if int(row.ids[start - 1]) in (record.prompt.array[-1], record.output[offset - 1]):
+                found.append(Placement(record, start, stop, offset))
+        return self._prefer(found, row) if found else None
+
+
+class _Row:
+    """One row without padding, in the forms that matching needs."""
+
+    def __init__(self, ids: np.ndarray, mask: np.ndarray, given_logprobs: np.ndarray | None = None) -> None:
+        self.ids = np.ascontiguousarray(ids, dtype=TOKEN_TYPE)
+        self.mask = mask
+        self.bytes = self.ids.tobytes()
+        self.given = given_logprobs
+        self._shared: dict[int, int] = {}
+
+    def shared_with(self, prompt: TokenPrefix) -> int:
+        """How many tokens the row has in common with the prompt's conversation, which is compared once for all its prompts."""
+        key = id(prompt.buffer)
+        if key not in self._shared:
+            self._shared[key] = TokenPrefix(prompt.buffer, len(prompt.buffer.objects)).shared_with(self.ids)
+        return self._shared[key]
+
+    def agreement(self, start: int, output: bytes) -> int:
+        """How many tokens the row has from ``start`` on in common with ``output``."""
+        if output and self.bytes.startswith(output, start * _WIDTH):
+            return len(output) // _WIDTH
+        other = np.frombuffer(output, dtype=TOKEN_TYPE)
+        count = min(len(self.ids) - start, len(other))
+        return _count_until(self.ids[start : start + count] != other[:count])
+
+    def context_agreement(self, start: int, prompt: np.ndarray) -> int:
+        """How many tokens before ``start`` are also the prompt's last."""
+        count = min(start, len(prompt))
+        return _count_until(self.ids[start - count : start][::-1] != prompt[len(prompt) - count :][::-1])
+
+    def logprob_gap(self, placement: Placement) -> float:
+        """Largest difference from the log-probabilities that the workflow gave; 0 where it gave none."""
+        if self.given is None:
+            return 0.0
+        part = slice(placement.start, placement.stop)
+        recorded = placement.record.output_logprobs[placement.outputs].astype(np.float32)
+        return float(np.abs(self.given[part] - recorded)[self.mask[part]].max(initial=0.0))
+
+
+def _count_until(stops: np.ndarray) -> int:
+    """How many entries come before the first true one; all of them where there is none."""
+    return int(stops.argmax()) if stops.any() else len(stops)
+
+
+def _token_find(haystack: bytes, needle: bytes) -> int:
+    """The first token offset at which ``needle`` stands in ``haystack``, or -1."""
+    at = haystack.find(needle)
+    while at >= 0 and at % _WIDTH:
+        at = haystack.find(needle, at + 1)
+    return at // _WIDTH if at >= 0 else -1

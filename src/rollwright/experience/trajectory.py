@@ -14,7 +14,7 @@ import torch
 from torch.nn.utils.rnn import pad_sequence
 
 from rollwright.errors import TrajectoryError
-from rollwright.experience.contract import COLUMNS, KEPT, MULTI_MODAL, NEUTRAL, Place, Trajectory, is_token_column
+from rollwright.experience.contract import COLUMNS, KEPT, MULTI_MODAL, NEUTRAL, ResultOrigin, Trajectory, is_token_column
 
 #: Other names that workflows use for a column.
 ALIASES = {"reward": "rewards", "multi_modal_input": MULTI_MODAL, "temperatures": "temperature"}
@@ -193,7 +193,7 @@ def trajectory_rows(trajectory: Mapping[str, Any]) -> list[Trajectory]:
 # -- the forms in which workflows return rows --------------------------------------------------------------------------
 
 
-def tensor_form(result: Mapping[str, Any], place: Place, recorder: Any = None) -> Trajectory:
+def tensor_form(result: Mapping[str, Any], place: ResultOrigin, recorder: Any = None) -> Trajectory:
     """A dict in any accepted form as tensors on the CPU, in the contract's types, keys not yet complete.
 
     Args:
@@ -247,7 +247,7 @@ def tensor_form(result: Mapping[str, Any], place: Place, recorder: Any = None) -
     return out
 
 
-def _from_short_form(given: dict[str, Any], place: Place) -> dict[str, Any]:
+def _from_short_form(given: dict[str, Any], place: ResultOrigin) -> dict[str, Any]:
     """One row of a prompt and what was sampled; log-probabilities and versions may cover the latter only."""
     parts = {}
     for key in ("input_ids", "output_ids"):
@@ -280,7 +280,7 @@ def _as_tensor(value: Any) -> torch.Tensor:
     return torch.as_tensor(np.asarray(value) if isinstance(value, list | tuple) else value).detach().cpu()
 
 
-def _token_column(key: str, value: Any, one_row: bool, place: Place) -> tuple[torch.Tensor, list[int] | None]:
+def _token_column(key: str, value: Any, one_row: bool, place: ResultOrigin) -> tuple[torch.Tensor, list[int] | None]:
     """A token column as ``[B, L]`` in its type; a list of rows is right-padded, and comes with the length of each."""
     column = COLUMNS[key]
     dtype = column.dtype or torch.int32
@@ -309,7 +309,7 @@ def _token_column(key: str, value: Any, one_row: bool, place: Place) -> tuple[to
     return tensor.to(dtype), lengths
 
 
-def _row_column(key: str, value: Any, rows: int, place: Place) -> torch.Tensor:
+def _row_column(key: str, value: Any, rows: int, place: ResultOrigin) -> torch.Tensor:
     """A row column as ``[B]``; one number goes to all rows of the sample."""
     try:
         tensor = _as_tensor(value).to(COLUMNS[key].dtype)
@@ -323,7 +323,7 @@ def _row_column(key: str, value: Any, rows: int, place: Place) -> torch.Tensor:
     return tensor.reshape(rows)
 
 
-def _further_column(key: str, value: Any, rows: int, width: int, one_row: bool, place: Place) -> Any:
+def _further_column(key: str, value: Any, rows: int, width: int, one_row: bool, place: ResultOrigin) -> Any:
     """A column of the workflow's own: with the tokens, with the rows, or one value for a single row."""
     if key == MULTI_MODAL and isinstance(value, Mapping):
         value = [dict(value)]
@@ -349,7 +349,7 @@ def _further_column(key: str, value: Any, rows: int, width: int, one_row: bool, 
 
 
 def _lengths_disagree(
-    key: str, trajectory: Trajectory, sizes: dict[str, list[int] | None], place: Place, recorder: Any
+    key: str, trajectory: Trajectory, sizes: dict[str, list[int] | None], place: ResultOrigin, recorder: Any
 ) -> TrajectoryError:
     """The message names all lengths, and where input_ids holds a response twice, it says so."""
     rows, width = trajectory["input_ids"].shape

@@ -9,7 +9,7 @@ from typing import Any
 
 from rollwright.config.generation import GenerationHyperparameters
 from rollwright.errors import EngineError
-from rollwright.experience.token_buffers import LARGEST_TOKEN, Tokens, conversation_tokens
+from rollwright.experience.recorder import LARGEST_TOKEN, TokenPrefix, conversation_tokens
 
 
 def token_ids(ids: Any, what: str = "input_ids") -> list[int]:
@@ -124,7 +124,7 @@ class ModelRequest:
                 raise EngineError(f"{name} is {value!r}; it has to be a whole number of at least 0, or None.")
         self.top_logprobs = self.top_logprobs or None
 
-    def _taken(self, ids: Any) -> Tokens:
+    def _taken(self, ids: Any) -> TokenPrefix:
         ids = _as_list(ids, "input_ids")
         if not ids:
             raise EngineError("input_ids is empty: a request needs at least one prompt token.")
@@ -137,7 +137,7 @@ class ModelRequest:
         raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
 
     @property
-    def tokens(self) -> Tokens:
+    def tokens(self) -> TokenPrefix:
         """The prompt as tokens of its conversation, without a list; what was changed in ``input_ids`` since is in it."""
         held = self.__dict__.get("input_ids")
         if held is not None and not (type(held) is list and self._tokens.equals(held)):
@@ -183,7 +183,7 @@ class ModelResponse:
     server: str = ""  # that sampled it; empty: the engine of this process
 
     def __post_init__(self) -> None:
-        if isinstance(self.input_tokens, Tokens):
+        if isinstance(self.input_tokens, TokenPrefix):
             self._prompt = self.input_tokens
             del self.input_tokens
 
@@ -193,13 +193,13 @@ class ModelResponse:
             return self.input_tokens
         raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
 
-    def prompt(self, request: ModelRequest) -> Tokens:
+    def prompt(self, request: ModelRequest) -> TokenPrefix:
         """The tokens that were answered: the request's, unless the engine says others."""
         held = self.__dict__.get("input_tokens")
         if held is None:
             return self._prompt
         tokens = request.tokens
-        return tokens if not held or tokens.equals(held) else Tokens.of(list(held))
+        return tokens if not held or tokens.equals(held) else TokenPrefix.of(list(held))
 
     def of_the_prompt(self) -> ModelResponse:
         """The same without what was sampled, for a caller that asked for the prompt's log-probabilities alone."""

@@ -13,8 +13,7 @@ from typing import Any, Literal
 
 from rollwright.data.tokenizer import load_tokenizer
 from rollwright.errors import ConfigError, WorkflowError
-from rollwright.experience.experience import Experience
-from rollwright.experience.merged_turns import experience_of, sequences_of
+from rollwright.experience.experience import Experience, experience_of, sequences_of
 from rollwright.inference.engine import InferenceEngine
 from rollwright.inference.request import ModelResponse
 from rollwright.rollout.openai_front import OpenAIFront

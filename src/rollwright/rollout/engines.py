@@ -14,7 +14,7 @@ import torch
 
 from rollwright.config.sections import RolloutConfig
 from rollwright.errors import ConfigError, RolloutError
-from rollwright.experience.journal.files import Journal
+from rollwright.experience.journal.writing import Journal
 from rollwright.inference.backends import BACKENDS
 from rollwright.inference.engine import TOLERANCE_OF_16_BITS, InferenceEngine, WeightReceiver
 from rollwright.inference.request import ModelRequest, ModelResponse

@@ -17,7 +17,7 @@ from typing import Any
 from rollwright.config.sections import RolloutConfig
 from rollwright.errors import ConfigError, DatasetEnded, RolloutError
 from rollwright.experience.journal.episodes import RecordedEpisode
-from rollwright.experience.journal.files import Journal
+from rollwright.experience.journal.writing import Journal
 from rollwright.experience.trajectory import Trajectory, concat_padded_tensors
 from rollwright.inference.compute_threads import release_workers
 from rollwright.inference.engine import InferenceEngine

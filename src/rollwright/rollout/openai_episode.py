@@ -23,11 +23,10 @@ from pydantic import Field
 from rollwright.config.generation import GenerationHyperparameters
 from rollwright.data.conversation import ConversationTokens
 from rollwright.errors import EngineError, ReplayError, WorkflowError
-from rollwright.experience.experience import Experience
-from rollwright.experience.journal.episode_writer import EpisodeWriter
+from rollwright.experience.experience import Experience, experiences_of
 from rollwright.experience.journal.episodes import RecordedCall, RecordedEpisode
 from rollwright.experience.journal.records import pack_value, unpack_value
-from rollwright.experience.merged_turns import experiences_of
+from rollwright.experience.journal.writing import EpisodeWriter
 from rollwright.experience.recorder import Recorder, RequestRecord
 from rollwright.inference.engine import InferenceEngine
 from rollwright.inference.server.bodies import Body, Chat, Completion

@@ -24,7 +24,7 @@ from rollwright.config.generation import GenerationHyperparameters
 from rollwright.data.tokenizer import load_tokenizer
 from rollwright.errors import ConfigError, PromptTooLongError, WorkflowError
 from rollwright.experience.experience import Experience
-from rollwright.experience.journal.episode_writer import EpisodeWriter
+from rollwright.experience.journal.writing import EpisodeWriter
 from rollwright.inference.engine import InferenceEngine
 from rollwright.tracking.logging import getLogger
 from rollwright.tracking.metrics import get_tracker

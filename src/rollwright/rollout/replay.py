@@ -19,9 +19,9 @@ import torch
 from rollwright.errors import ReplayError
 from rollwright.experience.contract import Trajectory, check_trajectory
 from rollwright.experience.durable import EPISODE
-from rollwright.experience.journal.episode_writer import EpisodeWriter, row_digests
 from rollwright.experience.journal.episodes import RecordedEpisode
-from rollwright.experience.journal.tasks import ImageDigest, with_images
+from rollwright.experience.journal.records import ImageDigest, with_images
+from rollwright.experience.journal.writing import EpisodeWriter, row_digests
 from rollwright.experience.normaliser import normalise
 from rollwright.inference.engine import InferenceEngine
 from rollwright.inference.request import ModelRequest, ModelResponse

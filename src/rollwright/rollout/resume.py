@@ -19,10 +19,18 @@ from typing import Any
 from rollwright.errors import RolloutError
 from rollwright.experience.contract import KEPT
 from rollwright.experience.journal.episodes import RecordedEpisode, read_episodes
-from rollwright.experience.journal.files import Gap, Journal, Place, lost_files
-from rollwright.experience.journal.records import AnyRecord, Begin, Checkpoint, Files, GroupEnd
-from rollwright.experience.journal.task_files import TaskFiles
-from rollwright.experience.journal.tasks import images_in, pack_task, unpack_task
+from rollwright.experience.journal.reading import Gap, RecordPosition, TaskFiles, lost_files
+from rollwright.experience.journal.records import (
+    AnyRecord,
+    Begin,
+    Checkpoint,
+    Files,
+    GroupEnd,
+    images_in,
+    pack_task,
+    unpack_task,
+)
+from rollwright.experience.journal.writing import Journal
 from rollwright.rollout.runner import Runner
 from rollwright.rollout.task_group import Group, GroupFactory, TaskSource
 from rollwright.tracking.logging import getLogger
@@ -192,7 +200,7 @@ def read_past(
     listed: dict[Path, Files] = {}  # journal -> the last list of its files
     failed: dict[int, float] = {}  # when each did last
 
-    def note(place: Place, record: AnyRecord) -> None:
+    def note(place: RecordPosition, record: AnyRecord) -> None:
         if isinstance(record, Checkpoint):
             checkpoints.add(record.step)
         elif isinstance(record, Files) and record.time >= getattr(listed.get(place.path.parent), "time", 0.0):

@@ -23,8 +23,8 @@ from rollwright.config.sections import RolloutConfig
 from rollwright.errors import BrokenRewardError, JournalError, ReplayError, RolloutError
 from rollwright.experience.contract import check_trajectory
 from rollwright.experience.durable import EPISODE
-from rollwright.experience.journal.files import Journal
 from rollwright.experience.journal.records import GroupEnd
+from rollwright.experience.journal.writing import Journal
 from rollwright.experience.normaliser import normalise
 from rollwright.experience.trajectory import Trajectory
 from rollwright.inference.engine import InferenceEngine

@@ -22,8 +22,8 @@ from typing import Any
 import numpy as np
 
 from rollwright.errors import EngineError, PromptTooLongError, ReplayError, RequestAborted
-from rollwright.experience.journal.episode_writer import EpisodeWriter
 from rollwright.experience.journal.episodes import RecordedCall
+from rollwright.experience.journal.writing import EpisodeWriter
 from rollwright.experience.recorder import Recorder
 from rollwright.inference.engine import InferenceEngine
 from rollwright.inference.request import ModelRequest, ModelResponse

@@ -23,11 +23,9 @@ import torch
 
 from rollwright.errors import DataError, RolloutError, WorkflowError
 from rollwright.experience.contract import COLUMNS, KEPT
-from rollwright.experience.journal.episode_writer import EpisodeWriter
 from rollwright.experience.journal.episodes import RecordedEpisode
-from rollwright.experience.journal.files import Journal
-from rollwright.experience.journal.records import GroupEnd
-from rollwright.experience.journal.tasks import pack_task
+from rollwright.experience.journal.records import GroupEnd, pack_task
+from rollwright.experience.journal.writing import EpisodeWriter, Journal
 from rollwright.experience.kept_rows import check_joinable, fetched, keep
 from rollwright.experience.trajectory import Trajectory, concat_padded_tensors
 from rollwright.rollout.failure_budget import Failure

@@ -15,8 +15,8 @@ from typing import Any
 from rollwright.config.sections import RolloutConfig
 from rollwright.errors import BrokenRewardError, RolloutError
 from rollwright.experience.journal.episodes import RecordedEpisode
-from rollwright.experience.journal.files import Journal
 from rollwright.experience.journal.records import unpack_value
+from rollwright.experience.journal.writing import Journal
 from rollwright.experience.kept_rows import pack_outline
 from rollwright.experience.packed import pack_rows
 from rollwright.experience.trajectory import Trajectory

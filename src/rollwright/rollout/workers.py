@@ -24,8 +24,8 @@ from typing import Any, Protocol
 from rollwright.errors import JournalError, LostProcessError, ReplayError, RolloutError, RollwrightError
 from rollwright.experience.contract import KEPT
 from rollwright.experience.journal.episodes import RecordedEpisode
+from rollwright.experience.journal.reading import TaskFiles
 from rollwright.experience.journal.records import pack_value
-from rollwright.experience.journal.task_files import TaskFiles
 from rollwright.experience.kept_rows import KeptRows, ObjectStore, unpack_outline
 from rollwright.experience.trajectory import Trajectory
 from rollwright.rollout.resume import PastEpisodes, read_past

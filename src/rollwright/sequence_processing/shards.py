@@ -33,8 +33,8 @@ from rollwright.sequence_processing.models import unwrapped
 from rollwright.tracking.metrics_file import read_metrics
 from rollwright.tracking.progress import progress_bar
 from rollwright.tracking.sinks import MetricsLogger
+from rollwright.training.fsdp import full_tensor
 from rollwright.training.parallel import from_first_rank, rank, wait_for_all, world_size
-from rollwright.training.sharding import full_tensor
 
 MANIFEST, METRICS = "experiment.json", "metrics.jsonl"
 

@@ -24,7 +24,7 @@ from rollwright.config.experiment import PPOConfig
 from rollwright.data.tokenizer import load_tokenizer
 from rollwright.errors import RolloutError
 from rollwright.experience.journal.episodes import RecordedEpisode
-from rollwright.experience.journal.task_files import TaskFiles
+from rollwright.experience.journal.reading import TaskFiles
 from rollwright.experience.operators import ExperiencePipeline, PipelineResult, report_operators, samples_of
 from rollwright.experience.trajectory import Trajectory
 from rollwright.rollout.engines import RolloutEngine

@@ -33,11 +33,11 @@ from rollwright.experience.trajectory import Trajectory, select_rows
 from rollwright.tracking.logging import getLogger
 from rollwright.tracking.run_directory import RunDirectory
 from rollwright.trainers.train_rank import RankState
-from rollwright.training.checkpoint import RecoverCheckpoints
 from rollwright.training.micro_batches import MINIBATCH_IDS
-from rollwright.training.publish import Publication
+from rollwright.training.publish_and_audit import Publication
 from rollwright.training.ranks import CALLS, TRAINED, TrainedRow, minibatch_ids, sent_columns
 from rollwright.training.ranks import shares as divided
+from rollwright.training.recovery_checkpoint import RecoverCheckpoints
 
 logger = getLogger("ranks")
 

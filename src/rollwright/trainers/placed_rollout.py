@@ -17,7 +17,7 @@ from rollwright.config.secrets import hidden_texts
 from rollwright.config.sections import RolloutConfig
 from rollwright.data.tokenizer import load_tokenizer
 from rollwright.errors import ConfigError
-from rollwright.experience.journal.files import Journal
+from rollwright.experience.journal.writing import Journal
 from rollwright.inference.backends import BACKENDS
 from rollwright.inference.launcher import Launcher
 from rollwright.inference.weights.publication import RemoteClient

@@ -23,11 +23,11 @@ from rollwright.inference.engine import WeightReceiver
 from rollwright.tracking.run_directory import RunDirectory
 from rollwright.training import parallel
 from rollwright.training.actor import FSDPPPOActor
-from rollwright.training.checkpoint import RecoverCheckpoints
 from rollwright.training.engine import TrainEngine
 from rollwright.training.model import resolve_device
 from rollwright.training.preferences import PreferenceEngine
 from rollwright.training.ranks import TrainRanks, ignore_signals, refuse_images
+from rollwright.training.recovery_checkpoint import RecoverCheckpoints
 
 #: Kinds of stages that all ranks take part in; the first one alone carries the others out.
 TRAINS = ("sft", "dpo", "rl")

@@ -19,8 +19,8 @@ from rollwright.config.secrets import HIDDEN
 from rollwright.data.tokenizer import load_tokenizer
 from rollwright.errors import ConfigError, JournalError, ReplayError
 from rollwright.experience.journal.episodes import RecordedEpisode, Wanted, last_of_each_name, read_episodes
-from rollwright.experience.journal.files import journal_files
-from rollwright.experience.journal.tasks import ImageDigest, digest_of, images_in
+from rollwright.experience.journal.reading import journal_files
+from rollwright.experience.journal.records import ImageDigest, digest_of, images_in
 from rollwright.rewards.wrapper import REWARD_CALLS
 from rollwright.rollout.replay import Replayed, Replayer
 from rollwright.tracking.logging import getLogger

@@ -16,8 +16,8 @@ from torch import Tensor
 from rollwright.config.experiment import BaseExperimentConfig, PPOConfig
 from rollwright.config.loading import config_to_dict, save_config
 from rollwright.errors import LostProcessError, WeightUpdateError
-from rollwright.experience.journal.files import Journal
 from rollwright.experience.journal.records import Phase, Published, Trained
+from rollwright.experience.journal.writing import Journal
 from rollwright.experience.kept_rows import fetched, sampled_tokens
 from rollwright.experience.trajectory import Trajectory, row_lengths
 from rollwright.inference.engine import TOLERANCE_OF_16_BITS
@@ -31,7 +31,7 @@ from rollwright.tracking.run_directory import RunDirectory
 from rollwright.tracking.sinks import MetricsLogger
 from rollwright.trainers.placed_ranks import PlacedPolicy
 from rollwright.training.actor import FSDPPPOActor
-from rollwright.training.publish import Publication
+from rollwright.training.publish_and_audit import Publication
 from rollwright.training.ranks import trained_rows
 
 logger = logging.getLogger("trainer")

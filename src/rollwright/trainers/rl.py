@@ -18,8 +18,8 @@ from rollwright.config.sections import TrainEngineConfig
 from rollwright.data.drawing import TaskMixture
 from rollwright.data.loader import TaskLoader
 from rollwright.errors import ConfigError
-from rollwright.experience.journal.files import Journal
 from rollwright.experience.journal.records import Resumed
+from rollwright.experience.journal.writing import Journal
 from rollwright.experience.operators import GroupOperators
 from rollwright.experience.trajectory import Trajectory
 from rollwright.inference.backends import BACKENDS

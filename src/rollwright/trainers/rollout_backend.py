@@ -14,7 +14,7 @@ from rollwright.config.experiment import PPOConfig
 from rollwright.config.secrets import hidden_texts
 from rollwright.config.sections import RolloutConfig, TrainEngineConfig
 from rollwright.errors import ConfigError
-from rollwright.experience.journal.files import Journal
+from rollwright.experience.journal.writing import Journal
 from rollwright.inference.backends import BACKENDS
 from rollwright.inference.network import find_server_addresses
 from rollwright.inference.weights.publication import RemoteClient
@@ -22,7 +22,7 @@ from rollwright.rollout.engines import LocalRolloutEngine, RemoteEngine, Rollout
 from rollwright.tracking.logging import getLogger
 from rollwright.tracking.run_directory import RunDirectory
 from rollwright.trainers.gpus import first_gpu_of_servers
-from rollwright.training.fast_layers import use_fast_layers
+from rollwright.training.layers import use_fast_layers
 from rollwright.training.model import load_model, resolve_device, resolve_dtype
 
 logger = getLogger("rollout")

@@ -38,10 +38,10 @@ from rollwright.config.source import plain
 from rollwright.data.tokenizer import load_tokenizer
 from rollwright.errors import JournalError, RollwrightError, WorkflowError
 from rollwright.experience.experience import ExperienceId
-from rollwright.experience.journal.episode_writer import EpisodeWriter
 from rollwright.experience.journal.episodes import RecordedEpisode, read_episodes
-from rollwright.experience.journal.files import Journal, read_records
-from rollwright.experience.journal.records import Begin, End, Result, pack_value, unpack_value
+from rollwright.experience.journal.reading import read_records
+from rollwright.experience.journal.records import Begin, DurableResult, End, pack_value, unpack_value
+from rollwright.experience.journal.writing import EpisodeWriter, Journal
 from rollwright.experience.operators import ExperiencePipeline
 from rollwright.inference.engine import InferenceEngine
 from rollwright.inference.server.bodies import Body
@@ -294,7 +294,7 @@ class RunBook:
                 names[place.writer, record.episode] = record.ordinal, unpack_value(record.task)
                 is_open.setdefault(record.ordinal, [])
                 self._opened = max(self._opened, record.ordinal + 1)
-            elif isinstance(record, Result | End) and (place.writer, record.episode) in names:
+            elif isinstance(record, DurableResult | End) and (place.writer, record.episode) in names:
                 ordinal, facts = names[place.writer, record.episode]
                 if isinstance(record, End):
                     is_open.pop(ordinal, None)

@@ -40,7 +40,7 @@ from rollwright.rollout.engines import RolloutEngine
 from rollwright.tracking.logging import getLogger
 from rollwright.tracking.run_directory import RunDirectory
 from rollwright.training.logprobs import TokenScorer
-from rollwright.training.publish import NEW_TOKENS_IN_PROCESS, audit, probe_request
+from rollwright.training.publish_and_audit import NEW_TOKENS_IN_PROCESS, audit, probe_request
 
 if TYPE_CHECKING:  # a benchmark needs no store
     from rollwright.store import Announcement, ExperienceStore, FileStore

@@ -28,7 +28,7 @@ from rollwright.trainers.reporting import StageRun
 from rollwright.trainers.rollout_backend import copy_to_sample, make_local_engine
 from rollwright.trainers.shared_run import give_weights
 from rollwright.trainers.tasks import task_loader, with_defaults, workflow_arguments
-from rollwright.training.publish import Publisher, publisher_for
+from rollwright.training.publish_and_audit import Publisher, publisher_for
 from rollwright.workflows.turns import BranchedSequence
 
 #: Columns of rows that the tokenizer's chat template does not render: episodes in segments, tokens, and images (for a processor).

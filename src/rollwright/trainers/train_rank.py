@@ -30,7 +30,7 @@ from rollwright.trainers.ranks import load_ranks
 from rollwright.training import parallel
 from rollwright.training.actor import FSDPPPOActor
 from rollwright.training.model import resolve_device
-from rollwright.training.publish import Publication
+from rollwright.training.publish_and_audit import Publication
 from rollwright.training.ranks import CALLS, TrainedRow, TrainRanks, trained_rows
 
 #: Version of the weights, and how they were published.

@@ -27,27 +27,7 @@ from rollwright.inference.model_facts import refuse_unless_causal
 from rollwright.inference.weights.stream import WeightStream
 from rollwright.tracking.logging import getLogger
 from rollwright.training import parallel
-from rollwright.training.checkpoint import ModelTensors, fill, random_states, restore_random_states
-from rollwright.training.fast_layers import use_fast_layers
-from rollwright.training.logprobs import TokenScorer
-from rollwright.training.micro_batches import attended_tokens
-from rollwright.training.model import (
-    checkpoint_layers,
-    empty_copy,
-    empty_model,
-    frozen_model,
-    held_dtype,
-    load_model,
-    resolve_device,
-    resolve_dtype,
-    save_model,
-)
-from rollwright.training.optimizers import load_optimizer_state, make_optimizer, make_scheduler, optimizer_state
-from rollwright.training.parallel import TokenStatistics
-from rollwright.training.pretrained import load_weights
-from rollwright.training.proofs import BatchDivision
-from rollwright.training.router_loss import RouterLoss
-from rollwright.training.sharding import (
+from rollwright.training.fsdp import (
     allocate,
     full_tensor,
     initialise_randomly,
@@ -60,6 +40,25 @@ from rollwright.training.sharding import (
     whole_weights,
     with_whole_weights,
 )
+from rollwright.training.hf_checkpoint import load_weights
+from rollwright.training.layers import use_fast_layers
+from rollwright.training.logprobs import TokenScorer
+from rollwright.training.micro_batches import BatchDivision, attended_tokens
+from rollwright.training.model import (
+    checkpoint_layers,
+    empty_copy,
+    empty_model,
+    frozen_model,
+    held_dtype,
+    load_model,
+    resolve_device,
+    resolve_dtype,
+    save_model,
+)
+from rollwright.training.optimizer_and_schedule import load_optimizer_state, make_optimizer, make_scheduler, optimizer_state
+from rollwright.training.parallel import TokenStatistics
+from rollwright.training.recovery_checkpoint import ModelTensors, fill, random_states, restore_random_states
+from rollwright.training.router_loss import RouterLoss
 from rollwright.training.tree_attention import leave_uncompiled
 
 logger = getLogger("training")

@@ -21,7 +21,7 @@ from rollwright.experience.branches import branch_attention, last_visible
 from rollwright.experience.trajectory import MULTI_MODAL, Trajectory, row_lengths
 from rollwright.inference.model_facts import frequency_groups
 from rollwright.inference.visible_tokens import VisibleTokens, only_visible
-from rollwright.training.output_layer import output_logprobs, selected_logprobs
+from rollwright.training.layers import output_logprobs, selected_logprobs
 from rollwright.training.prefix_tree import PrefixTree
 from rollwright.training.tree_attention import over_tree
 

@@ -18,7 +18,7 @@ from rollwright.data.vision import IMAGE, VIDEO, VISION_END, VISION_PIECES, VISI
 from rollwright.errors import ConfigError
 from rollwright.inference.model_facts import attention_arguments, note_attention
 from rollwright.tracking.progress import without_progress_bars
-from rollwright.training.pretrained import save_model
+from rollwright.training.hf_checkpoint import save_model
 from rollwright.training.tree_attention import recomputed_alike
 
 #: Architectures that ``new_model`` makes: name -> configuration class of transformers.

@@ -28,9 +28,9 @@ from rollwright.experience.trajectory import Trajectory, select_rows, tensor_con
 from rollwright.inference.weights.names import as_published
 from rollwright.inference.weights.stream import WeightStream
 from rollwright.training import parallel
-from rollwright.training.checkpoint import RecoverCheckpoints
+from rollwright.training.fsdp import is_sharded, with_whole_weights
 from rollwright.training.micro_batches import MINIBATCH_IDS, rows_of_ranks, split_minibatches
-from rollwright.training.sharding import is_sharded, with_whole_weights
+from rollwright.training.recovery_checkpoint import RecoverCheckpoints
 
 _DONE = "done"
 

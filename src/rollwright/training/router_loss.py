@@ -18,8 +18,8 @@ from rollwright.errors import ConfigError, TrainingError
 from rollwright.experience.trajectory import Trajectory
 from rollwright.tracking.logging import getLogger
 from rollwright.training import parallel
+from rollwright.training.fsdp import is_sharded
 from rollwright.training.logprobs import model_inputs
-from rollwright.training.sharding import is_sharded
 
 logger = getLogger("training")
 

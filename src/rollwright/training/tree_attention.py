@@ -17,8 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from rollwright.training.attention_calls import AttentionCall
-from rollwright.training.prefix_tree import PrefixTree
+from rollwright.training.prefix_tree import AttentionCall, PrefixTree
 
 
 def attend(

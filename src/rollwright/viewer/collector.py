@@ -12,20 +12,20 @@ from typing import Any
 import msgspec
 import numpy as np
 
-from rollwright.experience.journal.files import step_of
+from rollwright.experience.journal.reading import step_of
 from rollwright.experience.journal.records import (
     AnyRecord,
     Arguments,
     Begin,
-    Call,
     Checkpoint,
     Closed,
+    DurableResult,
     End,
     Files,
     GroupEnd,
+    ModelCall,
     Phase,
     Published,
-    Result,
     Resumed,
     Trained,
 )
@@ -213,8 +213,8 @@ class Collector:
         self._checkpoint = connection.execute("SELECT max(step) FROM checkpoints").fetchone()[0] or 0
         self._take: dict[type, Callable[[int, int, Any], None]] = {
             Begin: self._begin,
-            Call: self._call,
-            Result: self._result,
+            ModelCall: self._call,
+            DurableResult: self._result,
             End: self._end,
             Arguments: self._arguments,
             GroupEnd: self._group_end,
@@ -310,7 +310,7 @@ class Collector:
                 left.setdefault((is_eval, ordinal, index), []).append(sample)
         return left
 
-    def _call(self, writer: int, place: int, record: Call) -> None:
+    def _call(self, writer: int, place: int, record: ModelCall) -> None:
         sample = self._open.get((writer, record.episode))
         if sample is None:
             return  # the file with its beginning was removed
@@ -329,7 +329,7 @@ class Collector:
                 first = last = versions
             sample.first, sample.last = min(sample.first, first), max(sample.last, last)
 
-    def _result(self, writer: int, place: int, record: Result) -> None:
+    def _result(self, writer: int, place: int, record: DurableResult) -> None:
         sample = self._open.get((writer, record.episode))
         if sample is None:
             return

@@ -23,9 +23,8 @@ from typing import Any
 import xxhash
 
 from rollwright.errors import JournalError
-from rollwright.experience.journal import frames as frames_module
-from rollwright.experience.journal.files import Gap, journal_files
-from rollwright.experience.journal.frames import decoded, frames, record_at
+from rollwright.experience.journal import reading as journal_reading
+from rollwright.experience.journal.reading import Gap, decoded, frames, journal_files, record_at
 from rollwright.experience.journal.records import AnyRecord
 from rollwright.tracking.logging import getLogger
 from rollwright.viewer.collector import PLACE_BITS, Collector
@@ -238,7 +237,7 @@ class Index:
         assert self._writer is not None
         if deadline is not None and time.monotonic() > deadline:
             return 1  # there is more, for the next time
-        high, read_to, take = number << PLACE_BITS, begin or len(frames_module.VERSION), collector.take
+        high, read_to, take = number << PLACE_BITS, begin or len(journal_reading.VERSION), collector.take
         try:
             for count, (at, end, body) in enumerate(frames(path, begin), 1):
                 if at > read_to:
@@ -249,7 +248,7 @@ class Index:
                     break
         except JournalError as error:  # other files may be readable
             collector.gap(writer, number, read_to, path.stat().st_size, str(error))
-        if read_to == len(frames_module.VERSION) and not begin:
+        if read_to == len(journal_reading.VERSION) and not begin:
             return 0
         safe = collector.place_to_go_on(high | read_to) & ((1 << PLACE_BITS) - 1)
         self._writer.execute("UPDATE files SET position = ? WHERE id = ?", (safe, number))
@@ -325,7 +324,7 @@ class Index:
                 found.append(
                     Gap(path, row["position"], size + lost, after, note=f"at least its last {lost:,} bytes are missing")
                 )
-            elif size > row["position"] and size > len(frames_module.VERSION):
+            elif size > row["position"] and size > len(journal_reading.VERSION):
                 found.append(Gap(path, row["position"], size, after, is_tail=True))
             elif not size:
                 found.append(Gap(path, 0, 0, after, note="it is empty"))
@@ -337,7 +336,7 @@ class Index:
     def _says_where_it_ends(self, path: Path) -> bool:
         """True if a file records its end. Older versions do not; nor does a file that a killed process had just begun."""
         with path.open("rb") as file:
-            return file.read(len(frames_module.VERSION) + 1)[:-1] == frames_module.VERSION
+            return file.read(len(journal_reading.VERSION) + 1)[:-1] == journal_reading.VERSION
 
     # -- the database --------------------------------------------------------------------------------------------------------
 

@@ -7,7 +7,7 @@ from collections.abc import Callable
 from typing import Any
 
 from rollwright.experience.journal.episodes import RecordedEpisode
-from rollwright.experience.journal.records import Call, Result, tokens_in
+from rollwright.experience.journal.records import DurableResult, ModelCall, tokens_in
 from rollwright.viewer.reading import plain_result
 
 #: How chat templates open a message; group ``role`` is its role, and what follows up to the next is its text.
@@ -33,7 +33,7 @@ def chat_of(episode: RecordedEpisode, text: Callable[[list[int]], str]) -> list[
     steps.sort(key=lambda step: step[:2])
     messages: list[dict[str, Any]] = []
     for _, _, step in steps:
-        if isinstance(step, Result):
+        if isinstance(step, DurableResult):
             result = plain_result(step)
             shown = result["error"]["message"] if result["error"] else result["value"]
             role = "reward" if result["is_reward"] else "tool"
@@ -41,7 +41,7 @@ def chat_of(episode: RecordedEpisode, text: Callable[[list[int]], str]) -> list[
                 {"role": role, "text": shown if isinstance(shown, str) else repr(shown), "call": None, "result": result}
             )
             continue
-        call: Call = step.call
+        call: ModelCall = step.call
         given = step.prompt[len(step.prompt) - tokens_in(call.added) :]
         messages += _given(text(given.tolist()))
         if call.refused is not None:

@@ -11,7 +11,17 @@ import numpy as np
 
 from rollwright.errors import JournalError
 from rollwright.experience.journal.episodes import RecordedCall, RecordedEpisode
-from rollwright.experience.journal.records import AnyRecord, Arguments, Begin, Call, End, Result, Row, Trained, unpack_value
+from rollwright.experience.journal.records import (
+    AnyRecord,
+    Arguments,
+    Begin,
+    DurableResult,
+    End,
+    ModelCall,
+    Row,
+    Trained,
+    unpack_value,
+)
 from rollwright.viewer.collector import REWARD_CALLS
 from rollwright.viewer.index import PLACE_BITS, Index, unpack_places
 
@@ -98,10 +108,10 @@ def read_episode(index: Index, places: bytes, writer: int) -> RecordedEpisode:
         raise JournalError(f"{index.journal}: the beginning of this sample is not in the journal any more.")
     episode = RecordedEpisode(records[0], writer=writer)
     for record in records[1:]:
-        if isinstance(record, Call):
+        if isinstance(record, ModelCall):
             if record.index == len(episode.calls):  # otherwise an earlier call is lost, which this one extends
                 episode.add(record, _arguments(index, writer, record.arguments))
-        elif isinstance(record, Result):
+        elif isinstance(record, DurableResult):
             episode.results.append(record)
         elif isinstance(record, End):
             episode.end = record
@@ -236,7 +246,7 @@ def plain_call(each: RecordedCall) -> dict[str, Any]:
     }
 
 
-def plain_result(result: Result) -> dict[str, Any]:
+def plain_result(result: DurableResult) -> dict[str, Any]:
     """A durable call as plain values."""
     error = None if result.error is None else {"class": result.error[0].replace(":", "."), "message": result.error[1]}
     return {

@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 
 from rollwright.errors import JournalError
-from rollwright.experience.journal.records import AnyRecord, Call
+from rollwright.experience.journal.records import AnyRecord, ModelCall
 from rollwright.viewer.tokens import Vocabulary
 
 #: Tables of the index. A text is kept once, in ``texts``, which the search reads.
@@ -74,7 +74,7 @@ class TextIndex:
     def _texts(self, places: bytes) -> tuple[str, str]:
         """What a sample was given, and what it said; each token once."""
         try:
-            calls = [record for record in self._records(places) if isinstance(record, Call)]
+            calls = [record for record in self._records(places) if isinstance(record, ModelCall)]
         except (JournalError, OSError):
             return "", ""  # its file was removed
         given, said = [], []

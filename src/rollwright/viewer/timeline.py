@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from rollwright.errors import JournalError
-from rollwright.experience.journal.records import Call, Result
+from rollwright.experience.journal.records import DurableResult, ModelCall
 from rollwright.viewer.collector import REWARD_CALLS
 from rollwright.viewer.index import Index
 from rollwright.viewer.samples import SELECT, Samples
@@ -86,10 +86,10 @@ def _engines(index: Index, numbers: Sequence[int], samples: Sequence[dict[str, A
         except (JournalError, OSError):
             continue  # its file was removed
         for record in records:
-            if isinstance(record, Call):
+            if isinstance(record, ModelCall):
                 name, kind, label = record.server or f"engine in {_SAMPLING}", "call", f"call {record.index}"
                 span = {"start": record.started, "end": record.finished, "kind": "call"}
-            elif isinstance(record, Result):
+            elif isinstance(record, DurableResult):
                 is_reward = record.name.startswith(REWARD_CALLS)
                 name, kind, label = ("rewards", "reward", record.name) if is_reward else ("tools", "tool", record.name)
                 span = {"start": record.time - record.seconds, "end": record.time, "kind": kind}

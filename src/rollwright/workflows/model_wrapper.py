@@ -14,8 +14,7 @@ from rollwright.config.generation import GenerationHyperparameters
 from rollwright.data.chat_template import stopping_at_turn_end
 from rollwright.data.conversation import ConversationTokens
 from rollwright.errors import WorkflowError
-from rollwright.experience.experience import Experience
-from rollwright.experience.merged_turns import experiences_of
+from rollwright.experience.experience import Experience, experiences_of
 from rollwright.experience.recorder import Recorder
 from rollwright.inference.engine import InferenceEngine
 from rollwright.inference.request import ModelRequest, ModelResponse

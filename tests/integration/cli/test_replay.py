@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from rollwright.cli.main import main
-from rollwright.experience.journal.files import read_records
+from rollwright.experience.journal.reading import read_records
 from rollwright.experience.journal.records import Checkpoint, Phase, Published, Trained
 
 CONFIG = """

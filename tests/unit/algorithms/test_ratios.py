@@ -7,7 +7,7 @@ import pytest
 import torch
 from hypothesis import given
 
-from rollwright.algorithms.ratios import behaviour_weight, importance_ratio, interpolated_prox_logp, turn_index
+from rollwright.algorithms.losses import behaviour_weight, importance_ratio, interpolated_prox_logp, turn_index
 from rollwright.errors import ConfigError
 
 

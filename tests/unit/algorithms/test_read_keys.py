@@ -18,8 +18,8 @@ from rollwright.config.sections import NormConfig, OptimizerConfig, PPOActorConf
 from rollwright.config.source import parse_yaml
 from rollwright.errors import ConfigError
 from rollwright.trainers.unknown_names import refuse_unknown_names
+from rollwright.training.actor import PolicyUpdate, recomputes_logprobs
 from rollwright.training.parallel import TokenStatistics
-from rollwright.training.policy_update import PolicyUpdate, recomputes_logprobs
 
 #: A value other than the default for each key of the loss.
 OF_THE_LOSS = {

@@ -15,9 +15,8 @@ import pytest
 from rollwright import durable
 from rollwright.errors import ReplayError, WorkflowError
 from rollwright.experience.durable import EPISODE
-from rollwright.experience.journal.episode_writer import EpisodeWriter
 from rollwright.experience.journal.episodes import read_episodes
-from rollwright.experience.journal.files import Journal
+from rollwright.experience.journal.writing import EpisodeWriter, Journal
 from rollwright.rewards.wrapper import AsyncRewardWrapper
 from rollwright.workflows.tool_calling import ToolFunctions
 

@@ -6,7 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from rollwright.config.generation import GenerationHyperparameters
-from rollwright.experience.merged_turns import experiences_of
+from rollwright.experience.experience import experiences_of
 from rollwright.experience.recorder import Recorder
 from rollwright.inference.request import ModelRequest, ModelResponse
 

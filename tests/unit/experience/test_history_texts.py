@@ -2,7 +2,7 @@
 
 from rollwright.config.generation import GenerationHyperparameters
 from rollwright.data.tokenizer import build_character_tokenizer
-from rollwright.experience.merged_turns import experiences_of
+from rollwright.experience.experience import experiences_of
 from rollwright.experience.recorder import Recorder
 from rollwright.inference.request import ModelRequest, ModelResponse
 

@@ -16,9 +16,10 @@ import xxhash
 
 from rollwright.config.sections import JournalConfig
 from rollwright.errors import JournalError
-from rollwright.experience.journal import files
-from rollwright.experience.journal.files import Journal, journal_files, read_records
-from rollwright.experience.journal.records import Arguments, Begin, End, Phase, Result, encode, pack_value
+from rollwright.experience.journal import writing
+from rollwright.experience.journal.reading import journal_files, read_records
+from rollwright.experience.journal.records import Arguments, Begin, DurableResult, End, Phase, encode, pack_value
+from rollwright.experience.journal.writing import Journal
 
 
 def phases(directory) -> list[int]:
@@ -46,7 +47,7 @@ def test_records_are_there_while_the_file_is_written_and_only_its_user_reads_the
 def test_a_killed_process_loses_no_record(tmp_path):
     script = """
         import itertools, sys
-        from rollwright.experience.journal.files import Journal
+        from rollwright.experience.journal.writing import Journal
         from rollwright.experience.journal.records import Phase
         journal = Journal(sys.argv[1])
         for step in itertools.count():
@@ -221,7 +222,7 @@ def test_a_file_whose_mark_could_not_be_written_takes_no_records(tmp_path, monke
 
 
 def test_arguments_are_written_once_and_those_in_memory_are_bounded(tmp_path, monkeypatch):
-    monkeypatch.setattr(files, "_ARGUMENTS_KEPT", 3)
+    monkeypatch.setattr(writing, "_ARGUMENTS_KEPT", 3)
     journal = Journal(tmp_path)
     numbers = [journal.arguments({"seed": seed}, Arguments) for seed in (0, 0, 1, 2, 3, 4, 0)]
     assert len(journal._arguments) <= 3
@@ -243,7 +244,7 @@ def test_a_checkpoint_is_not_made_where_the_journal_does_not_reach_the_disk(tmp_
 def test_messages_may_hold_any_text(tmp_path):
     journal = Journal(tmp_path)
     journal.write(End(0, "failed", "ValueError: \ud83d", [], 0.0))
-    journal.write(Result(0, "tool", 1, "recorded", None, ["builtins:ValueError", "\ud83d"], None, 0.0, 0.0))
+    journal.write(DurableResult(0, "tool", 1, "recorded", None, ["builtins:ValueError", "\ud83d"], None, 0.0, 0.0))
     journal.close()
     end, result = (record for _, record in read_records(tmp_path))
     assert (end.reason, result.error[1]) == ("ValueError: ?", "?")
@@ -297,7 +298,7 @@ def test_generation_arguments_may_hold_text_of_the_environment(tmp_path):
 def test_what_the_config_marks_secret_is_not_in_the_file(tmp_path):
     journal = Journal(tmp_path, secrets={"s3cr3t-key", "x"})
     value = pack_value({"said": ["the key is s3cr3t-key", 5]})
-    journal.write(Result(0, "tool ask s3cr3t-key", 1, "recorded", value, None, None, 0.0, 0.0))
+    journal.write(DurableResult(0, "tool ask s3cr3t-key", 1, "recorded", value, None, None, 0.0, 0.0))
     journal.close()
     (file,) = journal_files(tmp_path)
     assert b"s3cr3t" not in file.read_bytes()

@@ -14,8 +14,7 @@ from pretended_engine import PretendedEngine, logprob_of
 from rollwright import Experience
 from rollwright.errors import TrajectoryError
 from rollwright.experience.contract import check_trajectory
-from rollwright.experience.normaliser import normalise
-from rollwright.experience.record_matching import RowMatcher
+from rollwright.experience.normaliser import RowMatcher, normalise
 from rollwright.experience.trajectory import trajectory_rows
 
 TOOL = 100  # ids from here on are never sampled

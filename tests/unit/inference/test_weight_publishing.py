@@ -20,7 +20,7 @@ from rollwright.inference.weights.files import MANIFEST, content_digest, keep_ne
 from rollwright.inference.weights.group import buckets
 from rollwright.inference.weights.stream import WeightStream, distinct_weights
 from rollwright.inference.weights.ways import MappedWeights, WeightUpdateMeta, shared_directory
-from rollwright.training import publish as auditing
+from rollwright.training import publish_and_audit as auditing
 
 
 def some_weights(seed=0):

@@ -22,11 +22,10 @@ from PIL import Image
 from rollwright import GenerationHyperparameters, ModelRequest, ModelResponse, RolloutConfig, durable
 from rollwright.errors import JournalError, PromptTooLongError, ReplayError
 from rollwright.experience.journal import episodes
-from rollwright.experience.journal.episode_writer import EpisodeWriter
 from rollwright.experience.journal.episodes import read_episodes
-from rollwright.experience.journal.files import Journal, read_records
-from rollwright.experience.journal.records import Arguments, Call, GroupEnd
-from rollwright.experience.journal.tasks import digest_of
+from rollwright.experience.journal.reading import read_records
+from rollwright.experience.journal.records import Arguments, GroupEnd, ModelCall, digest_of
+from rollwright.experience.journal.writing import EpisodeWriter, Journal
 from rollwright.experience.recorder import Recorder
 from rollwright.rollout.executor import RolloutExecutor
 from rollwright.rollout.replay import Replayer
@@ -140,7 +139,7 @@ def test_a_call_is_a_delta_of_its_conversation(tmp_path):
             return {"input_ids": ids, "loss_mask": mask, "reward": 0.0}
 
     run(tmp_path, Long(), tasks=1, group_size=1)
-    calls = [record for _, record in read_records(tmp_path) if isinstance(record, Call)]
+    calls = [record for _, record in read_records(tmp_path) if isinstance(record, ModelCall)]
     assert [len(call.added) // 4 for call in calls] == [3] + [1] * 39
     assert [call.base for call in calls] == list(range(-1, 39))
 
@@ -157,7 +156,7 @@ def test_parallel_conversations_share_their_prompt(tmp_path):
             ]
 
     run(tmp_path, Parallel(), tasks=1, group_size=1)
-    calls = [record for _, record in read_records(tmp_path) if isinstance(record, Call)]
+    calls = [record for _, record in read_records(tmp_path) if isinstance(record, ModelCall)]
     assert sorted(len(call.added) // 4 for call in calls) == [1, 1, 301]
     assert [each.verdict for each in replay(tmp_path, Parallel(), 1)] == ["equal"]
 

@@ -18,12 +18,11 @@ from PIL import Image
 from rollwright import GenerationHyperparameters, ModelRequest, RolloutConfig, durable
 from rollwright.config.sections import JournalConfig
 from rollwright.errors import DatasetEnded, ReplayError, RolloutError
-from rollwright.experience.journal import files, task_files
+from rollwright.experience.journal import reading
 from rollwright.experience.journal.episodes import read_episodes
-from rollwright.experience.journal.files import Journal, read_file, read_records
-from rollwright.experience.journal.frames import frames
+from rollwright.experience.journal.reading import TaskFiles, frames, read_file, read_records
 from rollwright.experience.journal.records import GroupEnd
-from rollwright.experience.journal.task_files import TaskFiles
+from rollwright.experience.journal.writing import Journal
 from rollwright.rollout.executor import RolloutExecutor
 from rollwright.rollout.resume import read_past
 
@@ -464,10 +463,15 @@ def test_who_asks_often_reads_only_the_files_of_the_tasks(tmp_path, monkeypatch)
                 executor.wait_for_task(executor.submit({"ordinal": ordinal, "turns": 2}, Turns()))
         journal.close()
     read, looked_through = [], []
-    monkeypatch.setattr(files, "read_file", lambda path: read.append(path.name) or read_file(path))
-    monkeypatch.setattr(
-        task_files, "frames", lambda path, begin: looked_through.append((path.name, begin)) or frames(path, begin)
-    )
+
+    def read_whole(path):
+        read.append(path.name)
+        with monkeypatch.context() as as_before:
+            as_before.setattr(reading, "frames", frames)
+            yield from read_file(path)
+
+    monkeypatch.setattr(reading, "read_file", read_whole)
+    monkeypatch.setattr(reading, "frames", lambda path, begin: looked_through.append((path.name, begin)) or frames(path, begin))
     known = TaskFiles()
     for ordinal in (1, 4):
         with_index = read_past([tmp_path], {ordinal}.__contains__, None, known)
@@ -476,7 +480,7 @@ def test_who_asks_often_reads_only_the_files_of_the_tasks(tmp_path, monkeypatch)
         assert with_index.tokens == read_past([tmp_path], {ordinal}.__contains__).tokens > 0
         assert len(read) == 2
         read.clear()
-    sizes = {path.name: path.stat().st_size for path in files.journal_files(tmp_path)}
+    sizes = {path.name: path.stat().st_size for path in reading.journal_files(tmp_path)}
     assert looked_through == [(name, 0) for name in sizes] + list(sizes.items())
 
 

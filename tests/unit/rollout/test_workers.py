@@ -17,8 +17,9 @@ from rollwright.config.sections import RolloutConfig
 from rollwright.errors import EngineError, JournalError, LostProcessError, RolloutError
 from rollwright.experience.contract import KEPT
 from rollwright.experience.journal.episodes import read_episodes
-from rollwright.experience.journal.files import Journal, read_records
+from rollwright.experience.journal.reading import read_records
 from rollwright.experience.journal.records import GroupEnd
+from rollwright.experience.journal.writing import Journal
 from rollwright.experience.kept_rows import fetched
 from rollwright.inference.request import ModelRequest
 from rollwright.rollout.executor import RolloutExecutor

@@ -167,8 +167,8 @@ def test_an_evaluation_is_a_mean_reward():
 def test_transformers_shows_no_bars_while_a_model_is_loaded_or_saved(tiny_model, tmp_path, capfd):
     from rollwright.config.sections import TrainEngineConfig
     from rollwright.inference.backends.builtin.engine import BuiltinEngine
+    from rollwright.training.hf_checkpoint import save_model
     from rollwright.training.model import load_model
-    from rollwright.training.pretrained import save_model
 
     BuiltinEngine(str(tiny_model), kv_cache_bytes=1 << 20).destroy()
     save_model(load_model(TrainEngineConfig(path=str(tiny_model), device="cpu")), tmp_path / "saved")

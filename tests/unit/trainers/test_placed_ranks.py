@@ -18,7 +18,7 @@ from rollwright.experience.kept_rows import KeptRows
 from rollwright.tracking.run_directory import RunDirectory
 from rollwright.trainers import placed_ranks
 from rollwright.trainers.placed_ranks import PlacedRanks
-from rollwright.training.publish import Publication
+from rollwright.training.publish_and_audit import Publication
 from rollwright.training.ranks import TRAINED
 
 

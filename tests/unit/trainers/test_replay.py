@@ -8,9 +8,8 @@ import pytest
 from PIL import Image
 
 from rollwright.errors import ConfigError, ReplayError
-from rollwright.experience.journal.files import Journal
-from rollwright.experience.journal.records import Begin, End
-from rollwright.experience.journal.tasks import digest_of
+from rollwright.experience.journal.records import Begin, End, digest_of
+from rollwright.experience.journal.writing import Journal
 from rollwright.trainers.replay import RunReplay, selected
 
 

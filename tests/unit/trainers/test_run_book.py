@@ -14,7 +14,7 @@ from rollwright import GRPOConfig
 from rollwright.config.modes import OperatorConfig, StoreConfig
 from rollwright.data.tokenizer import build_character_tokenizer
 from rollwright.errors import StoreError
-from rollwright.experience.journal.files import Journal
+from rollwright.experience.journal.writing import Journal
 from rollwright.inference.engine import InferenceEngine
 from rollwright.inference.request import ModelRequest, ModelResponse
 from rollwright.inference.server.exchange import RequestError

@@ -481,7 +481,7 @@ def test_configurations_that_cannot_be_trained_are_refused():
 
 
 def test_gradient_checkpointing_leaves_the_gradient_unchanged(tmp_path):
-    from rollwright.training.pretrained import save_model
+    from rollwright.training.hf_checkpoint import save_model
 
     save_model(tiny_model(dtype=torch.float32), tmp_path / "model")
     found = []

@@ -11,8 +11,8 @@ from tiny_policy import tiny_actor, tiny_batch
 from rollwright.atomic import replaced_directory
 from rollwright.config.sections import OptimizerConfig
 from rollwright.errors import CheckpointError
-from rollwright.training import checkpoint
-from rollwright.training.checkpoint import (
+from rollwright.training import recovery_checkpoint as checkpoint
+from rollwright.training.recovery_checkpoint import (
     RecoverCheckpoints,
     _checksum,
     random_states,

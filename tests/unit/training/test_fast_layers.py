@@ -4,7 +4,7 @@ import pytest
 import torch
 from tiny_policy import tiny_model
 
-from rollwright.training.fast_layers import _RMSNorm, _Rotation, use_fast_layers
+from rollwright.training.layers import _RMSNorm, _Rotation, use_fast_layers
 
 
 def test_value_and_gradient_of_the_norm_against_autograd():

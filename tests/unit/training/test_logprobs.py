@@ -6,8 +6,8 @@ from tiny_policy import VOCABULARY, tiny_batch, tiny_model
 
 from rollwright.errors import TrainingError
 from rollwright.experience.branches import branch_attention, last_visible
+from rollwright.training.layers import output_logprobs, selected_logprobs
 from rollwright.training.logprobs import TokenScorer
-from rollwright.training.output_layer import output_logprobs, selected_logprobs
 
 
 def exact(model, ids, temperature=1.0):
@@ -49,8 +49,8 @@ def test_gradients_are_those_of_autograd():
 
 @pytest.mark.parametrize("kept", [0, 1 << 24])
 def test_gradients_through_an_output_layer_are_those_of_autograd(monkeypatch, kept):
-    monkeypatch.setattr("rollwright.training.output_layer._KEPT_LOGITS", kept)
-    monkeypatch.setattr("rollwright.training.output_layer._CACHED_LOGITS", 18)  # two rows at a time
+    monkeypatch.setattr("rollwright.training.layers._KEPT_LOGITS", kept)
+    monkeypatch.setattr("rollwright.training.layers._CACHED_LOGITS", 18)  # two rows at a time
     generator = torch.Generator().manual_seed(1)
     hidden = torch.randn(5, 4, dtype=torch.float64, generator=generator).requires_grad_()
     head = torch.nn.Linear(4, 9, bias=False).double()
@@ -71,7 +71,7 @@ def test_gradients_through_an_output_layer_are_those_of_autograd(monkeypatch, ke
 
 
 def test_chunks_do_not_change_gradients(monkeypatch):
-    monkeypatch.setattr("rollwright.training.output_layer._KEPT_LOGITS", 0)
+    monkeypatch.setattr("rollwright.training.layers._KEPT_LOGITS", 0)
     batch, found = tiny_batch(), []
     wanted = batch["loss_mask"].bool()
     for chunk in (7, 16, 10_000):

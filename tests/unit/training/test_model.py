@@ -10,8 +10,8 @@ from transformers import AutoModelForCausalLM
 from rollwright.config.sections import PPOActorConfig, TrainEngineConfig
 from rollwright.errors import ConfigError
 from rollwright.training.actor import FSDPPPOActor
+from rollwright.training.hf_checkpoint import save_model
 from rollwright.training.model import load_model, new_model, parameter_count
-from rollwright.training.pretrained import save_model
 
 
 @pytest.mark.parametrize("architecture", ["qwen3", "qwen2", "llama"])

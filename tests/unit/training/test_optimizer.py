@@ -10,14 +10,14 @@ from tiny_policy import tiny_actor, tiny_batch, tiny_model
 from rollwright.config.experiment import FinetuneSpec
 from rollwright.config.sections import OptimizerConfig
 from rollwright.errors import ConfigError
-from rollwright.training.checkpoint import RecoverCheckpoints, read_state, write_state
-from rollwright.training.optimizers import (
+from rollwright.training.optimizer_and_schedule import (
     learning_rate_factor,
     load_optimizer_state,
     make_optimizer,
     make_scheduler,
     optimizer_state,
 )
+from rollwright.training.recovery_checkpoint import RecoverCheckpoints, read_state, write_state
 
 
 @pytest.mark.parametrize(

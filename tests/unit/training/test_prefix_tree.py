@@ -8,7 +8,7 @@ from tiny_policy import grouped_batch, tiny_actor
 
 from rollwright.config.sections import MicroBatchSpec
 from rollwright.experience.trajectory import MULTI_MODAL
-from rollwright.training import attention_calls, tree_attention
+from rollwright.training import prefix_tree, tree_attention
 from rollwright.training.logprobs import TokenScorer
 from rollwright.training.micro_batches import micro_batches
 from rollwright.training.prefix_tree import SortedRows, build
@@ -214,8 +214,8 @@ def test_attention_is_the_same_by_whatever_calls(monkeypatch, weights, softcap):
     for batch in (padded(rows), padded(rows, branch_ids=marks)):
         results = []
         for call_cost, copy_cost in ((0, 10**6), weights):
-            monkeypatch.setattr(attention_calls, "_CALL_COST", call_cost)
-            monkeypatch.setattr(attention_calls, "_COPY_COST", copy_cost)
+            monkeypatch.setattr(prefix_tree, "_CALL_COST", call_cost)
+            monkeypatch.setattr(prefix_tree, "_COPY_COST", copy_cost)
             tree = build(batch)
             draw = torch.Generator().manual_seed(1)
             inputs = [torch.randn(h, tree.tokens, 16, generator=draw, dtype=torch.float64).requires_grad_() for h in (4, 2, 2)]

@@ -10,8 +10,7 @@ from rollwright.config.sections import MicroBatchSpec, TrainEngineConfig
 from rollwright.errors import ConfigError, TrainingError
 from rollwright.training.engine import TrainEngine
 from rollwright.training.logprobs import TokenScorer
-from rollwright.training.micro_batches import micro_batches
-from rollwright.training.proofs import BatchDivision
+from rollwright.training.micro_batches import BatchDivision, micro_batches
 
 TINY = {
     "vocab_size": 31,
@@ -265,7 +264,7 @@ def test_a_model_that_fails_on_rows_with_branches_is_named(monkeypatch):
     def fails(*_arguments):
         raise RuntimeError("upper bound and lower bound inconsistent")
 
-    monkeypatch.setattr("rollwright.training.proofs._compare_branch", fails)
+    monkeypatch.setattr("rollwright.training.micro_batches._compare_branch", fails)
     batch = {
         "input_ids": torch.tensor([[1, 2, 3, 4]]),
         "attention_mask": torch.ones(1, 4, dtype=torch.long),

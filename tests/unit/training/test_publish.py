@@ -20,7 +20,13 @@ from rollwright.inference.weights.stream import WeightStream
 from rollwright.inference.weights.ways import WeightUpdateMeta
 from rollwright.rollout.engines import LocalRolloutEngine, _sampling_dtype
 from rollwright.training.actor import FSDPPPOActor
-from rollwright.training.publish import NEW_TOKENS_IN_PROCESS, SentWeights, SharedWeights, probe_request, publisher_for
+from rollwright.training.publish_and_audit import (
+    NEW_TOKENS_IN_PROCESS,
+    SentWeights,
+    SharedWeights,
+    probe_request,
+    publisher_for,
+)
 
 
 @pytest.fixture

@@ -14,8 +14,8 @@ from rollwright.errors import WeightUpdateError
 from rollwright.inference.backends.builtin.model import paired
 from rollwright.inference.weights.names import as_own, as_published
 from rollwright.inference.weights.stream import WeightStream
-from rollwright.training.pretrained import load_weights
-from rollwright.training.sharding import whole_weights
+from rollwright.training.fsdp import whole_weights
+from rollwright.training.hf_checkpoint import load_weights
 
 #: What sizes are called in configurations, and what they are here.
 SIZES = {

@@ -14,12 +14,12 @@ from rollwright.config.experiment import FinetuneSpec
 from rollwright.config.sections import OptimizerConfig, PPOActorConfig, TrainEngineConfig
 from rollwright.errors import CheckpointError, ConfigError, LostRankError
 from rollwright.inference.weights.stream import WeightStream
-from rollwright.training import sharding
+from rollwright.training import fsdp
 from rollwright.training.actor import FSDPPPOActor
-from rollwright.training.checkpoint import RecoverCheckpoints
 from rollwright.training.engine import TrainEngine
+from rollwright.training.hf_checkpoint import load_weights, save_model
 from rollwright.training.model import empty_model, load_model, new_model
-from rollwright.training.pretrained import load_weights, save_model
+from rollwright.training.recovery_checkpoint import RecoverCheckpoints
 
 
 @pytest.fixture
@@ -173,7 +173,7 @@ def test_experts_that_are_held_in_one_tensor_are_loaded_and_written_one_by_one(e
 def test_a_checkpoint_of_another_model_is_not_read(path, experts, group):
     config = TrainEngineConfig(path=str(experts), device="cpu")
     model = empty_model(config, torch.float32)
-    sharding.allocate(model, torch.device("cpu"))
+    fsdp.allocate(model, torch.device("cpu"))
     with pytest.raises(ConfigError, match=r"has no weights for \d+ tensors|could not be read"):
         load_weights(model, str(path))
     with pytest.raises(ConfigError, match=r"no \*\.safetensors"):
@@ -187,8 +187,8 @@ def test_a_rank_that_is_lost_while_weights_are_read_is_not_a_fault_of_the_files(
         raise RuntimeError("[gloo/transport/tcp/pair.cc:553] Connection closed by peer [127.0.0.1]:25505")
 
     model = empty_model(TrainEngineConfig(path=str(path), device="cpu"), torch.float32)
-    sharding.allocate(model, torch.device("cpu"))
-    monkeypatch.setattr("rollwright.training.pretrained.call_checkpoint", lost)
+    fsdp.allocate(model, torch.device("cpu"))
+    monkeypatch.setattr("rollwright.training.hf_checkpoint.call_checkpoint", lost)
     with pytest.raises(LostRankError, match=r"another process of the training has ended .*closed by peer"):
         load_weights(model, str(path))
 
@@ -260,9 +260,7 @@ def test_settings_that_do_not_fit_are_refused(path, group):
 def test_one_rank_reads_whole_weights_as_it_likes(path, group):
     weights = actor_of(path).weights(torch.bfloat16)
     assert {tensor.dtype for _, tensor in weights} == {torch.bfloat16} == {tensor.dtype for _, tensor in weights.described}
-    assert sharding.with_whole_weights(weights, lambda stream: len(list(stream)) + len(list(stream))) == 2 * len(
-        weights.described
-    )
+    assert fsdp.with_whole_weights(weights, lambda stream: len(list(stream)) + len(list(stream))) == 2 * len(weights.described)
     assert weights.nbytes == sum(tensor.nbytes for _, tensor in weights)
     assert isinstance(weights, WeightStream)
 
@@ -281,12 +279,12 @@ def test_a_stream_that_was_left_is_read_to_its_end_before_it_is_read_again(monke
     read = weights._read
     weights._read = lambda: (told.append(pair[0]) or pair for pair in read())
     for name, value in {"world_size": lambda: 2, "broadcast": told.append, "from_first_rank": lambda make: make()}.items():
-        monkeypatch.setattr(sharding.parallel, name, value)
+        monkeypatch.setattr(fsdp.parallel, name, value)
 
     def use(stream):
         first = iter(stream)
         next(first)
         return [name for name, _ in stream]
 
-    assert sharding.with_whole_weights(weights, use) == ["a", "b", "c"]
+    assert fsdp.with_whole_weights(weights, use) == ["a", "b", "c"]
     assert told == [b"gather", "a", "b", "c", b"gather", "a", "b", "c", b"enough"]

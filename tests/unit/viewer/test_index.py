@@ -9,13 +9,13 @@ import threading
 import pytest
 
 from rollwright.errors import JournalError
-from rollwright.experience.journal.files import Journal, journal_files, read_records
+from rollwright.experience.journal.reading import journal_files, read_records
 from rollwright.experience.journal.records import (
     Begin,
-    Call,
     Checkpoint,
     End,
     GroupEnd,
+    ModelCall,
     Phase,
     Published,
     Resumed,
@@ -23,6 +23,7 @@ from rollwright.experience.journal.records import (
     Trained,
     pack_value,
 )
+from rollwright.experience.journal.writing import Journal
 from rollwright.viewer import index as module
 from rollwright.viewer.index import Index
 from rollwright.viewer.run import Run
@@ -58,7 +59,9 @@ def write_sample(
     task = pack_value({"question": "?"})
     journal.write(Begin(number, ordinal, index, 0, is_eval, version, "W", 1, task, "", began))
     ids = b"".join(token.to_bytes(4, "little") for token in (5, 6, 7))
-    journal.write(Call(number, 0, 0, 0, -1, 0, ids, ids, bytes(12), 0, 1.0, "stop", None, 1, 0, began, began + 1, 1.0, 0.1))
+    journal.write(
+        ModelCall(number, 0, 0, 0, -1, 0, ids, ids, bytes(12), 0, 1.0, "stop", None, 1, 0, began, began + 1, 1.0, 0.1)
+    )
     rows = [Row(0, 6, b"", [3, 6], reward, False, b"")] if outcome == "accepted" else []
     journal.write(End(number, outcome, "", rows, began + 1))
     return number

@@ -11,10 +11,9 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
 from rollwright.config.generation import GenerationHyperparameters
 from rollwright.data.tokenizer import build_character_tokenizer
-from rollwright.experience.journal.episode_writer import EpisodeWriter
 from rollwright.experience.journal.episodes import read_episodes
-from rollwright.experience.journal.files import Journal
-from rollwright.experience.journal.records import Begin, Call, End
+from rollwright.experience.journal.records import Begin, End, ModelCall
+from rollwright.experience.journal.writing import EpisodeWriter, Journal
 from rollwright.experience.recorder import Recorder
 from rollwright.inference.request import ModelRequest, ModelResponse
 from rollwright.viewer.messages import chat_of
@@ -194,7 +193,7 @@ def test_hostile_records_are_data(tmp_path):
         )
     )
     logprobs = np.full(200_000, -np.inf, "<f4").tobytes()
-    journal.write(Call(0, 0, 0, 0, -1, 0, b"", ids, logprobs, 0, 1.0, "stop", None, 1, 7, 0.0, 1.0, 1.0, 0.1))
+    journal.write(ModelCall(0, 0, 0, 0, -1, 0, b"", ids, logprobs, 0, 1.0, "stop", None, 1, 7, 0.0, 1.0, 1.0, 0.1))
     journal.write(End(0, "failed", "ValueError: \ud800 \x00 </script>", [], 1.0, "Traceback …\x07"))
     journal.close()
     with Run(tmp_path) as run:

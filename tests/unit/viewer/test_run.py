@@ -14,7 +14,7 @@ from recorded import STEPS
 import rollwright
 from rollwright.errors import DataError, JournalError
 from rollwright.experience.journal.episodes import read_episodes
-from rollwright.experience.journal.files import read_records
+from rollwright.experience.journal.reading import read_records
 from rollwright.experience.journal.records import Trained
 from rollwright.viewer import sample_view, search
 

@@ -1,5 +1,4 @@
-"""The journal: what running episodes asked and were answered, written as it happens; the source of replay and recovery.
+"""The journal of running episodes: each model request, tool result and outcome, written as it happens; the source of replay and recovery.
 
-``records`` says what is in it, ``files`` writes and reads the files, ``episodes`` is the journal of one episode and what is read back
-of it.
+``records`` defines what is in it, ``writing`` appends to it, ``reading`` reads its files, ``episodes`` puts the episodes together again.
 """

@@ -15,29 +15,29 @@ from typing import Any
 import numpy as np
 
 from rollwright.errors import JournalError
-from rollwright.experience.journal.files import Gap, Place, read_all
+from rollwright.experience.journal.reading import Gap, RecordPosition, read_all
 from rollwright.experience.journal.records import (
     AnyRecord,
     Arguments,
     Begin,
-    Call,
     Closed,
+    DurableResult,
     End,
-    Result,
+    ModelCall,
     Row,
     tokens_in,
     unpack_floats,
+    unpack_task,
     unpack_versions,
 )
-from rollwright.experience.journal.tasks import unpack_task
-from rollwright.experience.token_buffers import TOKEN_TYPE
+from rollwright.experience.recorder import TOKEN_TYPE
 
 
 @dataclass(eq=False)
 class RecordedCall:
     """A model request and its answer."""
 
-    call: Call
+    call: ModelCall
     prompt: np.ndarray  # [P] int32
     gconfig: dict[str, Any]
 
@@ -63,7 +63,7 @@ class RecordedEpisode:
 
     begin: Begin
     calls: list[RecordedCall] = field(default_factory=list)
-    results: list[Result] = field(default_factory=list)
+    results: list[DurableResult] = field(default_factory=list)
     end: End | None = None  # None: it was not at an end when its process was, or it runs
     writer: int = 0  # number of the process that wrote it
     names_writer: bool = False  # a later process has an episode of the same name
@@ -73,7 +73,7 @@ class RecordedEpisode:
     def __post_init__(self) -> None:
         self._places: dict[tuple[int, int], RecordedCall] = {}
         self._numbers: set[int] = set()  # of conversations that were given to one
-        self._results: dict[tuple[str, int], deque[Result]] = defaultdict(deque)
+        self._results: dict[tuple[str, int], deque[DurableResult]] = defaultdict(deque)
 
     def rewind(self) -> RecordedEpisode:
         """Answer from the first call on, again. Returns itself."""
@@ -142,7 +142,7 @@ class RecordedEpisode:
         """The call of a conversation and turn."""
         return self._places.get(place)
 
-    def next_result(self, name: str, key: int) -> Result | None:
+    def next_result(self, name: str, key: int) -> DurableResult | None:
         """The next result of a durable call; each is given once, in the order in which they came."""
         if name.startswith(self.ignored):
             return None
@@ -164,7 +164,7 @@ class RecordedEpisode:
             mask[start:stop] = True
         return mask
 
-    def add(self, call: Call, gconfig: dict[str, Any]) -> None:
+    def add(self, call: ModelCall, gconfig: dict[str, Any]) -> None:
         """Append the next call and complete its prompt.
 
         Raises:
@@ -214,7 +214,7 @@ def last_of_each_name(directory: str | Path, wanted: Wanted, outcomes: tuple[str
 def read_episodes(
     directory: str | Path,
     wanted: Wanted = lambda writer, begin: True,
-    note: Callable[[Place, AnyRecord], None] = lambda place, record: None,
+    note: Callable[[RecordPosition, AnyRecord], None] = lambda place, record: None,
     files: Iterable[Path] | None = None,
 ) -> Iterator[RecordedEpisode]:
     """Yield the episodes of a journal, each when its end is read; unfinished episodes come last.
@@ -244,11 +244,11 @@ def read_episodes(
         elif isinstance(record, Begin):
             if wanted(place.writer, record):
                 open_episodes[place.writer, record.episode] = RecordedEpisode(record, writer=place.writer)
-        elif isinstance(record, Call | Result | End):
+        elif isinstance(record, ModelCall | DurableResult | End):
             episode = open_episodes.get((place.writer, record.episode))
             if episode is None or episode.damage is not None:
                 continue  # not wanted, or its beginning was removed, or records before this one may be lost
-            if isinstance(record, Call):
+            if isinstance(record, ModelCall):
                 gconfig = arguments.get((place.writer, record.arguments))
                 if gconfig is None and place.writer in damaged:
                     episode.damage = damaged[place.writer]
@@ -260,7 +260,7 @@ def read_episodes(
                         "damaged. Put it back, or move this one away."
                     )
                 episode.add(record, gconfig)
-            elif isinstance(record, Result):
+            elif isinstance(record, DurableResult):
                 episode.results.append(record)
             else:
                 episode.end = record

@@ -1,18 +1,38 @@
-"""What a journal holds: one class for each kind of record, packed as MessagePack arrays by msgspec.
+"""What a journal holds: one class for each kind of record, and how records and their values are packed.
 
-Tokens are packed int32, log-probabilities float32 where that loses nothing, else float64. A call is a delta: its prompt is the
-first ``kept`` tokens of an earlier call's prompt and output, and ``added``.
+A file begins with ``VERSION``. Each record follows as a mark, its length, its checksum (``frame``) and a MessagePack array. Token ids are
+packed as int32, log-probabilities as float32 if that loses nothing and as float64 otherwise. A call is a delta: its prompt is the first
+``kept`` tokens of an earlier call's prompt and output, followed by ``added``. A task is packed with a digest in place of each PIL image,
+because the dataset has the images; ``with_images`` puts them back.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Any
+import struct
+import sys
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any, get_args
 
 import msgspec
 import numpy as np
+import xxhash
 
-from rollwright.experience.token_buffers import TOKEN_TYPE
+from rollwright.experience.recorder import TOKEN_TYPE
+
+VERSION = b"RWJRNL2\n"
+VERSION_WITHOUT_MARKS = b"RWJRNL1\n"
+MARK = b"\x1eRW\xf7"  # read as a length it exceeds any file, so the two versions cannot be confused
+HEAD = struct.Struct("<4sIQ")  # mark, length, checksum
+LENGTH = struct.Struct("<IQ")  # length, checksum
+
+
+def frame(body: bytes) -> bytes:
+    """Frame a packed record for writing."""
+    return HEAD.pack(MARK, len(body), xxhash.xxh3_64_intdigest(body)) + body
+
+
+# -- kinds of records --------------------------------------------------------------------------------------------------
 
 
 class Record(msgspec.Struct, array_like=True, omit_defaults=False, gc=False):
@@ -42,7 +62,7 @@ class Begin(Record, tag="begin"):
     time: float
 
 
-class Call(Record, tag="call"):
+class ModelCall(Record, tag="call"):
     """A model request and its answer, or why it was refused."""
 
     episode: int
@@ -71,7 +91,7 @@ class Call(Record, tag="call"):
     server: str = ""  # that answered; empty: the engine of this process
 
 
-class Result(Record, tag="result"):
+class DurableResult(Record, tag="result"):
     """The result of a durable call."""
 
     episode: int
@@ -188,6 +208,27 @@ class Closed(Record, tag="closed"):
     time: float
 
 
+AnyRecord = (
+    Arguments
+    | Begin
+    | ModelCall
+    | DurableResult
+    | End
+    | GroupEnd
+    | Trained
+    | Published
+    | Phase
+    | Checkpoint
+    | Resumed
+    | Files
+    | Closed
+)
+KINDS: tuple[type[Record], ...] = get_args(AnyRecord)
+
+
+# -- values ------------------------------------------------------------------------------------------------------------
+
+
 def plain_value(value: Any) -> Any:
     """What MessagePack has a form for, of texts and mappings of other classes, numbers and arrays.
 
@@ -203,16 +244,12 @@ def plain_value(value: Any) -> Any:
     raise TypeError(f"{type(value).__module__}.{type(value).__qualname__} is neither number, text, list nor dict")
 
 
-KINDS = (Arguments, Begin, Call, Result, End, GroupEnd, Trained, Published, Phase, Checkpoint, Resumed, Files, Closed)
-AnyRecord = (
-    Arguments | Begin | Call | Result | End | GroupEnd | Trained | Published | Phase | Checkpoint | Resumed | Files | Closed
-)
-
-encode = msgspec.msgpack.Encoder(enc_hook=plain_value).encode
+_VALUES = msgspec.msgpack.Encoder(enc_hook=plain_value)
+encode = _VALUES.encode
 decode = msgspec.msgpack.Decoder(AnyRecord).decode
 
 
-def pack_value(value: Any) -> bytes:
+def pack_value(value: Any, encoder: msgspec.msgpack.Encoder = _VALUES) -> bytes:
     """Plain values as bytes: None, numbers, text, bytes, lists, tuples, dicts, and numbers and arrays of NumPy and torch.
 
     Raises:
@@ -220,7 +257,7 @@ def pack_value(value: Any) -> bytes:
         OverflowError: it holds an integer of more than 64 bits.
     """
     try:
-        return _VALUES.encode(value)
+        return encoder.encode(value)
     except UnicodeEncodeError as error:
         raise TypeError(f"text that is no Unicode ({error})") from None
 
@@ -228,14 +265,6 @@ def pack_value(value: Any) -> bytes:
 def unpack_value(packed: bytes) -> Any:
     """What ``pack_value`` was given, with lists in place of tuples and arrays."""
     return msgspec.msgpack.decode(packed, strict=False)
-
-
-_VALUES = msgspec.msgpack.Encoder(enc_hook=plain_value)
-
-
-def pack_floats(values: np.ndarray) -> bytes:
-    """float32 or float64 as they are; the length tells which."""
-    return values.tobytes()
 
 
 def unpack_floats(packed: bytes, count: int) -> np.ndarray:
@@ -261,3 +290,92 @@ def unpack_versions(packed: int | bytes, count: int) -> np.ndarray:
 def tokens_in(packed: bytes) -> int:
     """How many tokens are packed."""
     return len(packed) // TOKEN_TYPE.itemsize
+
+
+# -- tasks and their images --------------------------------------------------------------------------------------------
+
+_IMAGE = 1  # the code of MessagePack's extension type
+_WITH_PALETTE = ("P", "PA")  # modes
+
+
+@dataclass(frozen=True)
+class ImageDigest:
+    """Stands for an image of a task."""
+
+    mode: str
+    width: int
+    height: int
+    digest: str
+
+    def __str__(self) -> str:
+        return f"⟨{self.mode} image of {self.width}×{self.height} pixels, {self.digest[:8]}⟩"
+
+    __repr__ = __str__
+
+
+def digest_of(image: Any) -> ImageDigest:
+    """What stands for a PIL image: the same of all that have the same pixels, and the same palette where pixels are places in one.
+
+    Raises:
+        TypeError: it cannot be read.
+    """
+    try:
+        pixels = image.tobytes() + (image.convert("RGBA").tobytes() if image.mode in _WITH_PALETTE else b"")
+    except Exception as error:  # PIL reads a file when it is asked for pixels, and has many errors for a damaged one
+        raise TypeError(f"an image that cannot be read: {error}") from None
+    return ImageDigest(image.mode, image.width, image.height, xxhash.xxh3_128_hexdigest(pixels))
+
+
+def pack_task(task: dict[str, Any]) -> bytes:
+    """A row of a dataset as bytes, with the digest of each image.
+
+    Raises:
+        TypeError, OverflowError: as ``records.pack_value``.
+    """
+    return pack_value(task, _TASKS)
+
+
+def unpack_task(packed: bytes) -> dict[str, Any]:
+    """What ``pack_task`` was given, with lists in place of tuples and arrays, and ``ImageDigest`` in place of images."""
+    return _DECODER.decode(packed)
+
+
+def images_in(value: Any) -> Iterator[Any]:
+    """The images of a row, and the digests of one that was unpacked."""
+    if isinstance(value, dict):
+        value = list(value.values())
+    if isinstance(value, list | tuple):
+        for item in value:
+            yield from images_in(item)
+    elif isinstance(value, ImageDigest) or _is_image(value):
+        yield value
+
+
+def with_images(value: Any, find: Callable[[ImageDigest], Any]) -> Any:
+    """An unpacked row with the images themselves, each of which ``find`` finds."""
+    if isinstance(value, ImageDigest):
+        return find(value)
+    if isinstance(value, dict):
+        return {name: with_images(item, find) for name, item in value.items()}
+    return [with_images(item, find) for item in value] if isinstance(value, list) else value
+
+
+def _is_image(value: Any) -> bool:
+    module = sys.modules.get("PIL.Image")  # a program that has images has loaded it
+    return module is not None and isinstance(value, module.Image)
+
+
+def _pack(value: Any) -> Any:
+    if _is_image(value):
+        value = digest_of(value)
+    if isinstance(value, ImageDigest):
+        return msgspec.msgpack.Ext(_IMAGE, msgspec.msgpack.encode((value.mode, value.width, value.height, value.digest)))
+    return plain_value(value)
+
+
+def _unpack(code: int, data: memoryview) -> Any:
+    return ImageDigest(*msgspec.msgpack.decode(data)) if code == _IMAGE else msgspec.msgpack.Ext(code, bytes(data))
+
+
+_TASKS = msgspec.msgpack.Encoder(enc_hook=_pack)
+_DECODER = msgspec.msgpack.Decoder(ext_hook=_unpack, strict=False)

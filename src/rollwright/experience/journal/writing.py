@@ -1,7 +1,7 @@
-"""Journal files: one writer process each, readable while they are written, after a crash, and around damage.
+"""Write a journal: the files of one process, and the calls, results and rows of each episode.
 
-A record (``frames``) is one ``write``, so a killed process loses none; files are fsynced every ``fsync_seconds``, so a power failure loses
-at most that much. Bytes that hold no complete record are skipped and reported (``Gap``).
+A record (``records``) is one ``write``, so a killed process loses none; files are fsynced every ``fsync_seconds``, so a power failure
+loses at most that much.
 
 ``000003-0000.journal`` is the first file of the fourth process that wrote to this journal. A process starts its next file at the end of
 an episode or a checkpoint once the current one is large. Each file begins with a list of the existing files, so that files removed or
@@ -13,38 +13,47 @@ from __future__ import annotations
 import contextlib
 import itertools
 import os
-import re
 import threading
 import time
-from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import msgspec
+import numpy as np
+import xxhash
 
 from rollwright.atomic import remedy_of
 from rollwright.config.sections import JournalConfig
-from rollwright.errors import JournalError
-from rollwright.experience.journal.frames import VERSION, decoded, frame, frames
+from rollwright.errors import JournalError, ReplayError
+from rollwright.experience.journal.episodes import RecordedEpisode
+from rollwright.experience.journal.reading import file_numbers, journal_files
 from rollwright.experience.journal.records import (
+    VERSION,
     AnyRecord,
+    Arguments,
     Begin,
     Checkpoint,
     Closed,
+    DurableResult,
     End,
     Files,
-    Phase,
-    Published,
-    Trained,
+    ModelCall,
+    Row,
     encode,
+    frame,
     pack_value,
+    pack_versions,
+    tokens_in,
 )
+from rollwright.experience.recorder import TOKEN_TYPE, RequestRecord, TokenPrefix
 from rollwright.tracking.logging import getLogger
+
+if TYPE_CHECKING:
+    from rollwright.experience.contract import Trajectory
 
 logger = getLogger("journal")
 
-_NAME = re.compile(r"(\d{6,})-(\d{4,})\.journal")
 _ARGUMENTS_KEPT = 4096  # generation arguments that are recognised, and not written again
 _SMALLEST_REDACTED = 4  # characters of a text that is looked for as a secret
 
@@ -185,7 +194,7 @@ class Journal:
         self._segment += 1
         while self._file is None:
             if self._segment == 0:
-                self.writer = 1 + max((name[0] for name in map(_numbers, self.directory.iterdir()) if name), default=-1)
+                self.writer = 1 + max((file_numbers(path)[0] for path in journal_files(self.directory)), default=-1)
             try:
                 self._file = os.open(self._path(self._segment), flags, 0o600)
             except FileExistsError:  # another process of the run took the number
@@ -332,141 +341,235 @@ def _as_unicode(value: Any) -> Any:
     return value.encode("utf-8", "replace").decode() if isinstance(value, str) else value
 
 
-def _numbers(path: Path) -> tuple[int, int] | None:
-    match = _NAME.fullmatch(path.name)
-    return (int(match[1]), int(match[2])) if match else None
+# -- the journal of one episode ----------------------------------------------------------------------------------------
+
+_WIDTH = TOKEN_TYPE.itemsize
 
 
-# -- records out ---------------------------------------------------------------------------------------------------------
+class EpisodeWriter:
+    """What a running episode writes to the journal, and what it is answered from. Calls may end in several threads.
 
-
-@dataclass(frozen=True)
-class Gap:
-    """A range of bytes, or a whole file, without a complete record.
-
-    Attributes:
-        path: path of the file.
-        begin, end: half-open range of bytes.
-        steps: the last step that its process recorded before the gap and the first one after it; None if there is none.
-        is_tail: no complete record follows: the writer was killed during a write or is still writing, or the end is lost.
-        note: the reason, if there are no bytes to show.
+    Args:
+        journal: where it is written; None: nowhere, as in a replay.
+        past: of the same episode, run before: durable calls and model requests are answered from there.
+        is_replay: calls that the past does not have are not made anew: they are errors.
     """
 
-    path: Path
-    begin: int
-    end: int
-    steps: tuple[int | None, int | None] = (None, None)
-    is_tail: bool = False
-    note: str = ""
+    def __init__(self, journal: Journal | None, past: RecordedEpisode | None = None, *, is_replay: bool = False) -> None:
+        self.past = past
+        self.is_replay = is_replay
+        self.diverged: Exception | None = None  # the first request that was not the one of the past
+        self.to_restore: dict[object, Callable[[], object]] = {}  # states of environments, before the first new call
+        self._journal = journal
+        self._number = -1 if journal is None else journal.next_episode()
+        self._calls: list[tuple[TokenPrefix, bytes]] = []  # prompt and output
+        self._last: dict[int, int] = {}  # conversation -> its last call
+        self._restored: set[object] = set()
+        self._is_closed = False
+        self._lock = threading.Lock()  # an index is given and its call written at once: readers count calls
 
-    def __str__(self) -> str:
-        first, last = self.steps
-        between = f", {_between(first, last)}" if first is not None or last is not None else ""
-        if self.note:
-            return f"{self.path.name}: {self.note}{between}"
-        kind = "trailing bytes without a complete record" if self.is_tail else "damaged, and left out"
-        return f"{self.path.name}, bytes {self.begin:,} to {self.end:,} ({self.end - self.begin:,}){between}: {kind}"
+    def before_new_call(self, name: str) -> None:
+        """A durable call comes that the past does not have.
 
-
-def _between(first: int | None, last: int | None) -> str:
-    if first is None:
-        return f"before the end of step {last}"
-    if last is None:
-        return f"after step {first}"
-    return f"in step {first}" if first == last else f"between step {first} and step {last}"
-
-
-def step_of(record: AnyRecord) -> int | None:
-    """The step of a record; None if it has none."""
-    return record.step if isinstance(record, Trained | Published | Phase | Checkpoint) else None
-
-
-@dataclass(frozen=True)
-class Place:
-    """Where a record stands: the number of its writer, its file, and the byte behind it."""
-
-    writer: int
-    path: Path
-    end: int
-
-
-def journal_files(directory: str | Path) -> list[Path]:
-    """The files of a journal in the order in which they were begun: by writer, then by number."""
-    if not Path(directory).is_dir():
-        return []
-    found = [(numbers, path) for path in Path(directory).iterdir() if (numbers := _numbers(path))]
-    return [path for _, path in sorted(found)]
-
-
-def file_numbers(path: Path) -> tuple[int, int]:
-    """The number of the process that wrote a file of a journal, and that of the file among its own."""
-    numbers = _numbers(path)
-    assert numbers is not None
-    return numbers
-
-
-def read_records(directory: str | Path, files: Iterable[Path] | None = None) -> Iterator[tuple[Place, AnyRecord]]:
-    """Yield all records of a journal, or of some of its files, file by file, in constant memory.
-
-    Bytes without a complete record are skipped with a log message: they are damaged, or their writer was killed during a write or is
-    still writing.
-
-    Raises:
-        JournalError: a file is not a journal, or has a later version.
-    """
-    for place, record in read_all(directory, files):
-        if not isinstance(record, Gap | Files | Closed):
-            yield place, record
-
-
-def read_all(directory: str | Path, files: Iterable[Path] | None = None) -> Iterator[tuple[Place, AnyRecord | Gap]]:
-    """Like ``read_records``, but includes the records about files and yields each gap in its place."""
-    for path in journal_files(directory) if files is None else files:
-        yield from read_file(path)
-
-
-def read_file(path: Path) -> Iterator[tuple[Place, AnyRecord | Gap]]:
-    """Yield the records and gaps of one file; see ``read_all``. A gap is yielded once the next record is found."""
-    numbers = _numbers(path)
-    writer = numbers[0] if numbers else 0
-    end, begin, step = len(VERSION), -1, None
-    while end != begin:  # what was written meanwhile is read, too
-        begin = end
-        for start, after, body in frames(path, 0 if begin == len(VERSION) else begin):
-            record = decoded(body, path, after)
-            if start > end:
-                gap = Gap(path, end, start, (step, step_of(record)))
-                logger.warning("%s", gap)
-                yield Place(writer, path, start), gap
-            end = after
-            if (made := step_of(record)) is not None:
-                step = made
-            yield Place(writer, path, end), record
-    left = path.stat().st_size - end
-    if left > 0:  # below 0: made, and nothing written yet
-        logger.warning(
-            "%s: the last %d bytes, from byte %d on, are no whole record and are left out: its writer was stopped in the middle "
-            "of a write, is at work, or the file is damaged.",
-            path,
-            left,
-            end,
-        )
-        yield Place(writer, path, end + left), Gap(path, end, end + left, (step, None), is_tail=True)
-
-
-def lost_files(directory: Path, listed: Files) -> list[Gap]:
-    """Files, or ends of files, that the journal has lost since they were listed."""
-    found = []
-    for name, size in sorted(listed.sizes.items()):
-        path = directory / name
-        left = path.stat().st_size if path.exists() else -1
-        if left < size:
-            lost = (
-                f"at least its last {size - left:,} bytes are missing"
-                if left > 0
-                else "it is empty"
-                if not left
-                else "this file is missing"
+        Raises:
+            ReplayError: this is a replay, which must not act on the world.
+        """
+        if self.is_replay and self.past is not None and not name.startswith(self.past.ignored):
+            error = ReplayError(
+                f"{self.past.name} does not run as it was recorded: the journal has no further call of {name} with these "
+                "arguments. Something that it depends on has changed, or is neither seeded nor durable. Give a call that may be made "
+                "again kind='pure'."
             )
-            found.append(Gap(path, max(0, left), size, note=lost))
-    return found
+            self.diverged = self.diverged or error
+            raise error
+        self.restore()
+
+    def restore(self) -> None:
+        """The first call comes that the past does not have: environments get the states that they had then."""
+        waiting, self.to_restore = self.to_restore, {}
+        for environment, restore in waiting.items():
+            if environment not in self._restored:  # what is answered later, side by side with new calls, is of an earlier state
+                self._restored.add(environment)
+                restore()
+
+    def begin(self, **facts: Any) -> None:
+        """The episode begins; ``facts`` are the fields of ``Begin``."""
+        if self._journal is not None:
+            self._journal.write(Begin(episode=self._number, time=time.time(), **facts))
+
+    def call(self, record: RequestRecord) -> None:
+        """A model request was answered, by the engine or from the past: an episode in the journal is whole by itself."""
+        if self._journal is None or self._is_closed:
+            return
+        with self._lock:
+            self._write_call(self._journal, record)
+
+    def _write_call(self, journal: Journal, record: RequestRecord) -> None:
+        base, kept, added = self._delta(record.prompt, record.conversation)
+        layout = None if record.position_ids is None else [record.position_ids, record.branch_ids or []]
+        call = ModelCall(
+            self._number,
+            len(self._calls),
+            record.conversation,
+            record.turn,
+            base,
+            kept,
+            added,
+            record.output_bytes,
+            record.output_logprobs.tobytes(),
+            pack_versions(record.output_versions),
+            record.temperature,
+            record.stop_reason,
+            record.stop_match,
+            record.seed,
+            journal.arguments(record.gconfig, Arguments),
+            record.started,
+            record.finished,
+            record.latency,
+            record.ttft,
+            layout,
+            record.logprobs_shifted,
+            pack_value(_packable(record.metadata)) if record.metadata else None,
+            server=record.server,
+        )
+        self._written(call, record.prompt, record.output_bytes)
+
+    def refused(self, request: Any, place: tuple[int, int], error: Exception) -> None:
+        """A model request was refused since its prompt leaves no room; it would be again."""
+        if self._journal is None or self._is_closed:
+            return
+        kept = None if self.past is None else self.past.call_at(place)
+        prompt, now = request.tokens, time.time()
+        times = (now, now) if kept is None else (kept.call.started, kept.call.finished)
+        arguments = self._journal.arguments(request.gconfig, Arguments)
+        nothing = (b"", b"", b"", 1.0, "refused", None, request.seed, arguments, *times, 0.0, 0.0)
+        with self._lock:
+            base, kept, added = self._delta(prompt, place[0])
+            call = ModelCall(self._number, len(self._calls), *place, base, kept, added, *nothing, refused=str(error))
+            self._written(call, prompt, b"")
+
+    def _written(self, call: ModelCall, prompt: TokenPrefix, output: bytes) -> None:
+        assert self._journal is not None
+        self._calls.append((prompt, output))
+        self._last[call.conversation] = call.index
+        self._journal.write(call)
+
+    def _delta(self, prompt: TokenPrefix, conversation: int) -> tuple[int, int, bytes]:
+        """Which call's prompt and output ``prompt`` has most in common with, how many tokens, and what follows."""
+        best, kept, last = -1, 0, self._last.get(conversation, -1)
+        if last >= 0 and prompt.continues(*self._calls[last]):
+            before, output = self._calls[last]
+            best, kept = last, before.length + tokens_in(output)
+        elif self._calls:
+            for index in {last, len(self._calls) - 1, 0} - {-1}:
+                if (shared := _shared(prompt, *self._calls[index])) > kept:
+                    best, kept = index, shared
+        return best, kept, prompt.buffer.array[kept : prompt.length].tobytes()
+
+    def result(self, name: str, key: int, kind: str, started: float, **outcome: bytes | list[str] | None) -> None:
+        """A durable call ended."""
+        if self._journal is not None and not self._is_closed:
+            value, error, state = (outcome.get(part) for part in ("value", "error", "state"))
+            now = time.time()
+            self._journal.write(DurableResult(self._number, name, key, kind, value, error, state, now, now - started))  # type: ignore[arg-type]
+
+    def answered(self, kept: DurableResult) -> None:
+        """A durable call was answered from the past."""
+        if self._journal is not None and not self._is_closed:
+            self._journal.write(msgspec.structs.replace(kept, episode=self._number))
+
+    def close(self) -> None:
+        """Write no more calls: what comes is of an episode that was ended, and would not be asked again."""
+        self._is_closed = True
+
+    def end(self, outcome: str, reason: str = "", rows: Trajectory | None = None, traceback: str = "") -> None:
+        """The episode ended; ``rows`` are complete."""
+        if self._journal is not None:
+            entries = [] if rows is None else rows_of(rows, self._calls)
+            self._journal.write(End(self._number, outcome, reason, entries, time.time(), traceback))
+
+
+def _shared(prompt: TokenPrefix, before: TokenPrefix, output: bytes) -> int:
+    """How many tokens a prompt has in common with an earlier call's prompt and output, from the first on."""
+    end = len(before)
+    shared = min(len(prompt), end) if prompt.buffer is before.buffer else prompt.shared_with(before.array)
+    return shared if shared < end else end + _shared_with_output(prompt.array[end:], output)
+
+
+def _shared_with_output(ids: np.ndarray, output: bytes) -> int:
+    said = np.frombuffer(output, dtype=TOKEN_TYPE)[: len(ids)]
+    differs = ids[: len(said)] != said
+    return int(differs.argmax()) if differs.any() else len(said)
+
+
+def _packable(metadata: Mapping[str, Any]) -> dict[str, Any]:
+    kept = (bool, int, float, str, type(None))
+    return {str(name): value if isinstance(value, kept) else repr(value)[:200] for name, value in metadata.items()}
+
+
+def rows_of(rows: Trajectory, calls: list[tuple[TokenPrefix, bytes]]) -> list[Row]:
+    """The rows of a complete trajectory as deltas of the calls that they end with."""
+    rewards, truncated = rows["rewards"].tolist(), rows["truncated"].tolist()
+    entries = []
+    for row, (ids, mask, digest) in enumerate(_packed_rows(rows)):
+        base, kept = _last_call(ids, calls)
+        entries.append(Row(base, kept, ids[kept * _WIDTH :], _edges(mask), rewards[row], bool(truncated[row]), digest))
+    return entries
+
+
+def _edges(mask: bytes) -> list[int]:
+    """Where runs of ones begin and end."""
+    edges, wanted, at = [], b"\1", mask.find(b"\1")
+    while at >= 0:
+        edges.append(at)
+        wanted = b"\0" if wanted == b"\1" else b"\1"
+        at = mask.find(wanted, at)
+    if len(edges) % 2:
+        edges.append(len(mask))
+    return edges
+
+
+def _last_call(ids: bytes, calls: list[tuple[TokenPrefix, bytes]]) -> tuple[int, int]:
+    """The call whose prompt and output a row has most in common with, from the first token on, and how many tokens."""
+    base, kept, length = -1, 0, tokens_in(ids)
+    for index in range(len(calls) - 1, -1, -1):
+        prompt, output = calls[index]
+        end = prompt.length + tokens_in(output)
+        if kept >= min(end, length):
+            continue
+        if ids.startswith(output, prompt.length * _WIDTH) and ids.startswith(prompt.array.tobytes()):
+            base, kept = index, end
+            if output:
+                break
+        elif (shared := _shared_with_row(ids, prompt, output)) > kept:
+            base, kept = index, shared
+        if kept == length:
+            break
+    return base, kept
+
+
+def _shared_with_row(packed: bytes, prompt: TokenPrefix, output: bytes) -> int:
+    ids = np.frombuffer(packed, dtype=TOKEN_TYPE)
+    shared = prompt.shared_with(ids)
+    return shared if shared < len(prompt) else shared + _shared_with_output(ids[shared:], output)
+
+
+def row_digests(rows: Trajectory) -> list[bytes]:
+    """A digest of each row's ids, mask, log-probabilities and versions."""
+    return [digest for _, _, digest in _packed_rows(rows)]
+
+
+def _packed_rows(rows: Trajectory) -> Iterator[tuple[bytes, bytes, bytes]]:
+    """Ids and mask of each row without its padding, packed, and a digest of them with log-probabilities and versions.
+
+    One conversion for all rows, then bytes: an array of a row costs more than what is done with it.
+    """
+    ids_BL, mask_BL = rows["input_ids"].numpy().astype(TOKEN_TYPE), rows["loss_mask"].numpy().astype(bool)
+    columns = (ids_BL, mask_BL, rows["logprobs"].numpy(), rows["versions"].numpy())
+    for row, present in enumerate(rows["attention_mask"].numpy()):
+        length = np.count_nonzero(present)
+        if length == len(present):
+            parts = [column_BL[row].tobytes() for column_BL in columns]
+        else:
+            parts = [column_BL[row, :length].tobytes() for column_BL in columns]
+        yield parts[0], parts[1], xxhash.xxh3_128_digest(b"".join(parts))

@@ -28,7 +28,7 @@ from rollwright.inference.weights.publication import RemoteClient
 from rollwright.inference.weights.stream import WeightStream
 from rollwright.tracking.logging import getLogger
 from rollwright.training import parallel
-from rollwright.training.sharding import is_sharded, with_whole_weights
+from rollwright.training.fsdp import is_sharded, with_whole_weights
 
 if TYPE_CHECKING:
     from rollwright.inference.weights.ways import WeightUpdateMeta
