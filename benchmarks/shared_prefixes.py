@@ -187,7 +187,7 @@ def costs() -> None:
     import torch
 
     from rollwright.training.prefix_tree import AttentionCall
-    from rollwright.training.tree_attention import attend_by_calls
+    from rollwright.training.tree_attention import TreeAttention
 
     print(f"{'heads x size':>14}{'product, ns':>14}{'a call':>10}{'a copy':>10}   in products")
     for heads, size in ((4, 16), (4, 64), (8, 64), (16, 128)):
@@ -197,7 +197,7 @@ def costs() -> None:
             def once() -> float:
                 begin = time.perf_counter()
                 q, k, v = x.split(2048)
-                attend_by_calls(q, k, v, list(calls), [], 0.1).sum().backward()
+                TreeAttention.apply(q, k, v, list(calls), [], 0.1, None, None).sum().backward()
                 return time.perf_counter() - begin
 
             return min(once() for _ in range(15))

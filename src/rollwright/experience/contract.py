@@ -140,7 +140,8 @@ def check_trajectory(trajectory: Any, *, workflow: str = "", task: str = "") -> 
         if column.dtype is not None and trajectory[key].dtype != column.dtype:
             raise place.error(key, f"its type is {trajectory[key].dtype}", f"it is {column.dtype}")
     # values, as arrays, whose operations cost less than tensors' in small rows; masks first, since the other checks rely on them
-    values = {key: _array(trajectory[key]) for key in columns}
+    given = {key: trajectory[key] for key in columns}
+    values = {key: (each.float() if each.dtype == torch.bfloat16 else each).numpy(force=True) for key, each in given.items()}
     attention, loss, logprobs, versions = (values[key] for key in ("attention_mask", "loss_mask", "logprobs", "versions"))
     masked = loss.astype(bool)
     outside = ~masked
@@ -178,8 +179,3 @@ def check_trajectory(trajectory: Any, *, workflow: str = "", task: str = "") -> 
             index = np.argwhere(where)[0].tolist()
             first = f"row {index[0]}" + (f", position {index[1]}" if len(index) > 1 else "")
             raise place.error(key, wrong.format(first=first, value=float(values[key][tuple(index)].flat[0])), remedy)
-
-
-def _array(tensor: torch.Tensor) -> np.ndarray:
-    """The values of a tensor, wherever and of whatever type it is."""
-    return (tensor.float() if tensor.dtype == torch.bfloat16 else tensor).numpy(force=True)

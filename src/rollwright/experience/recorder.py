@@ -246,7 +246,7 @@ class Recorder:
     def __len__(self) -> int:
         return len(self._records)
 
-    def open_turn(self, rid: str, number_of: Callable[[int], int] = lambda next_one: next_one) -> tuple[int, int]:
+    def open_turn(self, rid: str, number_of: Callable[[int], int] | None = None) -> tuple[int, int]:
         """Take the next turn of a conversation, before its request is sent; hand it to ``record`` with the response.
 
         Args:
@@ -259,7 +259,8 @@ class Recorder:
         with self._lock:
             conversation = self._conversations.get(rid)
             if conversation is None:
-                conversation = self._conversations[rid] = number_of(len(self._conversations))
+                conversation = len(self._conversations)
+                conversation = self._conversations[rid] = conversation if number_of is None else number_of(conversation)
             self._turns[rid] += 1
             return conversation, self._turns[rid] - 1
 

@@ -29,7 +29,6 @@ from rollwright.tracking.logging import getLogger
 from rollwright.training import parallel
 from rollwright.training.fsdp import (
     allocate,
-    full_tensor,
     initialise_randomly,
     is_sharded,
     own_tensors,
@@ -56,15 +55,15 @@ from rollwright.training.model import (
     save_model,
 )
 from rollwright.training.optimizer_and_schedule import load_optimizer_state, make_optimizer, make_scheduler, optimizer_state
-from rollwright.training.parallel import TokenStatistics
+from rollwright.training.parallel import full_tensor
 from rollwright.training.recovery_checkpoint import ModelTensors, fill, random_states, restore_random_states
 from rollwright.training.router_loss import RouterLoss
 from rollwright.training.tree_attention import leave_uncompiled
 
 logger = getLogger("training")
 
-#: The weighted sum of a micro-batch's token losses: (rows of it, scores, entropies, statistics) -> 0-d loss.
-MicroBatchLoss = Callable[[Trajectory, Tensor, Tensor, TokenStatistics], Tensor]
+#: Rows of a micro-batch, their log-probabilities and entropies -> weighted sum of the token losses.
+MicroBatchLoss = Callable[[Trajectory, Tensor, Tensor], Tensor]
 
 
 class TrainEngine:
@@ -208,7 +207,6 @@ class TrainEngine:
         self,
         batch: Trajectory,
         loss: MicroBatchLoss,
-        statistics: TokenStatistics,
         *,
         with_entropy: bool = False,
         entropy_gradient: bool = False,
@@ -218,7 +216,6 @@ class TrainEngine:
         Args:
             batch: with ``loss_weights [B, L]``: each token's weight, 0 where it does not train.
             loss: makes the weighted sum of a micro-batch.
-            statistics: passed to ``loss``.
             with_entropy: entropies are computed and passed to ``loss``.
             entropy_gradient: the loss depends on them.
 
@@ -239,7 +236,7 @@ class TrainEngine:
                 logprobs_BL, entropy_BL = self._scorer(
                     part, part["loss_weights"] != 0, with_entropy=with_entropy, entropy_gradient=entropy_gradient
                 )
-            value = loss(part, logprobs_BL, entropy_BL, statistics)
+            value = loss(part, logprobs_BL, entropy_BL)
             # FSDP averages gradients over ranks; the weights' denominator is already that of all of them.
             (value * parallel.world_size()).backward()
             total += value.detach().double()
@@ -297,11 +294,11 @@ class TrainEngine:
         if tokens == 0:
             raise TrainingError("A supervised batch has no token with loss_mask 1: nothing in it would train.")
 
-        def loss(part: Trajectory, logprobs_BL: Tensor, entropy_BL: Tensor, statistics: TokenStatistics) -> Tensor:
+        def loss(part: Trajectory, logprobs_BL: Tensor, entropy_BL: Tensor) -> Tensor:
             return (part["loss_weights"] * sft_loss(logprobs_BL)).sum()
 
         lr = self.learning_rate
-        return {**self.optimise(batch, loss, TokenStatistics(self.device)), "tokens": tokens, "lr": lr}
+        return {**self.optimise(batch, loss), "tokens": tokens, "lr": lr}
 
     @property
     def learning_rate(self) -> float:

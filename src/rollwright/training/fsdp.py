@@ -13,12 +13,13 @@ from typing import Any, TypeVar
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor, distribute_tensor
+from torch.distributed.tensor import DTensor
 
 from rollwright.config.sections import TrainEngineConfig
 from rollwright.errors import ConfigError
 from rollwright.inference.weights.stream import WeightStream
 from rollwright.training import parallel
+from rollwright.training.parallel import full_tensor, placed_like
 
 # That there is only one process is no news.
 warnings.filterwarnings("ignore", message="torch.distributed is disabled, unavailable or uninitialized")
@@ -124,24 +125,6 @@ def allocate(model: nn.Module, device: torch.device) -> None:
             if id(parameter) not in made:
                 made[id(parameter)] = nn.Parameter(torch.empty_like(parameter, device=device), parameter.requires_grad)
             module._parameters[name] = made[id(parameter)]
-
-
-def full_tensor(value: Any) -> Tensor:
-    """A sharded tensor put together (on every rank); an ordinary one as it is."""
-    return value.full_tensor() if isinstance(value, DTensor) else value
-
-
-def local_tensor(value: Tensor) -> Tensor:
-    """This rank's part of a sharded tensor; an ordinary one as it is."""
-    return value.to_local() if isinstance(value, DTensor) else value
-
-
-def placed_like(whole: Tensor, target: Tensor) -> Tensor:
-    """A whole tensor, which every rank has, on the device of ``target`` and sharded as it is."""
-    whole = whole.to(target.device)
-    if isinstance(target, DTensor):
-        return distribute_tensor(whole, target.device_mesh, target.placements, src_data_rank=None)
-    return whole
 
 
 def transformer_layers(model: nn.Module) -> list[nn.Module]:

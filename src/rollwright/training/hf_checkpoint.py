@@ -23,7 +23,8 @@ from rollwright.inference.weights.names import CheckpointKeys, as_published
 from rollwright.inference.weights.stream import WeightStream
 from rollwright.tracking.progress import without_progress_bars
 from rollwright.training import parallel
-from rollwright.training.fsdp import call_checkpoint, own_tensors, placed_like, whole_weights
+from rollwright.training.fsdp import call_checkpoint, own_tensors, whole_weights
+from rollwright.training.parallel import placed_like
 
 _INDEX = "model.safetensors.index.json"
 

@@ -290,27 +290,22 @@ def _norm_forward(self: Any, hidden_states: Tensor) -> Tensor:
     return _RMSNorm.apply(hidden_states, self.weight, self.variance_epsilon)  # type: ignore[return-value]
 
 
-def _rotated(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Each pair ``(x_i, x_{i + D/2})`` turned by its angle."""
-    half = x.shape[-1] // 2
-    out = x * cos
-    out[..., :half].addcmul_(x[..., half:], sin[..., :half], value=-1)
-    out[..., half:].addcmul_(x[..., :half], sin[..., half:])
-    return out
-
-
 class _Rotation(torch.autograd.Function):
-    """Rotary positions (arXiv 2104.09864, eq. 34) of the form that pairs a head's halves."""
+    """Rotary positions (arXiv 2104.09864, eq. 34): each pair ``(x_i, x_{i + D/2})`` is turned by its angle."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
         ctx.save_for_backward(cos, sin)
-        return _rotated(x, cos, sin)
+        half = x.shape[-1] // 2
+        out = x * cos
+        out[..., :half].addcmul_(x[..., half:], sin[..., :half], value=-1)
+        out[..., half:].addcmul_(x[..., :half], sin[..., half:])
+        return out
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:  # type: ignore[override]
         cos, sin = ctx.saved_tensors
-        return _rotated(grad, cos, -sin.roll(sin.shape[-1] // 2, -1)), None, None
+        return _Rotation.apply(grad, cos, -sin.roll(sin.shape[-1] // 2, -1)), None, None  # type: ignore[return-value]
 
 
 def _rotate(

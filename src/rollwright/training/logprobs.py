@@ -19,11 +19,11 @@ from torch import Tensor, nn
 from rollwright.errors import TrainingError
 from rollwright.experience.branches import branch_attention, last_visible
 from rollwright.experience.trajectory import MULTI_MODAL, Trajectory, row_lengths
-from rollwright.inference.model_facts import frequency_groups
+from rollwright.inference.model_facts import fixed_frequencies, frequency_groups
 from rollwright.inference.visible_tokens import VisibleTokens, only_visible
 from rollwright.training.layers import output_logprobs, selected_logprobs
 from rollwright.training.prefix_tree import PrefixTree
-from rollwright.training.tree_attention import over_tree
+from rollwright.training.tree_attention import over_tree, text_config
 
 
 class TokenScorer(nn.Module):
@@ -40,6 +40,7 @@ class TokenScorer(nn.Module):
         super().__init__()
         self.model = model
         self.chunk_bytes = chunk_bytes
+        self.frequencies_vary = fixed_frequencies(model.config) is not None
         self._head_is_linear: bool | None = None
 
     def forward(
@@ -61,6 +62,8 @@ class TokenScorer(nn.Module):
         Raises:
             TrainingError: the model cannot compute the rows, or not in one batch.
         """
+        if self.frequencies_vary:
+            refuse_mixed_frequencies(batch, self.model)
         ids_BL = batch["input_ids"]
         tree: PrefixTree | None = batch.get("prefix_tree")
         inputs = model_inputs(batch, self.model) if tree is None else tree_inputs(batch, tree, self.model)
@@ -126,7 +129,7 @@ class TokenScorer(nn.Module):
                 head is None
                 or not hasattr(head, "weight")
                 or getattr(self.model, "base_model", self.model) is self.model
-                or getattr(_text_config(self.model), "final_logit_softcapping", None)
+                or getattr(text_config(self.model), "final_logit_softcapping", None)
             ):
                 self._head_is_linear = False
             else:
@@ -135,10 +138,6 @@ class TokenScorer(nn.Module):
                 hidden = self.model.base_model(input_ids=ids, use_cache=False).last_hidden_state  # type: ignore[operator]
                 self._head_is_linear = bool(torch.allclose(head(hidden).float(), expected.float(), rtol=1e-3, atol=1e-4))
         return self._head_is_linear
-
-
-def _text_config(model: Any) -> Any:
-    return model.config.get_text_config()
 
 
 def own_lengths(batch: Trajectory) -> list[int]:
@@ -152,8 +151,12 @@ def own_lengths(batch: Trajectory) -> list[int]:
     return (own_BL.amax(1) + 1).tolist() if own_BL.shape[0] else []
 
 
-def _require_one_group(batch: Trajectory, model: Any) -> None:
-    """Refuse rows or branches that would be computed with the rotary frequencies of a longer one."""
+def refuse_mixed_frequencies(batch: Trajectory, model: Any) -> None:
+    """Refuse rows or branches that would be computed with the rotary frequencies of a longer one.
+
+    Raises:
+        TrainingError: the model has other frequencies for one of the lengths.
+    """
     lengths = [*own_lengths(batch), *_lengths_of_branches(batch)]
     if len(set(frequency_groups(model.config, lengths))) > 1:
         raise TrainingError(
@@ -213,7 +216,6 @@ def model_inputs(batch: Trajectory, model: nn.Module) -> dict[str, Any]:
     Raises:
         TrainingError: a row is left-padded or has gaps, or the rows cannot share a forward pass.
     """
-    _require_one_group(batch, model)
     ids_BL = batch["input_ids"]
     mask_BL = batch.get("attention_mask")
     inputs: dict[str, Any] = {"input_ids": ids_BL}
@@ -242,7 +244,7 @@ def _positions(batch: Trajectory, model: Any) -> dict[str, Tensor]:
         raise TrainingError(f"The batch has position_ids, but {type(model).__name__} does not accept them.")
     columns_L = torch.arange(ids_BL.shape[1], device=ids_BL.device)
     padding_BL = columns_L >= row_lengths(batch)[:, None].to(ids_BL.device)
-    attention = str(_text_config(model)._attn_implementation)
+    attention = str(text_config(model)._attn_implementation)
     jumps_BL = (positions_BL[:, 1:] != positions_BL[:, :-1] + 1) & ~padding_BL[:, 1:]
     if "flash" in attention and bool(jumps_BL.any()):
         raise TrainingError(f"attn_implementation={attention} treats jumps in position_ids as packed sequences: use sdpa.")
@@ -256,7 +258,6 @@ def tree_inputs(batch: Trajectory, tree: PrefixTree, model: nn.Module) -> dict[s
     """
     pictures = batch.get(MULTI_MODAL) or []
     if not any(pictures):
-        _require_one_group(batch, model)
         return tree.inputs()
     padded = model_inputs({name: value for name, value in batch.items() if name != "prefix_tree"}, model)
     inputs = tree.inputs() | {"input_ids": padded["input_ids"].reshape(-1)[tree.sources][None]}

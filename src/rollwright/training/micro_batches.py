@@ -20,7 +20,7 @@ from torch import Tensor
 from rollwright.config.sections import MicroBatchSpec, TrainEngineConfig
 from rollwright.errors import TrainingError
 from rollwright.experience.branches import sees
-from rollwright.experience.contract import KEPT
+from rollwright.experience.contract import KEPT, MULTI_MODAL
 from rollwright.experience.trajectory import Trajectory, row_lengths, select_rows
 from rollwright.inference.model_facts import Proofs, frequency_groups
 from rollwright.tracking.logging import getLogger
@@ -259,10 +259,11 @@ class BatchDivision:
         if batch.get("branch_ids") is not None:
             self._prove_branches(scorer, batch)
         share = self._may_share(scorer.model, batch)
+        config, has_pictures = scorer.model.config, any(batch.get(MULTI_MODAL) or [])
         options = {
             "share_prefixes": share,
-            "picture_ids": picture_ids(scorer.model.config),
-            "groups": frequency_groups(scorer.model.config, own_lengths(batch)),
+            "picture_ids": picture_ids(config) if has_pictures else (),
+            "groups": frequency_groups(config, own_lengths(batch)) if scorer.frequencies_vary else None,
         }
         parts = micro_batches(batch, self.config.mb_spec, **options)
         most = parallel.largest(len(parts), batch["input_ids"].device)

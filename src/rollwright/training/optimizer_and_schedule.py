@@ -13,7 +13,8 @@ from rollwright.config.experiment import FinetuneSpec
 from rollwright.config.recipes import OPTIMIZERS
 from rollwright.config.sections import OptimizerConfig
 from rollwright.errors import ConfigError
-from rollwright.training.fsdp import is_sharded, local_tensor
+from rollwright.training.fsdp import is_sharded
+from rollwright.training.parallel import local_tensor
 from rollwright.training.recovery_checkpoint import ModelTensors, fill
 
 

@@ -21,8 +21,9 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch._C._distributed_c10d import HashStore, PrefixStore
+from torch.distributed import HashStore, PrefixStore
 from torch.distributed.rendezvous import rendezvous
+from torch.distributed.tensor import DTensor, distribute_tensor
 
 from rollwright import errors
 from rollwright.errors import LostRankError, TrainingError
@@ -300,6 +301,24 @@ def gathered_rows(value_B: Tensor) -> tuple[Tensor, slice]:
     start = int(sizes[: rank()].sum())
     joined = torch.cat([part[: int(size)] for part, size in zip(parts, sizes, strict=True)])
     return joined, slice(start, start + value_B.shape[0])
+
+
+def full_tensor(value: Any) -> Tensor:
+    """The whole of a sharded tensor, gathered on every rank; other tensors are returned unchanged. Collective."""
+    return value.full_tensor() if isinstance(value, DTensor) else value
+
+
+def local_tensor(value: Tensor) -> Tensor:
+    """This rank's shard of a sharded tensor; other tensors are returned unchanged."""
+    return value.to_local() if isinstance(value, DTensor) else value
+
+
+def placed_like(whole: Tensor, target: Tensor) -> Tensor:
+    """Move a whole tensor, which every rank has, to the device of ``target`` and shard it the same way."""
+    whole = whole.to(target.device)
+    if isinstance(target, DTensor):
+        return distribute_tensor(whole, target.device_mesh, target.placements, src_data_rank=None)
+    return whole
 
 
 _NEGATED = "-"

@@ -10,7 +10,6 @@ from rollwright.errors import TrainingError
 from rollwright.experience.trajectory import Trajectory, tensor_container_to
 from rollwright.training import parallel
 from rollwright.training.engine import TrainEngine, trained_tokens
-from rollwright.training.parallel import TokenStatistics
 
 
 class PreferenceEngine(TrainEngine):
@@ -61,11 +60,11 @@ class PreferenceEngine(TrainEngine):
         (by_logp_B,) = torch.autograd.grad(loss_P.sum() / pairs, policy_B)
         batch["loss_weights"] = mask_BL * by_logp_B.float()[:, None]
 
-        def loss(part: Trajectory, logprobs_BL: Tensor, entropy_BL: Tensor, statistics: TokenStatistics) -> Tensor:
+        def loss(part: Trajectory, logprobs_BL: Tensor, entropy_BL: Tensor) -> Tensor:
             return (part["loss_weights"] * logprobs_BL).sum()
 
         lr = self.learning_rate
-        step = self.optimise(batch, loss, TokenStatistics(self.device))
+        step = self.optimise(batch, loss)
         sums = {
             "loss": loss_P.detach(),
             "margin": margin_P,

@@ -101,7 +101,9 @@ class SortedRows:
         lengths_B = row_lengths(batch).clamp(min=1).cpu().numpy()
         seen = [ids_BL, *(batch[name].cpu().numpy() for name in ("position_ids", "branch_ids") if batch.get(name) is not None)]
         keys_BLK = np.stack(seen, axis=-1).astype(">u4")  # big-endian, so that bytes sort as numbers
-        pictures_B = _picture_numbers(batch.get(MULTI_MODAL), len(ids_BL))
+        pictures_B = np.zeros(len(ids_BL), dtype=np.int64)
+        if any(entries := batch.get(MULTI_MODAL) or []):
+            pictures_B = _picture_numbers(entries)
         texts = [(pictures_B[row], keys_BLK[row, : lengths_B[row]].tobytes()) for row in rows]
         groups = batch["group_ids"].tolist() if batch.get("group_ids") is not None else [0] * len(ids_BL)
         first: dict[int, tuple[int, bytes]] = {}
@@ -165,17 +167,17 @@ class SortedRows:
         return parts + [[] for _ in range(at_least - len(parts))]
 
 
-def _picture_numbers(entries: Sequence[Any] | None, rows: int) -> np.ndarray:
-    """A number for each row that is equal where the pictures are: 0 where there are none."""
-    numbers = np.zeros(rows, dtype=np.int64)
+def _picture_numbers(entries: Sequence[Any]) -> np.ndarray:
+    """A number for each row, equal if the images are; 0 for rows without images."""
+    numbers = np.zeros(len(entries), dtype=np.int64)
     seen: list[Any] = []
-    for row, entry in enumerate(entries or []):
+    for row, entry in enumerate(entries):
         if not entry:
             continue
-        equal = [number for number, other in enumerate(seen) if _same_pictures(other, entry)]
-        if not equal:
+        numbers[row] = next((number for number, other in enumerate(seen, 1) if _same_pictures(other, entry)), 0)
+        if not numbers[row]:
             seen.append(entry)
-        numbers[row] = equal[0] + 1 if equal else len(seen)
+            numbers[row] = len(seen)
     return numbers
 
 
@@ -422,7 +424,3 @@ def _joined(runs: Sequence[TokenRun], device: torch.device) -> AttentionCall:
         allowed,
         _put(padding_NQ, device) if padding_NQ.any() else None,
     )
-
-
-def _put(array: np.ndarray, device: torch.device) -> Tensor:
-    return torch.from_numpy(np.ascontiguousarray(array)).to(device)

@@ -43,7 +43,8 @@ from rollwright.atomic import replaced_directory
 from rollwright.errors import CheckpointError, LostRankError, RollwrightError
 from rollwright.tracking.logging import getLogger
 from rollwright.training import parallel
-from rollwright.training.fsdp import call_checkpoint, local_tensor, placed_like
+from rollwright.training.fsdp import call_checkpoint
+from rollwright.training.parallel import local_tensor, placed_like
 
 logger = getLogger("checkpoint")
 

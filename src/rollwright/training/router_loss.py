@@ -19,7 +19,7 @@ from rollwright.experience.trajectory import Trajectory
 from rollwright.tracking.logging import getLogger
 from rollwright.training import parallel
 from rollwright.training.fsdp import is_sharded
-from rollwright.training.logprobs import model_inputs
+from rollwright.training.logprobs import model_inputs, refuse_mixed_frequencies
 
 logger = getLogger("training")
 
@@ -86,6 +86,7 @@ class RouterLoss:
             )
         if batch.get("branch_ids") is not None:
             raise TrainingError(f"The routers' auxiliary loss is not defined for rows with branch_ids: leave them out, {hint}")
+        refuse_mixed_frequencies(batch, self._model)
         inputs = model_inputs(batch, self._model)
         if batch.get("attention_mask") is not None:  # padding is routed but not counted
             inputs["attention_mask"] = batch["attention_mask"].to(torch.long)

@@ -10,8 +10,8 @@ import contextlib
 import functools
 import inspect
 import itertools
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
+from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
@@ -41,6 +41,7 @@ def attend(
     Returns:
         ``[T, H, D]``.
     """
+    tree.uses += 1
     kind = query_HTD.device.type
     if torch.is_autocast_enabled(kind):
         query_HTD, key_HTD, value_HTD = (x.to(torch.get_autocast_dtype(kind)) for x in (query_HTD, key_HTD, value_HTD))
@@ -48,24 +49,11 @@ def attend(
         assert sinks_H is None, "attention sinks are not supported over a tree on a GPU"
         return attend_in_blocks(query_HTD, key_HTD, value_HTD, tree, scaling, softcap, compiled=True)
     query_THD, key_THD, value_THD = (x.transpose(0, 1) for x in (query_HTD, key_HTD, value_HTD))
-    return attend_by_calls(query_THD, key_THD, value_THD, tree.own_calls, tree.shared_calls, scaling, softcap, sinks_H)
+    calls = (tree.own_calls, tree.shared_calls)
+    return TreeAttention.apply(query_THD, key_THD, value_THD, *calls, scaling, softcap, sinks_H)  # type: ignore[no-any-return]
 
 
-def attend_by_calls(
-    query_THD: Tensor,
-    key_THD: Tensor,
-    value_THD: Tensor,
-    own_calls: list[AttentionCall],
-    shared_calls: list[AttentionCall],
-    scaling: float,
-    softcap: float | None = None,
-    sinks_H: Tensor | None = None,
-) -> Tensor:
-    """``attend`` by the kernel of CPUs: see ``attention_calls``."""
-    return _TreeAttention.apply(query_THD, key_THD, value_THD, own_calls, shared_calls, scaling, softcap, sinks_H)  # type: ignore[no-any-return]
-
-
-class _TreeAttention(torch.autograd.Function):
+class TreeAttention(torch.autograd.Function):
     """Attention by the calls of a tree.
 
     Results of several calls over the same queries are merged with their log-normalisers. The gradient of a call needs only the
@@ -166,10 +154,8 @@ def _forward(
 ) -> tuple[Tensor, Tensor]:
     """``[N, H, Q, D]`` and the logarithms of the normalisers ``[N, H, Q]``."""
     query, key, value, _ = _operands(call, query_THD, key_THD, value_THD)
-    if _has_kernel(query, value, softcap):
-        return torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
-            query, key, value, 0.0, call.is_causal, attn_mask=_bias(call, query.dtype), scale=scaling
-        )
+    if (arguments := _kernel_arguments(call, query, value, scaling, softcap)) is not None:
+        return torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(query, key, value, **arguments)
     products, seen = _products(call, query, key, scaling, softcap)
     products = products.masked_fill(~seen, -torch.inf)
     normaliser = products.logsumexp(-1)
@@ -192,19 +178,9 @@ def _backward(
     grad, out, normaliser = _pieces(call, call.queries, grad_THD, out_THD, normaliser_TH)
     if call.padding is not None:  # it gives nothing
         normaliser = normaliser.masked_fill(call.padding[:, None], torch.inf)
-    if _has_kernel(query, value, softcap):
-        grads = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward(
-            grad,
-            query,
-            key,
-            value,
-            out,
-            normaliser,
-            0.0,
-            call.is_causal,
-            attn_mask=_bias(call, query.dtype),
-            scale=scaling,
-        )
+    if (arguments := _kernel_arguments(call, query, value, scaling, softcap)) is not None:
+        kernel = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
+        grads = kernel(grad, query, key, value, out, normaliser, **arguments)
     else:
         products, seen = _products(call, query, key, scaling, softcap)
         weights = torch.exp(products - normaliser[..., None]).masked_fill_(~seen, 0.0)
@@ -219,14 +195,16 @@ def _backward(
     return grad_query, grad_key, grad_value
 
 
-def _has_kernel(query: Tensor, value: Tensor, softcap: float | None) -> bool:
-    return softcap is None and query.device.type == "cpu" and query.shape[-1] == value.shape[-1]
-
-
-def _bias(call: AttentionCall, dtype: torch.dtype) -> Tensor | None:
-    if call.allowed is None:
+def _kernel_arguments(
+    call: AttentionCall, query: Tensor, value: Tensor, scaling: float, softcap: float | None
+) -> dict[str, Any] | None:
+    """Arguments of PyTorch's CPU kernel for a call, besides its tensors; None if the kernel cannot compute it."""
+    if softcap is not None or query.device.type != "cpu" or query.shape[-1] != value.shape[-1]:
         return None
-    return torch.zeros(call.allowed.shape, dtype=dtype, device=call.allowed.device).masked_fill_(~call.allowed, -torch.inf)
+    bias = None
+    if call.allowed is not None:
+        bias = torch.zeros(call.allowed.shape, dtype=query.dtype).masked_fill_(~call.allowed, -torch.inf)
+    return {"dropout_p": 0.0, "is_causal": call.is_causal, "attn_mask": bias, "scale": scaling}
 
 
 def _products(call: AttentionCall, query: Tensor, key: Tensor, scaling: float, softcap: float | None) -> tuple[Tensor, Tensor]:
@@ -288,29 +266,25 @@ _compiled_flex_attention: Any = None
 _NAME = "prefix_tree"
 
 
-@contextmanager
-def over_tree(model: nn.Module) -> Iterator[None]:
-    """Inside the context, a model's attention layers use the ``prefix_tree`` argument of its forward pass.
+def over_tree(model: nn.Module) -> AbstractContextManager[None]:
+    """Context in which a model's attention layers use the ``prefix_tree`` argument of its forward pass.
 
     Gradient checkpointing recomputes layers after the context has ended: see ``recomputed_alike``.
     """
-    config = _text_config(model)
-    with _ComputedBy(config, _registered(config._attn_implementation)):
-        yield
+    config = text_config(model)
+    return _ComputedBy(config, _registered(config._attn_implementation))
 
 
 def recomputed_alike(model: nn.Module) -> Callable[[], tuple[Any, Any]]:
     """``context_fn`` of ``torch.utils.checkpoint`` that recomputes layers with the attention of the first pass."""
-    return functools.partial(
-        _contexts, _text_config(model)
-    )  # a partial, so that a copy of the model gets its own configuration
+    return functools.partial(_contexts, text_config(model))  # a partial, so that a copy of the model gets its own configuration
 
 
 def _contexts(config: Any) -> tuple[Any, Any]:
     return contextlib.nullcontext(), _ComputedBy(config, config._attn_implementation)
 
 
-class _ComputedBy:
+class _ComputedBy(AbstractContextManager[None]):
     """Context in which layers use the attention implementation of a given name. Reentrant."""
 
     def __init__(self, config: Any, name: str) -> None:
@@ -325,7 +299,7 @@ class _ComputedBy:
         self._config._attn_implementation_internal = self._before.pop()
 
 
-def _text_config(model: Any) -> Any:
+def text_config(model: Any) -> Any:
     return model.config.get_text_config()
 
 
@@ -342,24 +316,11 @@ def _registered(own: str) -> str:
     return name
 
 
-def _over_tree(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    tree: PrefixTree,
-    scaling: float,
-    softcap: float | None,
-    sinks_H: Tensor | None,
-) -> Tensor:
-    tree.uses += 1
-    return attend(query.squeeze(0), key.squeeze(0), value.squeeze(0), tree, scaling, softcap, sinks_H)[None]
-
-
 @functools.cache
 def leave_uncompiled() -> None:
-    """Have ``torch.compile`` leave out the attention over a tree, whose calls are others for every batch: it would be compiled anew for each."""
-    global _over_tree
-    _over_tree = torch.compiler.disable(_over_tree)  # type: ignore[assignment]
+    """Exclude attention over a tree from ``torch.compile``: its calls differ in each batch, so it would be recompiled every time."""
+    global attend
+    attend = torch.compiler.disable(attend)
 
 
 #: Arguments of attention functions that do not affect the result, or only for rows without a tree.
@@ -392,7 +353,8 @@ def _attention(own: str) -> Callable[..., tuple[Tensor, Any]]:
         if prefix_tree.refusal:
             sinks_H = None
         scaling = float(query.shape[-1] ** -0.5) if scaling is None else scaling
-        return _over_tree(query, key, value, prefix_tree, scaling, softcap, sinks_H), None
+        out_THD = attend(query.squeeze(0), key.squeeze(0), value.squeeze(0), prefix_tree, scaling, softcap, sinks_H)
+        return out_THD[None], None
 
     return forward
 
@@ -438,7 +400,7 @@ def why_not(model: nn.Module, longest: int) -> str | None:
         model: a Hugging Face model.
         longest: tokens of the longest row.
     """
-    name, config = type(model).__name__, _text_config(model)
+    name, config = type(model).__name__, text_config(model)
     if not getattr(model, "_supports_attention_backend", False):
         return f"{name} does not use transformers' attention interface"
     if getattr(model, "_is_stateful", False):

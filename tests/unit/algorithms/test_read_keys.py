@@ -18,8 +18,7 @@ from rollwright.config.sections import NormConfig, OptimizerConfig, PPOActorConf
 from rollwright.config.source import parse_yaml
 from rollwright.errors import ConfigError
 from rollwright.trainers.unknown_names import refuse_unknown_names
-from rollwright.training.actor import PolicyUpdate, recomputes_logprobs
-from rollwright.training.parallel import TokenStatistics
+from rollwright.training.actor import ROW, PolicyUpdate, recomputes_logprobs
 
 #: A value other than the default for each key of the loss.
 OF_THE_LOSS = {
@@ -52,6 +51,8 @@ def measured(config: PPOActorConfig) -> torch.Tensor:
     part = {
         "loss_weights": torch.full(shape, 0.1),
         "update_mask": torch.ones(shape),
+        "loss_mask": torch.ones(shape),
+        ROW: torch.arange(6),
         "logprobs": behaviour,
         "advantages": torch.randn(6, 1, generator=generator).expand(shape) * 2.0,
         "versions": torch.arange(5).expand(shape),
@@ -62,8 +63,9 @@ def measured(config: PPOActorConfig) -> torch.Tensor:
     extra = {"prox_logp": prox} if several and recomputes_logprobs(config) else {}
     for first in (True, False) if several else (True,):
         logp = (prox if first else current).clone().requires_grad_()
-        update = PolicyUpdate(config, find_policy_loss(config), 5, before_first_step=first)
-        value = update.loss({**part, **extra}, logp, torch.ones(shape), TokenStatistics(torch.device("cpu")))
+        update = PolicyUpdate(config, find_policy_loss(config), 5, part)
+        update.before_first_step = first
+        value = update.loss({**part, **extra}, logp, torch.ones(shape))
         found += [value.detach()[None], torch.autograd.grad(value, logp)[0].flatten()]
     return torch.cat(found)
 

@@ -207,8 +207,8 @@ def test_only_the_forward_over_a_tree_has_another_attention():
 
 def test_layers_that_are_computed_again_attend_over_the_tree_again(monkeypatch):
     actors = [tiny_actor(gradient_checkpointing=checkpointing) for checkpointing in (True, False)]
-    over, counts = tree_attention._over_tree, []
-    monkeypatch.setattr(tree_attention, "_over_tree", lambda *args: (counts.append(1), over(*args))[1])
+    over, counts = tree_attention.attend, []
+    monkeypatch.setattr(tree_attention, "attend", lambda *args: (counts.append(1), over(*args))[1])
     metrics, calls = [], []
     for actor in actors:
         batch = actor.compute_advantages(grouped_batch())

@@ -88,7 +88,6 @@ def test_a_policys_and_a_preferences_gradient_have_it_too():
         stats = actor.optimise(
             {**pairs, "loss_weights": torch.zeros(4, 12)},
             lambda part, logprobs, *_: (logprobs * part["loss_weights"]).sum(),
-            None,
         )
         assert (stats["loss"] > 0.4) == is_on  # nothing else has a loss
         assert (stats["grad_norm"] > 0) == is_on

@@ -398,41 +398,39 @@ class EpisodeWriter:
             self._journal.write(Begin(episode=self._number, time=time.time(), **facts))
 
     def call(self, record: RequestRecord) -> None:
-        """A model request was answered, by the engine or from the past: an episode in the journal is whole by itself."""
-        if self._journal is None or self._is_closed:
+        """Write an answered model request, also if it was answered from the past: an episode in the journal is complete by itself."""
+        journal = self._journal
+        if journal is None or self._is_closed:
             return
-        with self._lock:
-            self._write_call(self._journal, record)
-
-    def _write_call(self, journal: Journal, record: RequestRecord) -> None:
-        base, kept, added = self._delta(record.prompt, record.conversation)
         layout = None if record.position_ids is None else [record.position_ids, record.branch_ids or []]
-        call = ModelCall(
-            self._number,
-            len(self._calls),
-            record.conversation,
-            record.turn,
-            base,
-            kept,
-            added,
-            record.output_bytes,
-            record.output_logprobs.tobytes(),
-            pack_versions(record.output_versions),
-            record.temperature,
-            record.stop_reason,
-            record.stop_match,
-            record.seed,
-            journal.arguments(record.gconfig, Arguments),
-            record.started,
-            record.finished,
-            record.latency,
-            record.ttft,
-            layout,
-            record.logprobs_shifted,
-            pack_value(_packable(record.metadata)) if record.metadata else None,
-            server=record.server,
-        )
-        self._written(call, record.prompt, record.output_bytes)
+        with self._lock:
+            base, kept, added = self._delta(record.prompt, record.conversation)
+            call = ModelCall(
+                self._number,
+                len(self._calls),
+                record.conversation,
+                record.turn,
+                base,
+                kept,
+                added,
+                record.output_bytes,
+                record.output_logprobs.tobytes(),
+                pack_versions(record.output_versions),
+                record.temperature,
+                record.stop_reason,
+                record.stop_match,
+                record.seed,
+                journal.arguments(record.gconfig, Arguments),
+                record.started,
+                record.finished,
+                record.latency,
+                record.ttft,
+                layout,
+                record.logprobs_shifted,
+                pack_value(_packable(record.metadata)) if record.metadata else None,
+                server=record.server,
+            )
+            self._written(call, record.prompt, record.output_bytes)
 
     def refused(self, request: Any, place: tuple[int, int], error: Exception) -> None:
         """A model request was refused since its prompt leaves no room; it would be again."""
