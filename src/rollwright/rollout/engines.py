@@ -16,7 +16,7 @@ from rollwright.config.sections import RolloutConfig
 from rollwright.errors import ConfigError, RolloutError
 from rollwright.experience.journal.writing import Journal
 from rollwright.inference.backends import BACKENDS
-from rollwright.inference.engine import TOLERANCE_OF_16_BITS, InferenceEngine, WeightReceiver
+from rollwright.inference.engine import InferenceEngine, WeightReceiver
 from rollwright.inference.request import ModelRequest, ModelResponse
 from rollwright.inference.weights.publication import RemoteClient
 from rollwright.rollout.executor import RolloutExecutor
@@ -231,12 +231,7 @@ class RolloutEngine(InferenceEngine):
 
     @property
     def logprob_tolerance(self) -> float | None:
-        """``rollout.logprob_tolerance``; where that is None and an engine in this process samples with 16-bit weights, what these
-        allow. Of a server's type the loop knows nothing, and compares by the trainer's."""
-        sampler = self.sampler
-        is_here = self.config.logprob_tolerance is None and sampler.local_model is not None
-        if is_here and sampler.weight_dtype in (torch.bfloat16, torch.float16):
-            return TOLERANCE_OF_16_BITS
+        """``rollout.logprob_tolerance``."""
         return self.config.logprob_tolerance
 
     @property

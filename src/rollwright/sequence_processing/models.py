@@ -20,22 +20,13 @@ from torch import nn
 
 from rollwright.errors import ConfigError
 from rollwright.tracking.logging import getLogger
+from rollwright.training.fsdp import is_sharded
 
 logger = getLogger(__name__)
 
 _LAYOUT_STEP = 64  # the engine's cache lays rows out in such steps
 _USED_SHARE = 0.5  # of free memory: the rest is for what the estimates leave out
 _MOST_SEQUENCES = {"cpu": 256, "cuda": 1024}  # beyond these a batch is no faster
-
-
-def is_sharded(model: nn.Module) -> bool:
-    """True where FSDP (1 or 2) keeps a shard of the parameters."""
-    from torch.distributed.fsdp import FullyShardedDataParallel
-    from torch.distributed.tensor import DTensor
-
-    return any(isinstance(module, FullyShardedDataParallel) for module in model.modules()) or any(
-        isinstance(parameter, DTensor) for parameter in model.parameters()
-    )
 
 
 def unwrapped(model: nn.Module) -> Any:

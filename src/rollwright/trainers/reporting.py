@@ -15,12 +15,11 @@ from torch import Tensor
 
 from rollwright.config.experiment import BaseExperimentConfig, PPOConfig
 from rollwright.config.loading import config_to_dict, save_config
-from rollwright.errors import LostProcessError, WeightUpdateError
+from rollwright.errors import LostProcessError
 from rollwright.experience.journal.records import Phase, Published, Trained
 from rollwright.experience.journal.writing import Journal
 from rollwright.experience.kept_rows import fetched, sampled_tokens
 from rollwright.experience.trajectory import Trajectory, row_lengths
-from rollwright.inference.engine import TOLERANCE_OF_16_BITS
 from rollwright.tracking import logging
 from rollwright.tracking.metrics import get_tracker, start_timer
 from rollwright.tracking.metrics_file import read_metrics
@@ -29,8 +28,6 @@ from rollwright.tracking.progress import ProgressDisplay
 from rollwright.tracking.rollout_dumps import RolloutDumper
 from rollwright.tracking.run_directory import RunDirectory
 from rollwright.tracking.sinks import MetricsLogger
-from rollwright.trainers.placed_ranks import PlacedPolicy
-from rollwright.training.actor import FSDPPPOActor
 from rollwright.training.publish_and_audit import Publication
 from rollwright.training.ranks import trained_rows
 
@@ -247,23 +244,6 @@ def workflow_metrics(batch: Trajectory) -> dict[str, float]:
         for name, value in row.get("metrics", {}).items():
             values[name].append(float(value))
     return {name: sum(each) / len(each) for name, each in sorted(values.items())}
-
-
-def check_agreement(config: PPOConfig, actor: FSDPPPOActor | PlacedPolicy, step: int, stats: Mapping[str, float]) -> None:
-    """Refuse to go on with an engine that does not compute with the published weights.
-
-    Raises:
-        WeightUpdateError: its log-probabilities of tokens of the current version differ by more than the limit.
-    """
-    difference = stats.get("logprob_difference/mean")
-    is_exact = actor.compute_dtype == torch.float32 and config.rollout.dtype in ("auto", "float32")
-    limit = config.rollout.logprob_tolerance or (1e-3 if is_exact else TOLERANCE_OF_16_BITS)
-    if difference is not None and difference > limit:
-        raise WeightUpdateError(
-            f"step {step}: the {config.rollout.backend} engine's log-probabilities differ from the trainer's by "
-            f"{difference:.2e} on average for tokens of the current version (limit {limit:.0e}): it does not compute with "
-            "the published weights. Check the engine's dtype and weight update; rollout.logprob_tolerance sets the limit."
-        )
 
 
 def sample_means(trajectory: Trajectory, values_B: Tensor) -> Tensor:

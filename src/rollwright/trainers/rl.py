@@ -32,7 +32,7 @@ from rollwright.trainers.evaluation import evaluate
 from rollwright.trainers.loop import Part, StopSignal, Trainer
 from rollwright.trainers.placed_ranks import PlacedPolicy, PlacedRanks
 from rollwright.trainers.placed_rollout import with_placed_models
-from rollwright.trainers.reporting import EvaluationResult, StageRun, check_agreement, report_step
+from rollwright.trainers.reporting import EvaluationResult, StageRun, report_step
 from rollwright.trainers.rollout_backend import make_rollout_engine
 from rollwright.trainers.task_services import TaskServices
 from rollwright.trainers.tasks import (
@@ -44,6 +44,7 @@ from rollwright.trainers.tasks import (
     workflow_arguments,
 )
 from rollwright.training.actor import FSDPPPOActor
+from rollwright.training.publish_and_audit import require_agreement
 from rollwright.workflows.registry import resolve_workflow
 
 logger = getLogger("trainer")
@@ -100,8 +101,10 @@ class PolicyTrainer(Trainer):
         publication = self.actor.publication if self.is_published else None
         reward = report_step(run, self.step, batch, stats, self.actor.version, self.sampling_phases, publication)
         self.learning.after_step(stats, reward)
-        if self.samples_with_own_weights():
-            check_agreement(self.config, self.actor, self.step, stats)
+        if self.samples_with_own_weights() and "logprob_difference/mean" in stats:
+            rollout, differences = self.config.rollout, (stats["logprob_difference/mean"], stats["logprob_difference/max"])
+            engine, dtypes = f"step {self.step}: the {rollout.backend} engine", (self.actor.compute_dtype, rollout.dtype)
+            require_agreement(engine, self.actor.version - 1, *differences, rollout.logprob_tolerance, *dtypes)
         return reward
 
 

@@ -47,10 +47,10 @@ class FSDPPPOActor(TrainEngine):
         """
         Args:
             config: the ``actor`` section.
-            model: a model that is already loaded; None: ``initialize`` loads ``config.path``.
+            model: a loaded model. If None, ``initialize`` loads ``config.path``.
 
         Raises:
-            ConfigError: the recipe or the loss is unknown, or needs what is not built.
+            ConfigError: the recipe or the loss is unknown or cannot be used with this config.
         """
         apply_recipe(config)
         self._policy_loss, self._estimate = find_policy_loss(config), find_estimator(config)
@@ -74,23 +74,22 @@ class FSDPPPOActor(TrainEngine):
         return self.reference.compute_logp(batch, loss_tokens_only=True)
 
     def compute_advantages(self, batch: Trajectory) -> Trajectory:
-        """Write ``advantages [B, L]`` into the batch: what each trained token is reinforced by.
+        """Compute the advantage of each trained token and write it to ``batch["advantages"]``, ``[B, L]``.
 
-        Rewards are shifted, scaled and clipped (``returns [B]``, written, too), then given to ``adv_estimator``; ``normalised`` normalises them over samples
-        as ``adv_norm`` says. Where the batch has ``token_rewards [B, L]``, a token's advantage is what its row still collects
-        from there on, against the same baseline of whole rows. Advantages that the batch has already (``[B]`` or ``[B, L]``,
-        from a workflow, an operator or the caller) are used as they are. With ``kl_ctl > 0`` the batch also receives
-        ``ref_logp``.
+        Rewards are shifted, scaled and clipped, written to ``returns [B]``, and passed to ``adv_estimator``; the estimator ``normalised``
+        normalises them over samples as ``adv_norm`` specifies. With ``token_rewards [B, L]``, a token's advantage is the sum of rewards
+        from this token to the end of its row, minus the same baseline of whole rows. Existing advantages (``[B]`` or ``[B, L]``, from a
+        workflow, an operator or the caller) are kept. With ``kl_ctl > 0`` the batch also receives ``ref_logp``.
 
         Args:
-            batch: with ``rewards [B]`` or ``advantages``; ``group_ids`` where a level of ``adv_norm`` is ``group``;
-                ``sample_ids`` where samples have several rows.
+            batch: a trajectory with ``rewards [B]`` or ``advantages``. It needs ``group_ids`` if a level of ``adv_norm`` is ``group``, and
+                ``sample_ids`` if samples have several rows.
 
         Returns:
             The same dict.
 
         Raises:
-            TrainingError: a key that is needed is missing, or advantages have another shape.
+            TrainingError: a required key is missing, or the advantages have another shape.
         """
         mask_BL = self._update_mask(batch).float()
         if batch.get("advantages") is None:
@@ -120,7 +119,7 @@ class FSDPPPOActor(TrainEngine):
             self._warn_once(
                 "clip",
                 f"actor.reward_clip={limit:g} cuts the rewards of {clipped} of {of_all} rows (the largest on rank 0 is "
-                f"{float(scaled_B.abs().max()):g}), which makes them equal: what they tell apart is not learned. Raise it, set it to "
+                f"{float(scaled_B.abs().max()):g}), so differences between them are not learned. Raise it, set it to "
                 "null, or lower actor.reward_scaling.",
             )
         later_BL = torch.zeros_like(mask_BL)
@@ -131,7 +130,7 @@ class FSDPPPOActor(TrainEngine):
         if norm is not None and "group" in (norm.mean_level, norm.std_level) and batch.get("group_ids") is None:
             raise TrainingError(
                 "compute_advantages: the batch has no group_ids, so which rows are compared with each other is unknown. The "
-                "executor fills them; give them by hand, or set actor.adv_norm.mean_level and std_level to batch."
+                "executor fills them in; provide them, or set actor.adv_norm.mean_level and std_level to batch."
             )
         rows = torch.arange(len(rewards_B), device=mask_BL.device)
         batch["returns"] = outcome_B + later_BL[:, 0]
@@ -149,7 +148,7 @@ class FSDPPPOActor(TrainEngine):
         if alone := int((sizes == 1).sum()):
             self._warn_once(
                 "alone",
-                f"{alone} of {len(sizes)} groups have one sample: actor.adv_norm compares a sample with its group, so that these "
+                f"{alone} of {len(sizes)} groups have one sample: actor.adv_norm compares a sample with its group, so these "
                 "have advantage 0 and train nothing. Set gconfig.n_samples (or the taskset's group_size) to 2 or more, or compare "
                 "with the batch: actor.recipe=reinforceplusplus.",
             )
@@ -163,15 +162,15 @@ class FSDPPPOActor(TrainEngine):
         """Optimise the policy on a batch, in ``ppo_n_minibatches`` steps.
 
         Args:
-            batch: a trajectory after ``compute_advantages``. ``prox_logp`` (the trainer's own log-probabilities before
-                the first step) is used where it is there, and computed where the configuration needs it. What the update computed of each
-                trained token is written into it: ``trainer_logprobs`` and ``entropies``, ``[B, L]``, 0 elsewhere.
+            batch: a trajectory after ``compute_advantages``. ``prox_logp`` (the trainer's own log-probabilities before the first step)
+                is used if present, and computed if the config needs it. The update writes ``trainer_logprobs`` and ``entropies`` into the
+                batch, both ``[B, L]``, 0 at tokens that are not trained.
 
         Returns:
             Metrics of the update; ``docs/training.md`` lists them.
 
         Raises:
-            TrainingError: the batch lacks a key, or steps were not finite too often.
+            TrainingError: a key is missing, or too many steps were not finite.
         """
         config = self.config
         _require(batch, "advantages", "ppo_update", "call compute_advantages(batch) first")
@@ -220,20 +219,20 @@ class FSDPPPOActor(TrainEngine):
     # Publication
 
     def connect_engine(self, engine: Any, meta: Any = None) -> None:
-        """Name the inference engine that samples with this policy.
+        """Connect the inference engine that samples with this policy.
 
         Args:
             engine: an engine in this process, or a client of servers.
-            meta: how weights reach it; None: as fits the engine.
+            meta: how weights are transferred. None chooses the way that fits the engine.
         """
         self._engine, self._meta = engine, meta
         self._publisher = publisher_for(self, engine, meta)
 
     def update_weights(self, meta: Any = None) -> None:
-        """Publish the present weights as ``version + 1``; on return the engines sample with them.
+        """Publish the current weights as ``version + 1``; on return the engines sample with them.
 
         Args:
-            meta: a ``WeightUpdateMeta``; None: the one given to ``connect_engine``.
+            meta: a ``WeightUpdateMeta``. None uses the one passed to ``connect_engine``.
 
         Raises:
             WeightUpdateError: there is no engine, or it did not confirm the version.
@@ -248,31 +247,31 @@ class FSDPPPOActor(TrainEngine):
 
     @property
     def publication(self) -> Publication | None:
-        """How weights went to the engines the last time; on the first rank."""
+        """The last transfer of weights to the engines; on rank 0."""
         return None if self._publisher is None else self._publisher.publication
 
     def republish(self) -> None:
-        """Publish the present weights under their present version: at a start, and after ``load_state_dict``."""
+        """Publish the current weights under their current version, at the start of a run and after ``load_state_dict``."""
         if self._publisher is None:
             self._publisher = publisher_for(self, self._engine, self._meta)
         self._publisher.publish(self, self.version)
 
     def skip_publication(self) -> None:
-        """Count the update that was made and publish nothing: the engines go on with the weights that they have.
+        """Count an update without publishing it: the engines continue with the weights they have.
 
-        Tokens keep the version that sampled them, so their staleness counts updates, whether they were published or not.
+        Tokens keep the version that sampled them, so staleness counts all updates, published or not.
         """
         self.version += 1
 
     def get_version(self) -> int:
-        """Number of updates that these weights have seen; each is published as the version of that number, or skipped."""
+        """Number of updates that these weights have seen. Each is published as the version of that number or skipped."""
         return self.version
 
     def set_version(self, version: int) -> None:
         """Confirm the version that ``update_weights`` published.
 
         Raises:
-            WeightUpdateError: it is another version.
+            WeightUpdateError: ``version`` is not the published one.
         """
         if version != self.version:
             raise WeightUpdateError(
@@ -288,7 +287,7 @@ def _require(batch: Trajectory, key: str, where: str, remedy: str = "the data co
 
 
 def _numbers_of_this_rank(ids: Tensor | None, rows: Tensor) -> Tensor:
-    """Ids as numbers that no other rank uses; a row without an id is on its own."""
+    """Map ids to numbers that no other rank uses; without ids, each row gets a number of its own."""
     numbers = rows if ids is None else torch.unique(ids.to(rows.device), return_inverse=True)[1]
     return numbers + parallel.rank() * (1 << 32)
 

@@ -1,8 +1,8 @@
-"""A model with its optimizer: scoring tokens, and optimizer steps whose gradient does not depend on micro-batches or ranks.
+"""A model with its optimizer: score tokens, and take optimizer steps whose gradient does not depend on micro-batches or ranks.
 
 Invariants:
 
-* a loss arrives here as a sum of weighted tokens whose weights already carry the denominator of the whole (mini)batch;
+* a loss is a weighted sum over tokens, and the weights already contain the denominator of the whole (mini)batch;
 * a step whose loss or gradient is not finite changes nothing and is counted; too many in a row stop the run.
 """
 
@@ -67,7 +67,7 @@ MicroBatchLoss = Callable[[Trajectory, Tensor, Tensor], Tensor]
 
 
 class TrainEngine:
-    """A model that is trained or scored, in one process or sharded over several."""
+    """A model that is trained or only scored, in one process or sharded over several."""
 
     #: Keep a frozen copy of the first weights as ``reference``, unless ``load_reference`` was called before.
     needs_reference = False
@@ -79,7 +79,7 @@ class TrainEngine:
         """
         Args:
             config: the model's section.
-            model: a model that is already loaded; None: ``initialize`` loads ``config.path``.
+            model: a loaded model. If None, ``initialize`` loads ``config.path``.
         """
         self.config = config
         self.model: Any = model
@@ -98,11 +98,11 @@ class TrainEngine:
         """Load the model and prepare for training.
 
         Args:
-            addr: unused, for compatible callers; processes find each other through torchrun's environment.
-            ft_spec: length of the run, for the schedules.
+            addr: ignored; kept for callers of other trainers. Processes find each other through torchrun's environment.
+            ft_spec: length of the run, for the learning-rate schedule.
 
         Raises:
-            ConfigError: the model cannot be loaded or is not causal, or cannot be trained with this configuration.
+            ConfigError: the model cannot be loaded, is not causal, or cannot be trained with this config.
         """
         del addr
         shards = wants_sharding(self.config, resolve_device(self.config.device), is_shared=self.shares_weights)
@@ -122,7 +122,7 @@ class TrainEngine:
             self._router_loss = RouterLoss(self.model, self.config.mb_spec.max_tokens_per_mb)
 
     def _load(self, shards: bool, like: TrainEngine | None = None) -> None:
-        """Have the model with its weights: those of its path, or those of ``like``; sharded one tensor at a time."""
+        """Create the model and load its weights from its path, or copy those of ``like``; a sharded model one tensor at a time."""
         config, is_given = self.config, self.model is not None
         if like is not None:
             self.model = empty_copy(like.model, like.frozen_dtype) if shards else frozen_model(like.model, like.frozen_dtype)
@@ -158,13 +158,13 @@ class TrainEngine:
         return self._scorer({"input_ids": ids_BL}, wanted_BL)[0][:, 1:]
 
     def load_reference(self, config: TrainEngineConfig) -> None:
-        """Load the frozen reference that this model is compared with; called before ``initialize``."""
+        """Load the frozen reference model from a config of its own. Call it before ``initialize``."""
         self.reference = TrainEngine(dataclasses.replace(config, optimizer=None))
         self.reference.shares_weights = self.shares_weights
         self.reference.initialize()
 
     def frozen_copy(self) -> TrainEngine:
-        """An engine over a copy of this one's present weights that is only scored."""
+        """Make an engine that only scores, with a copy of the current weights."""
         engine = TrainEngine(dataclasses.replace(self.config, optimizer=None))
         engine.device, engine.compute_dtype = self.device, self.compute_dtype
         engine._load(is_sharded(self.model), like=self)
@@ -173,7 +173,7 @@ class TrainEngine:
 
     @property
     def frozen_dtype(self) -> torch.dtype:
-        """Type in which a copy holds the parameters that is only scored (not the buffers: rotary frequencies stay exact)."""
+        """Parameter type of a frozen copy. Buffers keep their type, so rotary frequencies stay exact."""
         held = next(self.model.parameters()).dtype
         return torch.bfloat16 if self.compute_dtype == torch.bfloat16 else held
 
@@ -181,14 +181,14 @@ class TrainEngine:
 
     @torch.no_grad()
     def compute_logp(self, batch: Trajectory, *, loss_tokens_only: bool = False) -> Tensor:
-        """Log-probabilities of a batch's tokens under the present weights.
+        """Log-probabilities of a batch's tokens under the current weights.
 
         Args:
-            batch: a trajectory; logits are divided by ``temperature`` where it has one.
-            loss_tokens_only: only where ``loss_mask`` is 1, which is cheaper; else for every token but the first.
+            batch: a trajectory. If it has ``temperature``, logits are divided by it.
+            loss_tokens_only: score only tokens whose ``loss_mask`` is 1, which is cheaper. False scores every token but the first.
 
         Returns:
-            ``[B, L]`` float32 on ``device``, aligned like ``logprobs``; 0.0 at index 0, at padding, and where not asked.
+            ``[B, L]`` float32 on ``device``, aligned like ``logprobs``; 0.0 at index 0, at padding and at tokens that are not scored.
         """
         batch = tensor_container_to(dict(batch), self.device)
         wanted_BL = trained_tokens(batch) if loss_tokens_only else attended_tokens(batch)
@@ -211,13 +211,13 @@ class TrainEngine:
         with_entropy: bool = False,
         entropy_gradient: bool = False,
     ) -> dict[str, float]:
-        """One optimizer step over a (mini)batch that is on ``device``.
+        """Take one optimizer step on a (mini)batch that is on ``device``.
 
         Args:
-            batch: with ``loss_weights [B, L]``: each token's weight, 0 where it does not train.
-            loss: makes the weighted sum of a micro-batch.
-            with_entropy: entropies are computed and passed to ``loss``.
-            entropy_gradient: the loss depends on them.
+            batch: a trajectory with ``loss_weights [B, L]``, the weight of each token; 0 for tokens that are not trained.
+            loss: returns the weighted sum of a micro-batch.
+            with_entropy: compute entropies and pass them to ``loss``.
+            entropy_gradient: let gradients flow through the entropies.
 
         Returns:
             ``loss``, ``grad_norm`` (before clipping) and ``skipped_steps`` (0 or 1).
@@ -273,18 +273,18 @@ class TrainEngine:
                 raise TrainingError(
                     f"{self._bad_steps} optimizer steps in a row had a loss ({loss}) or gradient norm ({norm}) that is not "
                     f"finite, at version {self.version}; lower optimizer.lr, or look for rewards or log-probabilities that "
-                    "are not finite. Weights are those before the first of them."
+                    "are not finite. The weights are those before the first of these steps."
                 )
         return {"loss": loss, "grad_norm": norm, "skipped_steps": float(not finite)}
 
     def sft_update(self, batch: Trajectory) -> dict[str, float]:
-        """One optimizer step of supervised training: the mean negative log-likelihood of the tokens in ``loss_mask``.
+        """Take one optimizer step of supervised training on the mean negative log-likelihood of the tokens in ``loss_mask``.
 
         Args:
             batch: ``input_ids``, ``attention_mask`` and ``loss_mask``, all ``[B, L]``.
 
         Returns:
-            ``loss`` (nats a token), ``grad_norm``, ``skipped_steps``, ``tokens`` and ``lr``.
+            ``loss`` (nats per token), ``grad_norm``, ``skipped_steps``, ``tokens`` and ``lr``.
         """
         batch = tensor_container_to(dict(batch), self.device)
         batch.pop("temperature", None)
@@ -302,18 +302,18 @@ class TrainEngine:
 
     @property
     def learning_rate(self) -> float:
-        """The rate of the next optimizer step."""
+        """Learning rate of the next optimizer step."""
         return float(self.optimizer.param_groups[0]["lr"]) if self.optimizer is not None else 0.0
 
     def step_lr_scheduler(self) -> None:
-        """Move the schedule on by one step of the run."""
+        """Advance the learning-rate schedule by one step of the run."""
         if self.scheduler is not None:
             self.scheduler.step()
 
     # Saving
 
     def save(self, path: str | Path, tokenizer: Any = None) -> None:
-        """Write the model in Hugging Face form; the directory appears whole or not at all."""
+        """Write a Hugging Face checkpoint. The directory appears atomically."""
 
         def write(weights: WeightStream) -> None:
             save_model(self.model, path, tokenizer=tokenizer, image_processor=self._image_processor(), weights=weights)
@@ -321,7 +321,7 @@ class TrainEngine:
         with_whole_weights(self.weights(), write)
 
     def _image_processor(self) -> Any:
-        """Of a model that sees, that of the directory it was loaded from, so that its checkpoints see, too."""
+        """Image processor of a vision model, from the directory it was loaded from; None for a text model."""
         if not self.config.path or not hasattr(self.model.config, "vision_config"):
             return None
         from transformers import AutoImageProcessor
@@ -333,21 +333,21 @@ class TrainEngine:
             return None
 
     def weights(self, dtype: torch.dtype | None = None) -> WeightStream:
-        """The model's tensors by name, each put together when its turn comes, which all ranks have to do together.
+        """Stream the model's tensors by name, each gathered when it is read. Collective.
 
         Args:
-            dtype: of tensors with a fractional part; None: their own.
+            dtype: type of floating-point tensors. None keeps their own.
         """
         return whole_weights(self.model, dtype)
 
     def full_weights(self) -> dict[str, Tensor]:
-        """Copies of all the model's tensors by name, whole, on the CPU of every rank; a tied one once. For small models."""
+        """Whole copies of the model's tensors by name, on the CPU of every rank; tied tensors once. For small models."""
         return {name: tensor.detach().to("cpu", copy=True) for name, tensor in self.weights()}
 
     def state_dict(self) -> dict[str, Any]:
-        """All that training goes on from: weights, optimizer, schedule, random states, version.
+        """State to resume training from: weights, optimizer, schedule, random states and version.
 
-        Tensors are this engine's own, not copies, and of each rank's part: ``RecoverCheckpoints`` writes them.
+        Tensors are not copied, and each rank has its own shards; ``RecoverCheckpoints`` writes them.
         """
         weights = ModelTensors(own_tensors(self.model))
         state: dict[str, Any] = {"version": self.version, "weights": weights, "random": random_states()}
@@ -356,10 +356,10 @@ class TrainEngine:
         return state
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Go on from what ``state_dict`` gave, or what was read of it. Parameters keep their storage, which an engine may share.
+        """Restore a state that ``state_dict`` returned or a checkpoint holds. Parameters keep their storage, which an engine may share.
 
         Raises:
-            CheckpointError: the state is that of another model.
+            CheckpointError: the state belongs to another model.
         """
         self._load_weights(state["weights"])
         self.version = int(state["version"])
@@ -408,7 +408,7 @@ class TrainEngine:
 
 
 def trained_tokens(batch: Trajectory) -> Tensor:
-    """The tokens that the policy sampled, ``[B, L]`` bool."""
+    """Mask of the tokens that the policy sampled, ``[B, L]`` bool."""
     if "loss_mask" not in batch:
-        raise TrainingError("The batch has no loss_mask: nothing says which tokens the policy sampled.")
+        raise TrainingError("The batch has no loss_mask, so it is unknown which tokens the policy sampled.")
     return attended_tokens(batch) & (batch["loss_mask"] > 0)

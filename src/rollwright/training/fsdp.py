@@ -1,6 +1,6 @@
-"""A model sharded over ranks (FSDP2): made without memory, filled one tensor at a time, put together one tensor at a time.
+"""Models sharded over ranks with FSDP2: created without memory, filled and gathered one tensor at a time.
 
-No rank ever holds the whole model: a shard, and one whole tensor (of a layer, while it computes), is all that it needs.
+No rank holds the whole model, only its shard and one whole tensor (or one layer while it computes).
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ from typing import Any, TypeVar
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.fsdp import FullyShardedDataParallel
 from torch.distributed.tensor import DTensor
 
 from rollwright.config.sections import TrainEngineConfig
@@ -21,30 +22,30 @@ from rollwright.inference.weights.stream import WeightStream
 from rollwright.training import parallel
 from rollwright.training.parallel import full_tensor, placed_like
 
-# That there is only one process is no news.
+# One process is an ordinary case.
 warnings.filterwarnings("ignore", message="torch.distributed is disabled, unavailable or uninitialized")
 
 Result = TypeVar("Result")
 
-#: What the first rank tells the others while it reads whole weights.
+#: Messages from rank 0 to the others while it reads whole weights.
 _GATHER, _ENOUGH = b"gather", b"enough"
 
 
 def wants_sharding(config: TrainEngineConfig, device: torch.device, *, is_shared: bool) -> bool:
-    """True where a model's parameters are to be sharded.
+    """Whether to shard a model's parameters.
 
     Args:
-        config: its ``shard``: ``auto`` is with several ranks, and on a GPU, so that one rank and eight compute the same.
-        device: of the model.
-        is_shared: an engine in this process may compute with the model's own tensors, which have to be whole for it.
+        config: section of the model. ``shard: auto`` shards with several ranks, and on a GPU, so that one rank and eight compute the same.
+        device: device of the model.
+        is_shared: an engine in this process may compute with the model's own tensors, which must be whole for that.
 
     Raises:
-        ConfigError: the setting cannot be honoured.
+        ConfigError: the setting cannot be applied.
     """
     ranks = parallel.environment_ranks()
     if config.cpu_offload and device.type != "cuda":
         raise ConfigError(
-            "cpu_offload keeps the shards of a GPU in the host's memory, where they are already: this model is on a CPU."
+            "cpu_offload moves the shards of a GPU to the host's memory, but this model is on a CPU and its shards are already there."
         )
     if config.cpu_offload:
         return True
@@ -65,9 +66,9 @@ def shard(
     Args:
         module: the outermost module whose forward pass is called.
         layers: the blocks that are gathered one at a time.
-        compute_dtype: type that parameters are gathered in; gradients are summed in float32.
-        config: ``shard_size`` and ``cpu_offload``.
-        device: that computes.
+        compute_dtype: type in which parameters are gathered; gradients are reduced in float32.
+        config: section with ``shard_size`` and ``cpu_offload``.
+        device: device that computes.
 
     Raises:
         ConfigError: ``shard_size`` does not divide the number of ranks.
@@ -102,12 +103,14 @@ def _mesh_of(group: Any, device: str, copies: int, size: int) -> Any:
 
 
 def is_sharded(model: nn.Module) -> bool:
-    """True where a model's parameters are sharded."""
-    return any(isinstance(parameter, DTensor) for parameter in model.parameters())
+    """True if FSDP (1 or 2) shards a model's parameters."""
+    return any(isinstance(parameter, DTensor) for parameter in model.parameters()) or any(
+        isinstance(module, FullyShardedDataParallel) for module in model.modules()
+    )
 
 
 def reshard(module: nn.Module) -> None:
-    """Reshard parameters that a forward pass without a backward pass has gathered."""
+    """Reshard parameters that a forward pass without a backward pass left gathered."""
     from torch.distributed.fsdp import FSDPModule
 
     for part in module.modules():
@@ -116,7 +119,7 @@ def reshard(module: nn.Module) -> None:
 
 
 def allocate(model: nn.Module, device: torch.device) -> None:
-    """Give parameters that have no memory yet (on the meta device) some on ``device``; tied ones stay tied."""
+    """Allocate meta-device parameters on ``device``; tied parameters stay tied."""
     made: dict[int, nn.Parameter] = {}
     for module in model.modules():
         for name, parameter in module._parameters.items():
@@ -128,13 +131,13 @@ def allocate(model: nn.Module, device: torch.device) -> None:
 
 
 def transformer_layers(model: nn.Module) -> list[nn.Module]:
-    """The blocks of a Hugging Face model, by its own list of classes that are not to be split."""
+    """Transformer blocks of a Hugging Face model, from its own list of classes that must not be split."""
     names = set(getattr(model, "_no_split_modules", None) or [])
     return [module for module in model.modules() if type(module).__name__.removeprefix("FSDP") in names]
 
 
 def own_tensors(model: nn.Module) -> dict[str, Tensor]:
-    """Parameters and persistent buffers by name, as they are; a tied one once, by its first name."""
+    """Parameters and persistent buffers by name, not gathered; a tied tensor once, under its first name."""
     seen: set[int] = set()
     own: dict[str, Tensor] = {}
     for name, tensor in model.state_dict(keep_vars=True).items():
@@ -145,11 +148,11 @@ def own_tensors(model: nn.Module) -> dict[str, Tensor]:
 
 
 def whole_weights(model: nn.Module, dtype: torch.dtype | None = None) -> WeightStream:
-    """A model's tensors by name, each put together when its turn comes, on all ranks together.
+    """Stream a model's tensors by name, each gathered when it is read. Collective.
 
     Args:
-        model: sharded or not; where it is not, tensors in their own type are the model's, not copies.
-        dtype: of those with a fractional part; None: their own.
+        model: a model, sharded or not. Tensors of an unsharded model in their own type are not copied.
+        dtype: type of floating-point tensors. None keeps their own.
     """
 
     def kind(tensor: Tensor) -> torch.dtype:
@@ -167,13 +170,13 @@ def whole_weights(model: nn.Module, dtype: torch.dtype | None = None) -> WeightS
 
 
 def with_whole_weights(weights: WeightStream, use: Callable[[WeightStream], Result]) -> Result:
-    """What ``use(weights)`` returns on the first rank, on every rank, while the others help to put the tensors together.
+    """Gather the weights and pass them to ``use`` on rank 0; returns its result on every rank. Collective.
 
-    ``use`` may read the stream never, once or again, and may leave it before its end. Where it fails, every rank raises.
+    ``use`` may read the stream any number of times and stop early. If it fails, every rank raises.
 
     Args:
-        weights: of all ranks' model, the same on each.
-        use: called on the first rank alone; returns what JSON can hold.
+        weights: stream over the ranks' model, the same on each rank.
+        use: called on rank 0 only; returns a JSON value.
     """
     if parallel.world_size() == 1:
         return use(weights)
@@ -195,7 +198,7 @@ def with_whole_weights(weights: WeightStream, use: Callable[[WeightStream], Resu
                 for _ in rest:
                     pass
 
-        while opened:  # one that was left is read to its end first: the other ranks are still in it
+        while opened:  # finish a stream that was left early: the other ranks are still in it
             opened.pop().close()
         opened.append(pairs())
         return opened[-1]
@@ -212,9 +215,9 @@ def with_whole_weights(weights: WeightStream, use: Callable[[WeightStream], Resu
 
 
 def initialise_randomly(model: nn.Module) -> None:
-    """Random weights as the architecture's own rule makes them, a module at a time; the same for any number of ranks.
+    """Initialise weights with the architecture's own rule, one module at a time; the result does not depend on the number of ranks.
 
-    They are not those of an unsharded model with the same seed, which draws in another order.
+    They differ from an unsharded model with the same seed, which draws in another order.
     """
     seed = parallel.from_first_rank(lambda: torch.initial_seed() % (1 << 62))
     done: set[int] = set()
@@ -241,5 +244,5 @@ def initialise_randomly(model: nn.Module) -> None:
 
 
 def call_checkpoint(function: Callable[..., Result], *arguments: Any, **options: Any) -> Result:
-    """Call a function of ``torch.distributed.checkpoint``; one process needs no agreement."""
+    """Call a function of ``torch.distributed.checkpoint``, without communication if there is one process."""
     return function(*arguments, no_dist=parallel.world_size() == 1, **options)

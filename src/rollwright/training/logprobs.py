@@ -35,7 +35,7 @@ class TokenScorer(nn.Module):
     def __init__(self, model: nn.Module, *, chunk_bytes: int = 256 << 20) -> None:
         """Args:
         model: a Hugging Face model.
-        chunk_bytes: of the float32 logits that exist at a time.
+        chunk_bytes: size of the float32 logits that are held at a time.
         """
         super().__init__()
         self.model = model
@@ -57,10 +57,10 @@ class TokenScorer(nn.Module):
 
         Returns:
             ``logprobs_BL`` and ``entropy_BL``, float32, 0 where not wanted. The entropy at a token is that of the
-            distribution that it was drawn from.
+            distribution it was sampled from.
 
         Raises:
-            TrainingError: the model cannot compute the rows, or not in one batch.
+            TrainingError: the model cannot compute the rows, or cannot compute them in one batch.
         """
         if self.frequencies_vary:
             refuse_mixed_frequencies(batch, self.model)
@@ -118,10 +118,10 @@ class TokenScorer(nn.Module):
 
     @torch.no_grad()
     def _head_applies(self, inputs: dict[str, Any]) -> bool:
-        """True where logits are the output layer over the base model's last hidden state, and nothing else.
+        """Whether the logits are exactly the output layer applied to the base model's last hidden state.
 
-        Some models scale or cap their logits after the output layer. A cap is found in the configuration, as small logits hardly
-        show it; for the rest the first batch decides by computing both.
+        Some models scale or cap their logits after the output layer. A cap is read from the configuration, because small logits hardly
+        show it; for everything else the first batch is computed both ways.
         """
         if self._head_is_linear is None:
             head = self.model.get_output_embeddings() if hasattr(self.model, "get_output_embeddings") else None  # type: ignore[operator]
@@ -141,7 +141,7 @@ class TokenScorer(nn.Module):
 
 
 def own_lengths(batch: Trajectory) -> list[int]:
-    """Each row's highest position plus one; without ``position_ids`` its number of tokens."""
+    """Highest position of each row plus one; without ``position_ids`` its number of tokens."""
     lengths_B = row_lengths(batch)
     positions_BL = batch.get("position_ids")
     if positions_BL is None:
@@ -167,7 +167,7 @@ def refuse_mixed_frequencies(batch: Trajectory, model: Any) -> None:
 
 
 def _lengths_of_branches(batch: Trajectory) -> list[int]:
-    """Each branch's highest position plus one."""
+    """Highest position of each branch plus one."""
     branches_BL = batch.get("branch_ids")
     if branches_BL is None:
         return []
@@ -200,7 +200,7 @@ def _attention_of(batch: Trajectory, tree: PrefixTree | None, model: Any) -> Ite
 
 
 def _first_of_equal(place_T: Tensor, temperature_T: Tensor) -> tuple[Tensor, Tensor]:
-    """Tokens of one place and one temperature: where each kind comes first, and which kind each token is."""
+    """Group tokens by place and temperature: the first token of each group, and the group of each token."""
     kinds, kind_T = torch.unique(torch.stack([place_T.double(), temperature_T.double()], -1), dim=0, return_inverse=True)
     numbers_T = torch.arange(len(kind_T), device=kind_T.device)
     first = numbers_T.new_full((len(kinds),), len(kind_T)).scatter_reduce(0, kind_T, numbers_T, "amin")
@@ -254,7 +254,7 @@ def _positions(batch: Trajectory, model: Any) -> dict[str, Tensor]:
 def tree_inputs(batch: Trajectory, tree: PrefixTree, model: nn.Module) -> dict[str, Any]:
     """Arguments of a Hugging Face model for the distinct tokens of a micro-batch, whose rows are in the tree's order.
 
-    A picture is computed once, with the row that is the first to have its tokens. Positions of tokens and pictures are those of the rows.
+    An image is computed once, with the first row that has its tokens. Tokens and images keep the positions they have in their rows.
     """
     pictures = batch.get(MULTI_MODAL) or []
     if not any(pictures):
@@ -274,14 +274,14 @@ def tree_inputs(batch: Trajectory, tree: PrefixTree, model: nn.Module) -> dict[s
     return inputs
 
 
-#: Processor outputs that go with the tokens; the trainer's rows have their own.
+#: Outputs of a processor with one entry per token; the trainer's rows have their own.
 _TOKEN_OUTPUTS = {"input_ids", "attention_mask", "mm_token_type_ids"}
 
 
 def _without_sampled_images(batch: Trajectory, config: Any) -> Tensor:
-    """``input_ids`` in which image tokens that were sampled are another token: they stand for no image.
+    """``input_ids`` with sampled image tokens replaced by another token, because no image belongs to them.
 
-    Such a token ends its row (``VisionRLVRWorkflow`` stops there), so that nothing is computed from it.
+    A sampled image token ends its row (``VisionRLVRWorkflow`` stops there), so nothing is computed from it.
     """
     ids_BL = batch["input_ids"]
     if batch.get("loss_mask") is None:
@@ -291,13 +291,13 @@ def _without_sampled_images(batch: Trajectory, config: Any) -> Tensor:
 
 
 def picture_ids(config: Any) -> list[int]:
-    """Tokens that stand for images and videos, by a model's configuration."""
+    """Placeholder tokens of images and videos, from a model's configuration."""
     found = (getattr(config, name, None) for name in ("image_token_id", "video_token_id"))
     return [token for token in found if token is not None]
 
 
 def _picture_inputs(entries: list[dict[str, Tensor] | None], ids_BL: Tensor, model: nn.Module) -> dict[str, Tensor]:
-    """Images of all rows joined in the order of the rows, and, where the model asks, which tokens stand for them."""
+    """Join the images of all rows in row order; if the model takes it, add the modality of each token."""
     pictures = [entry for entry in entries if entry]
     names = [name for name in dict.fromkeys(key for entry in pictures for key in entry) if name not in _TOKEN_OUTPUTS]
     inputs = {name: torch.cat([entry[name] for entry in pictures if name in entry]).to(ids_BL.device) for name in names}

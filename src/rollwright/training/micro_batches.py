@@ -30,15 +30,15 @@ from rollwright.training.prefix_tree import SortedRows
 from rollwright.training.prefix_tree import build as build_tree
 from rollwright.training.tree_attention import why_not
 
-#: Column that says to which minibatch a row belongs, where the batch is a part of one that was divided.
+#: Column with the minibatch of each row, in a rank's share of a batch.
 MINIBATCH_IDS = "minibatch_ids"
 
-#: Distinct tokens over padded ones from which on the padded path is as fast.
+#: Share of distinct tokens in padded ones above which prefix sharing is no faster.
 _WORTH_SHARING = 0.9
 
 
 def attended_tokens(batch: Trajectory) -> Tensor:
-    """Every token that has a log-probability: all but padding and each row's first. ``[B, L]`` bool."""
+    """Mask of the tokens that have a log-probability: all but padding and the first of each row. ``[B, L]`` bool."""
     mask = batch.get("attention_mask")
     wanted_BL = torch.ones_like(batch["input_ids"], dtype=torch.bool) if mask is None else mask.bool().clone()
     wanted_BL[:, 0] = False
@@ -51,8 +51,7 @@ def split_rows(lengths: Sequence[int], spec: MicroBatchSpec, *, at_least: int = 
     Args:
         lengths: tokens of each row.
         spec: the budget, and the smallest number of micro-batches.
-        at_least: a further smallest number (that of the rank with the most); where there are not enough rows, empty
-            micro-batches fill up.
+        at_least: another minimum, the number of the rank with the most. If there are not enough rows, empty micro-batches are added.
 
     Returns:
         Lists of row indices, longest rows first; every row is in exactly one. A row above the budget is alone in its own.
@@ -131,7 +130,7 @@ def _micro_batches_of_group(
 
 
 def _one_row(batch: Trajectory) -> Trajectory:
-    """A token in the place of a batch without rows; nothing of it is wanted."""
+    """A batch of one token in place of a batch without rows; none of its scores is used."""
     return {
         key: value.new_full((1, *value.shape[1:]), key in ("attention_mask", "temperature"))
         if isinstance(value, Tensor)
@@ -141,12 +140,12 @@ def _one_row(batch: Trajectory) -> Trajectory:
 
 
 def split_minibatches(batch: Trajectory, count: int) -> list[torch.Tensor]:
-    """Divide a batch into parts for one optimizer step each, by whole groups (rows, where there are no ``group_ids``).
+    """Divide a batch into minibatches, one optimizer step each, by whole groups (by rows without ``group_ids``).
 
-    A rank's share of a batch says in ``minibatch_ids`` how the whole batch was divided.
+    A rank's share of a batch has ``minibatch_ids``, which hold the division of the whole batch.
 
     Returns:
-        ``count`` tensors of row indices. Groups stay in their order; their numbers differ by one at most.
+        ``count`` tensors of row indices. Groups keep their order, and the numbers of groups differ by at most one.
 
     Raises:
         TrainingError: there are fewer groups than parts.
@@ -174,18 +173,18 @@ def split_minibatches(batch: Trajectory, count: int) -> list[torch.Tensor]:
 
 
 def ranks_of_groups(tokens: Sequence[int], ranks: int, *, at_least: int = 1) -> list[int]:
-    """Which rank trains each group, so that all have about as many tokens to compute; groups stay whole.
+    """Assign each group to a rank so that all ranks compute about the same number of tokens; groups stay whole.
 
-    The largest group left goes to the rank that has the fewest tokens, which gives no rank more than 4/3 of what the best division
-    gives the fullest (Graham 1969, theorem 2).
+    The largest remaining group goes to the rank with the fewest tokens. The fullest rank then has at most 4/3 of the tokens that it has
+    in the best division (Graham 1969, theorem 2).
 
     Args:
         tokens: distinct tokens of each group (``SortedRows.tokens_of_groups``).
-        ranks: how many there are.
+        ranks: number of ranks.
         at_least: groups that each rank needs (``ppo_n_minibatches``).
 
     Returns:
-        A rank for each group, the same for the same numbers.
+        A rank for each group; equal arguments give equal results.
 
     Raises:
         TrainingError: there are too few groups.
@@ -206,10 +205,10 @@ def ranks_of_groups(tokens: Sequence[int], ranks: int, *, at_least: int = 1) -> 
 
 
 def rows_of_ranks(batch: Trajectory, ranks: int, *, at_least: int = 1) -> list[torch.Tensor]:
-    """The rows that each rank trains, by ``ranks_of_groups``, in their order; a row is a group where there are no ``group_ids``."""
+    """Row indices of each rank by ``ranks_of_groups``, ascending; without ``group_ids`` each row is a group."""
     rows = batch["input_ids"].shape[0]
     groups = range(rows) if batch.get("group_ids") is None else batch["group_ids"].tolist()
-    if KEPT in batch:  # what rows share is not known here
+    if KEPT in batch:  # shared prefixes are not known here
         tokens: dict[int, int] = {}
         for group, length in zip(groups, row_lengths(batch).tolist(), strict=True):
             tokens[group] = tokens.get(group, 0) + length
@@ -222,7 +221,7 @@ def rows_of_ranks(batch: Trajectory, ranks: int, *, at_least: int = 1) -> list[t
 
 logger = getLogger("training")
 
-#: Rows of a micro-batch that are scored both with and without shared prefixes.
+#: Number of rows of a micro-batch that are scored both with and without shared prefixes.
 _PROVEN_ROWS = 4
 
 

@@ -1,9 +1,9 @@
-"""Several processes as plain functions: join them, tell each other what is to be known, sum numbers and statistics across them.
+"""Several training processes as plain functions: join them, exchange data, and reduce numbers and statistics over them.
 
-Numbers of the training go over the default group (NCCL on GPUs, Gloo on CPUs). What ranks tell each other besides goes over a
-control group: Gloo everywhere, with a timeout of days, because ranks wait there while the first one samples, writes or sends weights.
+Tensors of the training use the default process group (NCCL on GPUs, Gloo on CPUs). Everything else uses a control group: Gloo everywhere,
+with a timeout of days, because ranks wait there while rank 0 samples, writes or sends weights.
 
-One process is the ordinary case and needs none of this: every function is then the identity.
+With one process every function is the identity.
 """
 
 from __future__ import annotations
@@ -28,16 +28,18 @@ from torch.distributed.tensor import DTensor, distribute_tensor
 from rollwright import errors
 from rollwright.errors import LostRankError, TrainingError
 
-#: How long a rank waits for another one over the control group.
+#: Timeout of the control group.
 CONTROL_TIMEOUT = timedelta(days=7)
 
-_store: Any = None  # what ranks tell each other when one of them fails
-_neighbours: dict[int, int] = {}  # of the first rank: the process ids of ranks on its host
-_control_groups: weakref.WeakKeyDictionary[Any, Any] = weakref.WeakKeyDictionary()  # default group -> those beside it
+_store: Any = None  # where a rank that fails leaves the cause for the others
+_neighbours: dict[int, int] = {}  # on rank 0: process ids of the ranks on its host
+_control_groups: weakref.WeakKeyDictionary[Any, Any] = (
+    weakref.WeakKeyDictionary()
+)  # default group -> control and checkpoint group
 
 
 def environment_ranks() -> int:
-    """Number of ranks that train together, or will: what torchrun's ``WORLD_SIZE`` says."""
+    """Number of ranks that train together, also before they have joined: torchrun's ``WORLD_SIZE``."""
     return dist.get_world_size() if dist.is_initialized() else int(os.environ.get("WORLD_SIZE", "1"))
 
 
@@ -45,11 +47,11 @@ def join_processes(device: torch.device, *, also_alone: bool = False) -> torch.d
     """Join the process group that torchrun's environment describes (``WORLD_SIZE``, ``RANK``, ``MASTER_ADDR``, …).
 
     Args:
-        device: of the model.
-        also_alone: one process makes a group of itself, which a sharded model needs.
+        device: device of the model.
+        also_alone: create a group even for one process, which a sharded model needs.
 
     Returns:
-        The device of this rank: on CUDA, that of ``LOCAL_RANK``.
+        The device of this rank; on CUDA the one of ``LOCAL_RANK``.
     """
     backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"  # Gloo on GPUs, too: for what is on the CPU
     if environment_ranks() <= 1:
@@ -85,7 +87,7 @@ def join_processes(device: torch.device, *, also_alone: bool = False) -> torch.d
 
 
 def leave_processes() -> None:
-    """Leave the process group, where this process has joined one."""
+    """Leave the process group if this process has joined one."""
     if dist.is_initialized():
         dist.destroy_process_group()
 
@@ -99,7 +101,7 @@ def _meet_neighbours(size: int) -> None:
 
 
 def lost_neighbour() -> int | None:
-    """On the first rank: a rank of this host whose process has ended."""
+    """On rank 0: a rank on this host whose process has ended, if any."""
     for other, pid in _neighbours.items():
         try:
             os.kill(pid, 0)
@@ -109,21 +111,21 @@ def lost_neighbour() -> int | None:
 
 
 def is_first_cause(message: str) -> bool:
-    """Tell all ranks why this one ends; true where no other rank told a cause before."""
+    """Report why this rank ends to all ranks. Returns True if no other rank reported a cause before."""
     number, store = os.environ.get("RANK", "0"), _store
     if store is None and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != str(True):
-        return number == "0"  # they have not met, and there is nowhere to meet
+        return number == "0"  # the ranks have not joined and have no store in common
     try:
         mine = f"rank {number}: {message}"
         store = store or PrefixStore("rollwright", next(rendezvous("env://"))[0])
         return store.compare_set("cause", "", mine).decode() == mine
-    except RuntimeError:  # whoever kept the store has ended, and told
+    except RuntimeError:  # the process that holds the store has ended and reported a cause
         return False
 
 
 @contextlib.contextmanager
 def watched() -> Iterator[None]:
-    """Turn what a collective call raises when another rank has ended into an error that says so.
+    """Raise ``LostRankError`` if a collective call inside fails because another rank has ended.
 
     Raises:
         LostRankError: another rank has ended.
@@ -138,12 +140,12 @@ def watched() -> Iterator[None]:
 
 
 def control_group() -> dist.ProcessGroup:
-    """The group for what ranks tell each other and wait for; ranks call this together the first time."""
+    """Process group for control messages. The first call is collective."""
     return _groups_beside()[0]
 
 
 def checkpoint_group() -> dist.ProcessGroup | None:
-    """The group in which ranks agree on a checkpoint, which a thread may write beside what they tell each other; None: one process."""
+    """Process group for checkpoints, so that a background thread can use it while others use the control group. None with one process."""
     return _groups_beside()[1] if world_size() > 1 else None
 
 
@@ -162,12 +164,12 @@ def world_size() -> int:
 
 
 def rank() -> int:
-    """This process among them."""
+    """Number of this rank."""
     return dist.get_rank() if dist.is_initialized() else 0
 
 
 def summed(value: Tensor) -> Tensor:
-    """The sum of a tensor over ranks."""
+    """Sum a tensor over ranks."""
     if world_size() > 1:
         value = value.clone()
         dist.all_reduce(value)
@@ -175,7 +177,7 @@ def summed(value: Tensor) -> Tensor:
 
 
 def largest(value: int, device: torch.device) -> int:
-    """The largest of a number over ranks."""
+    """Maximum of a number over ranks."""
     if world_size() == 1:
         return value
     box = torch.tensor(value, device=device)
@@ -184,19 +186,19 @@ def largest(value: int, device: torch.device) -> int:
 
 
 def wait_for_all() -> None:
-    """Return when every rank has come here."""
+    """Barrier over all ranks."""
     if world_size() > 1:
         dist.barrier(group=control_group())
 
 
 def from_first_rank(make: Callable[[], Any]) -> Any:
-    """What ``make`` returns on the first rank, on every rank; where it fails there, every rank raises.
+    """Call ``make`` on rank 0 and return its result on every rank. If it fails there, every rank raises.
 
     Args:
-        make: called on the first rank alone, and takes as long as it takes; returns what JSON can hold.
+        make: called on rank 0 only, without a time limit; returns a JSON value.
 
     Raises:
-        RollwrightError: of the type that ``make`` raised, with its message; ``TrainingError`` for any other failure.
+        RollwrightError: the error that ``make`` raised, with its type and message; ``TrainingError`` for any other exception.
     """
     if world_size() == 1:
         return make()
@@ -218,7 +220,7 @@ def from_first_rank(make: Callable[[], Any]) -> Any:
 
 
 def broadcast(data: bytes) -> bytes:
-    """The first rank's bytes, on every rank."""
+    """Send rank 0's bytes to every rank."""
     if world_size() == 1:
         return data
     size = torch.tensor(len(data))
@@ -230,13 +232,13 @@ def broadcast(data: bytes) -> bytes:
 
 
 def on_all_ranks(make: Callable[[], Any]) -> list[Any]:
-    """What ``make`` returns on each rank, in their order, on every rank; where it fails on one, every rank raises.
+    """Call ``make`` on each rank and return the list of results on every rank. If it fails on one, every rank raises.
 
     Args:
-        make: called on each rank; returns what JSON can hold.
+        make: called on each rank; returns a JSON value.
 
     Raises:
-        RollwrightError: as ``from_first_rank``; the rank is named.
+        RollwrightError: as for ``from_first_rank``; the message names the rank.
     """
     failure: Exception | None = None
     try:
@@ -254,7 +256,7 @@ def on_all_ranks(make: Callable[[], Any]) -> list[Any]:
 
 
 def scattered(parts: list[bytes] | None) -> bytes:
-    """What the first rank, which alone gives ``parts``, has for this one."""
+    """Send one part to each rank; returns this rank's part. Only rank 0 passes ``parts``."""
     if world_size() == 1:
         assert parts is not None
         return parts[0]
@@ -270,7 +272,7 @@ def scattered(parts: list[bytes] | None) -> bytes:
 
 
 def gathered(part: bytes) -> list[bytes] | None:
-    """The bytes of every rank, in their order, on the first one; None on the others."""
+    """Gather the bytes of every rank, in rank order, on rank 0; None on the others."""
     if world_size() == 1:
         return [part]
     sizes = torch.zeros(world_size(), dtype=torch.long)
@@ -288,7 +290,7 @@ def gathered(part: bytes) -> list[bytes] | None:
 
 
 def gathered_rows(value_B: Tensor) -> tuple[Tensor, slice]:
-    """The rows of all ranks in rank order, and where this rank's are among them. Ranks may have different numbers of rows."""
+    """Gather the rows of all ranks in rank order; also returns the slice of this rank's rows. Ranks may have different numbers of rows."""
     if world_size() == 1:
         return value_B, slice(0, value_B.shape[0])
     sizes = torch.zeros(world_size(), dtype=torch.long, device=value_B.device)
@@ -325,7 +327,7 @@ _NEGATED = "-"
 
 
 class TokenStatistics:
-    """Accumulates masked means and extremes without a device synchronisation for each."""
+    """Accumulates masked means and extremes on the device, without a synchronisation for each."""
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
@@ -335,30 +337,30 @@ class TokenStatistics:
 
     @torch.no_grad()
     def mean(self, name: str, values_BL: Tensor, mask_BL: Tensor) -> None:
-        """Add values to the mean called ``name``, where the mask is 1."""
+        """Add the values whose mask is 1 to the mean ``name``."""
         mask_BL = mask_BL.to(values_BL.dtype)
         self.add(name, (values_BL * mask_BL).sum(), mask_BL.sum())
 
     @torch.no_grad()
     def add(self, name: str, total: Tensor, count: Tensor) -> None:
-        """Add a sum and the number that it is divided by."""
+        """Add a sum and its denominator."""
         zero = torch.zeros((), dtype=torch.float64, device=self.device)
         self._sums[name] = self._sums.get(name, zero) + total.detach().double()
         self._counts[name] = self._counts.get(name, zero) + count.detach().double()
 
     @torch.no_grad()
     def largest(self, name: str, values_BL: Tensor, mask_BL: Tensor) -> None:
-        """Keep the largest value where the mask is 1."""
+        """Update the maximum ``name`` with the values whose mask is 1."""
         masked = values_BL.detach().double().masked_fill(mask_BL <= 0, -torch.inf)
         found = masked.max() if masked.numel() else torch.tensor(-torch.inf, dtype=torch.float64, device=self.device)
         self._largest[name] = torch.maximum(self._largest[name], found) if name in self._largest else found
 
     def smallest(self, name: str, values_BL: Tensor, mask_BL: Tensor) -> None:
-        """Keep the smallest value where the mask is 1."""
+        """Update the minimum ``name`` with the values whose mask is 1."""
         self.largest(_NEGATED + name, -values_BL, mask_BL)
 
     def export(self) -> dict[str, float]:
-        """Every mean and extreme over all ranks; what was never seen is left out."""
+        """All means and extremes over all ranks; those without any value are left out. Collective."""
         result: dict[str, float] = {}
         if self._sums:
             pairs = summed(torch.stack([torch.stack([self._sums[name], self._counts[name]]) for name in self._sums])).tolist()

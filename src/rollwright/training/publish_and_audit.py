@@ -1,9 +1,9 @@
-"""Handing new weights to the engines that sample with them, and comparing what they compute then.
+"""Publish new weights to the inference engines, and check that they compute with them.
 
-Between the first optimizer step of an update and publication an engine that shares the trainer's weights does not step:
-``before_first_step`` pauses it, ``publish`` gives it the next version and lets it go on. After each publication the engines'
-log-probabilities of a probe are compared with the trainer's, because version labels can lie: the first rank asks the engines,
-and all ranks score and compare what they answered.
+An engine that shares the trainer's weights does not step between the first optimizer step of an update and its publication:
+``before_first_step`` pauses it, ``publish`` sets the next version and resumes it. After each publication the engines' log-probabilities
+of a probe are compared with the trainer's, because a version label proves nothing: rank 0 asks the engines, and all ranks score and
+compare the answers.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from torch import Tensor
 from rollwright.config.generation import GenerationHyperparameters
 from rollwright.errors import WeightUpdateError
 from rollwright.inference.backends import BACKENDS
-from rollwright.inference.engine import InferenceEngine, WeightReceiver, takes_no_weights
+from rollwright.inference.engine import TOLERANCE_OF_16_BITS, InferenceEngine, WeightReceiver, takes_no_weights
 from rollwright.inference.network import find_server_addresses
 from rollwright.inference.remote import CONNECTED_CLIENTS
 from rollwright.inference.request import ModelRequest, ModelResponse
@@ -39,8 +39,8 @@ logger = getLogger("publish")
 #: Not 1: an engine that leaves the temperature out of its log-probabilities would pass at 1.
 TEMPERATURE = 0.7
 PROMPT_TOKENS, NEW_TOKENS = 12, 16
-#: Of an engine in the trainer's process, where the tokens of the next batch are compared, too: one of the prompt's pass, one of a
-#: decode step.
+#: Probe tokens of an engine in the trainer's process: one of the prompt's pass and one of a decode step. The tokens of the next batch are
+#: compared as well.
 NEW_TOKENS_IN_PROCESS = 2
 
 #: ``(input_ids [1, L], temperature)`` -> log-probabilities ``[1, L]`` under the trainer's weights, index t for token t.
@@ -59,13 +59,13 @@ class Agreement:
 
 @dataclass(frozen=True)
 class Publication:
-    """How weights went to the engines, for people.
+    """Report of one transfer of weights.
 
     Attributes:
-        way: ``in place`` where the engine computes with the trainer's tensors, else a ``WeightUpdateMeta.type``.
-        seconds: until the engines said that they hold them.
-        size: bytes that were copied or sent.
-        engines: that hold them.
+        way: ``in place`` if the engine computes with the trainer's tensors, otherwise a ``WeightUpdateMeta.type``.
+        seconds: time until all engines confirmed the weights.
+        size: bytes copied or sent.
+        engines: engines that hold the weights.
     """
 
     way: str
@@ -78,9 +78,9 @@ class SharedWeights:
     """The engine in this process computes with the trainer's own tensors: nothing is copied.
 
     Attributes:
-        engine: samples with the weights.
-        agreements: how far the engine was from the trainer in the last audit; empty where there was none yet.
-        publication: the last one.
+        engine: engine that samples with the weights.
+        agreements: result of the last audit; empty before the first.
+        publication: report of the last publication.
     """
 
     def __init__(self, engine: InferenceEngine) -> None:
@@ -90,16 +90,16 @@ class SharedWeights:
         self._paused = False
 
     def before_first_step(self) -> None:
-        """Stop the engine's steps until ``publish``."""
+        """Pause the engine until ``publish``."""
         if not self._paused:
             self.engine.pause()
             self._paused = True
 
     def publish(self, trainer: TrainEngine, version: int) -> None:
-        """Tell the engine that its weights are those of ``version`` now, see that they are, and let it go on.
+        """Set the engine's version, audit it, and resume it.
 
         Raises:
-            WeightUpdateError: it does not compute what the trainer computes; it stays paused.
+            WeightUpdateError: the engine does not compute what the trainer computes; it stays paused.
         """
         started = time.perf_counter()
         self.engine.publish(version)
@@ -110,7 +110,7 @@ class SharedWeights:
             self.engine.resume()
 
     def succeeded_by(self, other: Publisher) -> Publisher:
-        """Switch to another way in the middle of an update: an engine that was paused stays so until it publishes."""
+        """Switch to another publisher, also during an update."""
         if isinstance(other, SharedWeights):
             return self
         if self._paused:
@@ -120,16 +120,15 @@ class SharedWeights:
 
 
 class SentWeights:
-    """The engine has weights of its own: it copies the trainer's, or they are sent to servers by the way that ``meta`` names.
+    """The engine has its own weights: they are copied in this process, or sent to servers as ``meta`` specifies.
 
-    Paused servers answer no probe. Where one process trains, they are asked when they resume. The ranks of a sharded trainer
-    have to score the probe together, so they do it when they next come together: before the next first step, which is
-    before anything that those servers sampled is trained on.
+    Paused servers answer no probe. With one training process, the audit runs when they resume. The ranks of a sharded trainer must score
+    the probe together, so they run it before the next first step, which is before they train on anything that these servers sampled.
 
     Attributes:
-        engine: takes the weights.
-        agreements: how far each engine was from the trainer in the last audit; empty where there was none yet.
-        publication: the last one; on the first rank.
+        engine: engine that receives the weights.
+        agreements: results of the last audit, one per engine; empty before the first.
+        publication: report of the last publication, on rank 0.
     """
 
     def __init__(self, engine: WeightReceiver, meta: WeightUpdateMeta | None) -> None:
@@ -140,7 +139,7 @@ class SentWeights:
         self._due: tuple[TrainEngine, int] | None = None  # a version that was not audited yet
 
     def before_first_step(self) -> None:
-        """Make the audit that is still due; where the engine is paused, it stays due.
+        """Run the audit if one is due; it stays due while the engine is paused.
 
         Raises:
             WeightUpdateError: the engine does not compute with the weights that were published.
@@ -184,8 +183,8 @@ Publisher = SharedWeights | SentWeights
 
 
 def published_dtype(trainer: TrainEngine, engine: WeightReceiver) -> torch.dtype | None:
-    """Type in which weights are sent, the same on every rank: what the first rank's engine holds them in or was told to be sent;
-    where it says nothing, bfloat16 where the trainer computes in it, and None (their own) elsewhere."""
+    """Type in which weights are sent, the same on every rank: the type that rank 0's engine holds or was configured with. If unknown,
+    bfloat16 if the trainer computes in it, and otherwise None, which keeps each tensor's own type."""
 
     def held() -> str | None:
         dtype = engine.sampler.weight_dtype
@@ -198,29 +197,35 @@ def published_dtype(trainer: TrainEngine, engine: WeightReceiver) -> torch.dtype
 
 
 def audit_engine(engine: WeightReceiver, trainer: TrainEngine, version: int, new_tokens: int) -> list[Agreement] | None:
-    """Have the engines sample the probe of ``new_tokens``, and compare their log-probabilities with the trainer's.
+    """Let the engines sample a probe and compare their log-probabilities with the trainer's. Collective.
 
-    Only the first rank's ``engine`` is asked; it is in this process, or a client of servers. ``version`` is what the trainer's
-    present weights were published as.
+    Args:
+        engine: engine in this process or client of servers; only that of rank 0 is asked.
+        trainer: the trainer.
+        version: version under which the trainer's current weights were published.
+        new_tokens: length of the answer.
 
     Returns:
-        One entry for each engine that can be asked; None where they are paused and cannot be asked now.
+        One entry per engine; None if the engines are paused and cannot answer now.
 
     Raises:
-        WeightUpdateError: on every rank, where an engine is over the tolerance, or answered with another version.
+        WeightUpdateError: on every rank, if an engine exceeds the tolerance or answers with another version.
     """
 
     def ask() -> list[Any] | None:
-        answers = engine.sampler.probe(probe_request(trainer.model, new_tokens))
+        sampler = engine.sampler
+        answers = sampler.probe(probe_request(trainer.model, new_tokens))
         if answers is None:
             return None
-        return [engine.logprob_tolerance, {name: asdict(answer) for name, answer in answers.items()}]
+        # The compute type of a server is not known.
+        dtype = "auto" if sampler.local_model is None else str(sampler.weight_dtype)
+        return [engine.logprob_tolerance, dtype, {name: asdict(answer) for name, answer in answers.items()}]
 
     asked = parallel.from_first_rank(ask)
     if asked is None:
         return None
-    tolerance, answers = asked
-    scored: dict[tuple[int, ...], Tensor] = {}  # servers with the same weights sample the same tokens, which are scored once
+    tolerance, dtype, answers = asked
+    scored: dict[tuple[int, ...], Tensor] = {}  # servers with the same weights sample the same tokens
 
     def score(ids_BL: Tensor, temperature: float) -> Tensor:
         ids = tuple(ids_BL[0].tolist())
@@ -231,7 +236,7 @@ def audit_engine(engine: WeightReceiver, trainer: TrainEngine, version: int, new
         return scored[ids]
 
     responses = {name: ModelResponse(**answer) for name, answer in answers.items()}
-    return audit(responses, score, version, tolerance, trainer.compute_dtype)
+    return audit(responses, score, version, tolerance, trainer.compute_dtype, dtype)
 
 
 def probe_request(model: torch.nn.Module, new_tokens: int = NEW_TOKENS) -> ModelRequest:
@@ -247,25 +252,23 @@ def audit(
     score: Score,
     version: int,
     tolerance: float | None,
-    dtype: torch.dtype = torch.float32,
+    *dtypes: torch.dtype | str,
 ) -> list[Agreement]:
     """Compare every engine's answer to the probe with the trainer.
 
     Args:
-        responses: engine name to its answer.
+        responses: answers by engine name.
         score: the trainer's log-probabilities.
-        version: that was just published.
-        tolerance: largest mean absolute difference; None: what ``dtype`` allows.
-        dtype: the trainer's compute type.
+        version: version that was just published.
+        tolerance, dtypes: as for ``require_agreement``.
 
     Returns:
         One entry for each engine.
 
     Raises:
-        WeightUpdateError: an engine is over the tolerance, answered with another version, gave no token, or numbers that are
-            not finite; it is named.
+        WeightUpdateError: an engine disagrees with the trainer, answered with another version, gave no token, or returned values that
+            are not finite; the message names it.
     """
-    limit = tolerance if tolerance is not None else 1e-3 if dtype == torch.float32 else 5e-2
     agreements: list[Agreement] = []
     for engine, response in responses.items():
         wrong = sorted(set(response.output_versions) - {version})
@@ -282,31 +285,50 @@ def audit(
             raise WeightUpdateError(
                 f"{engine} or the trainer gives log-probabilities that are not finite for the audit's probe."
             )
-        agreement = Agreement(engine, float(difference.mean()), float(difference.max()), len(difference))
-        agreements.append(agreement)
-        if agreement.mean > limit:
-            raise WeightUpdateError(
-                f"{engine} says that it holds version {version}, but its log-probabilities differ from the trainer's by "
-                f"{agreement.mean:.2e} on average (largest {agreement.largest:.2e}, limit {limit:.0e}): it does not compute "
-                "with the published weights. A known case is a model with tied embeddings on a vLLM server, whose output head "
-                "keeps its old copy: use a model with an untied head. Otherwise check the server's dtype and logprobs mode; "
-                "rollout.logprob_tolerance sets the limit."
-            )
+        agreements.append(Agreement(engine, float(difference.mean()), float(difference.max()), len(difference)))
+        require_agreement(engine, version, agreements[-1].mean, agreements[-1].largest, tolerance, *dtypes)
     return agreements
 
 
-def publisher_for(trainer: TrainEngine, engine: WeightReceiver | None, meta: WeightUpdateMeta | None) -> Publisher:
-    """The way from a trainer to an engine.
+def require_agreement(
+    engine: str, version: int, mean: float, largest: float, tolerance: float | None, *dtypes: torch.dtype | str
+) -> None:
+    """Refuse an engine that does not compute what the trainer computes; for the audit's probe and for the tokens of each step.
 
     Args:
-        trainer: whose weights are published.
-        engine: a connected engine, or None: the servers that this process is connected to, else those whose addresses are
-            in the environment.
-        meta: the way; None: shared where the engine computes with the trainer's own tensors, copied where it is in this
-            process, else as the client chooses.
+        engine: name of the engine.
+        version: version of the weights that the engine reports.
+        mean, largest: absolute differences of log-probabilities between engine and trainer.
+        tolerance: largest mean difference (``rollout.logprob_tolerance``). None sets it to 1e-3 if all ``dtypes`` are float32 (or
+            ``auto``), and to ``TOLERANCE_OF_16_BITS`` otherwise.
+        dtypes: compute types of trainer and engine.
 
     Raises:
-        WeightUpdateError: there is no engine to publish to, or the way does not fit it.
+        WeightUpdateError: ``mean`` exceeds the tolerance.
+    """
+    is_exact = all(str(dtype).removeprefix("torch.") in ("float32", "auto") for dtype in dtypes)
+    limit = tolerance if tolerance is not None else 1e-3 if is_exact else TOLERANCE_OF_16_BITS
+    if mean > limit:
+        raise WeightUpdateError(
+            f"{engine} says that it holds version {version}, but its log-probabilities differ from the trainer's by {mean:.2e} on "
+            f"average (largest {largest:.2e}, limit {limit:.0e}): it does not compute with the published weights. A known case is a "
+            "model with tied embeddings on a vLLM server, whose output head keeps its old copy: use a model with an untied head. "
+            "Otherwise check the engine's dtype and logprobs mode; rollout.logprob_tolerance sets the limit."
+        )
+
+
+def publisher_for(trainer: TrainEngine, engine: WeightReceiver | None, meta: WeightUpdateMeta | None) -> Publisher:
+    """Choose how a trainer publishes to an engine.
+
+    Args:
+        trainer: trainer whose weights are published.
+        engine: a connected engine. None looks for the servers that this process is connected to, then for server addresses in the
+            environment.
+        meta: how to transfer weights. None shares them if the engine computes with the trainer's own tensors, copies them if the engine
+            is in this process, and otherwise leaves the choice to the client.
+
+    Raises:
+        WeightUpdateError: there is no engine to publish to, or ``meta`` does not fit it.
     """
     engine = engine if engine is not None else _find_servers(meta)
     if not isinstance(engine, WeightReceiver):
@@ -324,7 +346,7 @@ def publisher_for(trainer: TrainEngine, engine: WeightReceiver | None, meta: Wei
 
 
 def _find_servers(meta: WeightUpdateMeta | None) -> RemoteClient:
-    """The client that this process samples with, else one of the servers in the environment."""
+    """The client that this process samples with, or a new client of the servers in the environment."""
     if parallel.rank() == 0 and (clients := CONNECTED_CLIENTS):
         if len({frozenset(client.addresses) for client in clients}) > 1:
             names = "; ".join(", ".join(client.addresses) for client in clients)
@@ -332,7 +354,7 @@ def _find_servers(meta: WeightUpdateMeta | None) -> RemoteClient:
                 f"This process is connected to several sets of servers ({names}): name the one that samples for this trainer "
                 "with actor.connect_engine(engine)."
             )
-        client = clients[-1]  # of several clients of the same servers, the one that connected last
+        client = clients[-1]  # the latest of several clients of the same servers
         logger.info("publishing to the %s servers that this process samples from: %s", client.kind, ", ".join(client.addresses))
         return client
     addresses = find_server_addresses()
