@@ -1,7 +1,7 @@
-"""From rewards to advantages, over samples.
+"""Advantages from rewards, with samples as their own baseline.
 
-A row is one token sequence; a sample (one execution of a workflow) may have several rows. Every mean and deviation here
-weighs a row by one over the number of rows of its sample, so that a sample of four rows does not count four times.
+A row is one token sequence; a sample (one execution of a workflow) may have several rows. Every mean and deviation here weights a row by
+one over the number of rows of its sample, so a sample of four rows does not count four times.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ _NO_VARIANCE = 1e-6
 
 
 def _segments(ids_B: Tensor) -> tuple[Tensor, int]:
-    """Consecutive numbers for arbitrary ids, and how many there are."""
+    """Map arbitrary ids to consecutive numbers; also returns their count."""
     unique, index_B = torch.unique(ids_B, return_inverse=True)
     return index_B, int(unique.numel())
 
@@ -47,15 +47,15 @@ def baseline_and_scale(
     std_after_mean: bool = False,
     eps: float = 1e-6,
 ) -> tuple[Tensor, Tensor]:
-    """What is subtracted from each row's reward, and what the difference is multiplied by.
+    """Baseline that is subtracted from each row's reward, and factor of the difference.
 
     Group mean and deviation are GRPO's (arXiv 2402.03300, section 4.1.2); the group mean alone is Dr. GRPO's (arXiv
     2503.20783); leave-one-out is RLOO's (arXiv 2402.14740). With the group's mean, the batch's deviation of the rewards is Lite
     PPO's (arXiv 2508.08221), and that of the rewards less their group's mean REINFORCE++-baseline's (arXiv 2501.03262).
     Deviations are those of the population (no Bessel correction).
 
-    A sample that has nothing to be compared with (a group of one, a group or batch without variance where the level asks
-    for a deviation) gets scale 0, so that its advantage is 0 and never its raw reward.
+    A sample without a comparison (a group of one, or a group or batch without variance if the level uses a deviation) gets scale 0, so
+    its advantage is 0 and never its raw reward.
 
     Args:
         rewards_B: reward of each row.
@@ -63,8 +63,8 @@ def baseline_and_scale(
         sample_ids_B: rows with the same id belong to one sample.
         mean_level: ``group``, ``batch``, or ``none`` (not centred).
         std_level: ``group``, ``batch``, or ``none`` (not scaled). Deviations are taken around the mean of the same level.
-        leave_one_out: the mean that a sample is compared with leaves the sample itself out.
-        std_after_mean: the deviation is that of rewards less their baseline.
+        leave_one_out: exclude a sample from the mean that it is compared with.
+        std_after_mean: take the deviation of the rewards minus their baseline.
         eps: added to the deviation.
 
     Returns:
@@ -103,18 +103,18 @@ def baseline_and_scale(
 
 
 def find_estimator(config: PPOActorConfig) -> Estimator:
-    """The advantage estimator that ``config.adv_estimator`` names, with its arguments, as baseline and scale of each row.
+    """Find the advantage estimator that ``config.adv_estimator`` names and bind its arguments.
 
-    An estimator returns both, or the advantage of each row. Of an advantage the scale is 1 and the baseline is what remains,
-    so that with rewards per token a token's advantage is its row's, less what the row collected before the token.
+    An estimator returns baseline and scale of each row, or the advantage of each row. An advantage is converted to scale 1 and the
+    remaining baseline, so that with token rewards a token's advantage is its row's minus the rewards before the token.
 
     Returns:
-        A function of the shaped reward of each row (with ``token_rewards``: all that the row collects), ``group_ids_B`` and
-        ``sample_ids_B`` as for ``baseline_and_scale``. It returns baseline and scale, both ``[B]`` in the dtype of the rewards,
-        and raises ``TrainingError`` where the estimator returned something of another shape.
+        A function of the shaped reward of each row (with ``token_rewards``, the total reward of the row), ``group_ids_B`` and
+        ``sample_ids_B``. It returns baseline and scale, both ``[B]`` in the dtype of the rewards, and raises ``TrainingError`` if the
+        estimator returned another shape.
 
     Raises:
-        ConfigError: there is no such estimator, or it does not take the arguments.
+        ConfigError: the estimator is unknown or does not accept the arguments.
     """
     name, arguments, norm = config.adv_estimator, dict(config.adv_estimator_kwargs), config.adv_norm
     if name == "normalised":
@@ -153,7 +153,7 @@ def returns_to_go(token_rewards_BL: Tensor, mask_BL: Tensor) -> Tensor:
 
 
 def groups_without_variance(rewards_B: Tensor, group_ids_B: Tensor) -> tuple[Tensor, Tensor]:
-    """How many groups have rewards that are all equal (they train nothing under a group baseline), and how many there are."""
+    """Number of groups whose rewards are all equal (under a group baseline they train nothing), and number of all groups."""
     index_B, count = _segments(group_ids_B)
     rewards = rewards_B.double()
     low = rewards.new_full((count,), torch.inf).scatter_reduce_(0, index_B, rewards, "amin")

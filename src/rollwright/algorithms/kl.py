@@ -1,6 +1,6 @@
-"""KL to a reference, estimated from the tokens that the policy sampled.
+"""KL divergence to a reference, estimated from tokens that the policy sampled.
 
-Schulman, "Approximating KL Divergence" (2020): with x sampled from p, and r = q(x) / p(x), of KL(p || q).
+The estimators of KL(p || q) for x sampled from p, with r = q(x) / p(x), are those of Schulman, "Approximating KL Divergence" (2020).
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ def k3(logp_BL: Tensor, ref_logp_BL: Tensor) -> Tensor:
 
 
 def kl_estimate(logp_BL: Tensor, ref_logp_BL: Tensor, estimator: str) -> Tensor:
-    """KL(policy || reference) for each token, sampled from the policy.
+    """KL(policy || reference) for each token sampled from the policy.
 
     Args:
         logp_BL: log-probabilities of the tokens under the policy.
@@ -40,7 +40,7 @@ def kl_estimate(logp_BL: Tensor, ref_logp_BL: Tensor, estimator: str) -> Tensor:
         ``[B, L]``, in nats.
 
     Raises:
-        ConfigError: there is no such estimator.
+        ConfigError: the estimator is unknown.
     """
     return KL_ESTIMATORS.get(estimator)(logp_BL, ref_logp_BL)
 
@@ -48,9 +48,9 @@ def kl_estimate(logp_BL: Tensor, ref_logp_BL: Tensor, estimator: str) -> Tensor:
 def kl_loss(logp_BL: Tensor, ref_logp_BL: Tensor, estimator: str) -> Tensor:
     """The KL term of a loss: the estimate as its value, and a gradient that lowers the KL.
 
-    The derivative of k1 itself is the score function, whose mean is zero: as a loss it would be pure noise. Its value is
-    therefore kept and its gradient taken by the score function, ``k1 · ∇ log p``, which is that of k2 and an unbiased
-    estimate of the gradient of KL(policy || reference) on on-policy samples.
+    The derivative of k1 itself is the score function, whose mean is zero, so as a loss it would be pure noise. The value is therefore
+    k1 and the gradient ``k1 · ∇ log p``, which equals the gradient of k2 and on on-policy samples is an unbiased estimate of the
+    gradient of KL(policy || reference).
     """
     estimate_BL = kl_estimate(logp_BL, ref_logp_BL, estimator)
     if estimator != "k1":

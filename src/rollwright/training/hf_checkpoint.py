@@ -1,4 +1,4 @@
-"""Checkpoints in Hugging Face form: each rank reads its own part of the weights, and they are saved, one tensor at a time."""
+"""Hugging Face checkpoints: each rank loads its own shards of the weights, and a model is saved one tensor at a time."""
 
 from __future__ import annotations
 
@@ -31,14 +31,14 @@ _INDEX = "model.safetensors.index.json"
 
 @torch.no_grad()
 def load_weights(model: Any, path: str) -> None:
-    """Fill a model's parameters from a checkpoint. All ranks call it together.
+    """Load a model's parameters from a checkpoint. Collective.
 
     Args:
-        model: a Hugging Face model whose parameters have memory; sharded or not.
-        path: a model directory, or a Hugging Face name.
+        model: a Hugging Face model whose parameters are allocated, sharded or not.
+        path: a model directory, or a name on the Hugging Face Hub.
 
     Raises:
-        ConfigError: there is no checkpoint in safetensors files, or it is of another model.
+        ConfigError: there is no checkpoint in safetensors files, or it belongs to another model.
         LostRankError: another rank has ended.
     """
     files = _weight_files(path)
@@ -53,9 +53,9 @@ def load_weights(model: Any, path: str) -> None:
             reader.fs = _Files(files)
             with parallel.watched():
                 call_checkpoint(load, targets, storage_reader=reader, process_group=parallel.checkpoint_group())
-    except LostRankError:  # of an interrupt, perhaps: the files are not to blame
+    except LostRankError:  # perhaps after an interrupt; the files are not the cause
         raise
-    except (Exception, CheckpointException) as error:  # the cause stands in its text
+    except (Exception, CheckpointException) as error:  # the text names the cause
         raise ConfigError(f"{path} could not be read into a model of type {model.config.model_type!r}: {error}") from error
     for name, tensor in _converted_tensors(keys, files):
         own[by_name[name]].copy_(placed_like(tensor.to(own[by_name[name]].dtype), own[by_name[name]]))
@@ -63,13 +63,13 @@ def load_weights(model: Any, path: str) -> None:
     keys.remember()
     if missing := sorted(own.keys() - filled):
         raise ConfigError(
-            f"{path} has no weights for {len(missing)} tensors of the model, such as {missing[0]}: it is another architecture's, or "
-            "not complete."
+            f"{path} has no weights for {len(missing)} tensors of the model, such as {missing[0]}: it belongs to another architecture or is "
+            "incomplete."
         )
 
 
 def _names_of_same(model: Any) -> dict[str, str]:
-    """Of every name in the model's state, the one under which ``own_tensors`` has the tensor (tied ones have several)."""
+    """Map every name in the model's state to the name that ``own_tensors`` uses for it; tied tensors have several names."""
     first: dict[int, str] = {}
     names = {}
     for name, tensor in model.state_dict(keep_vars=True).items():
@@ -78,7 +78,7 @@ def _names_of_same(model: Any) -> dict[str, str]:
 
 
 def _weight_files(path: str) -> list[Path]:
-    """The checkpoint's safetensors files on this machine; the first rank fetches what is not here."""
+    """The checkpoint's safetensors files on this machine; rank 0 downloads missing ones first."""
     directory = Path(path)
     if not directory.is_dir():
         directory = Path(parallel.from_first_rank(lambda: _fetched(path)))
@@ -91,7 +91,7 @@ def _weight_files(path: str) -> list[Path]:
     files = [single] if single.is_file() else sorted(directory.glob("*.safetensors"))
     if not files:
         raise ConfigError(
-            f"{path} has no *.safetensors, from which a sharded model is read; load it once and write it with save_pretrained."
+            f"{path} has no *.safetensors files, which a sharded model is loaded from; load it once and write it with save_pretrained."
         )
     return files
 
@@ -106,7 +106,7 @@ def _fetched(name: str) -> str:
 
 
 class _Files(FileSystem):
-    """The files of a checkpoint; other safetensors may lie beside them."""
+    """The files of a checkpoint, without other safetensors files in their directory."""
 
     def __init__(self, files: list[Path]) -> None:
         self._files = files

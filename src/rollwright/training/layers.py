@@ -18,13 +18,13 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-#: Logits that are kept for the backward pass instead of computed again, in entries (64 MiB of float32).
+#: Number of logits that are kept for the backward pass instead of being recomputed (64 MiB of float32).
 _KEPT_LOGITS = 1 << 24
 
-#: Entries of a CPU's logits that softmax goes through at a time (1 MiB of float32, half of a core's second-level cache).
+#: Number of logits that softmax processes at a time on a CPU (1 MiB of float32, half of a core's second-level cache).
 _CACHED_LOGITS = 1 << 18
 
-#: Logits of one chunk, in entries (32 MiB of float32), where that is 1024 tokens or more.
+#: Number of logits in a chunk (32 MiB of float32); a chunk has at least 1024 tokens.
 _CHUNK_LOGITS = 1 << 23
 
 
@@ -41,13 +41,13 @@ def output_logprobs(
     """Log-probabilities of labels under an output layer, and entropies.
 
     Args:
-        head: from hidden states to logits; has a ``weight [V, H]``.
-        hidden_TH: of the tokens that predict the labels.
+        head: module that maps hidden states to logits; has a ``weight [V, H]``.
+        hidden_TH: hidden states of the tokens that predict the labels.
         labels_T: token ids.
-        temperature_T: what the logits are divided by.
-        with_entropy: compute entropies too, else they are 0.
-        entropy_gradient: they have one.
-        chunk_bytes: of the float32 logits that exist at a time.
+        temperature_T: divisor of the logits.
+        with_entropy: compute entropies; otherwise they are 0.
+        entropy_gradient: let gradients flow through the entropies.
+        chunk_bytes: size of the float32 logits that are held at a time.
 
     Returns:
         ``logprobs_T`` and ``entropy_T``, in nats.
@@ -81,9 +81,9 @@ def selected_logprobs(
     Args:
         logits_TV: unscaled logits, of any float type; the softmax is computed in float32 at least.
         labels_T: token ids.
-        temperature_T: what the logits are divided by.
-        with_entropy: compute the entropy too; else it is 0.
-        entropy_gradient: the entropy has one, which costs two more passes over the logits.
+        temperature_T: divisor of the logits.
+        with_entropy: compute the entropy; otherwise it is 0.
+        entropy_gradient: let gradients flow through the entropy, which costs two more passes over the logits.
 
     Returns:
         ``logprobs_T`` and ``entropy_T``, in nats.
@@ -114,7 +114,7 @@ class _SelectedLogprobs(torch.autograd.Function):
 
 
 class _LinearLogprobs(torch.autograd.Function):
-    """The same of an output layer without a bias, some tokens at a time: no gradient of all logits is ever held."""
+    """``_SelectedLogprobs`` of a linear output layer without bias, in chunks: the gradient of all logits is never held at once."""
 
     @staticmethod
     def forward(
@@ -152,7 +152,7 @@ class _LinearLogprobs(torch.autograd.Function):
                 each[here] for each in (hidden_TH, labels_T, temperature_T, normaliser_T, entropy_T)
             )
             grad_logprobs, grad_entropy = (None if grad is None else grad[here] for grad in (grad_logprobs_T, grad_entropy_T))
-            # Nobody else has the kept logits; a second backward pass would find them changed, and autograd would say so.
+            # The kept logits are changed in place; autograd reports an error if a second backward pass needs them.
             grad_CV = kept[number] if kept else hidden @ weight_VH.t()
             wide_CV = grad_CV.to(normaliser.dtype)
             _logits_to_gradient(wide_CV, labels, temperature, normaliser, entropy, grad_logprobs, grad_entropy)
@@ -173,7 +173,7 @@ def _rows_at_a_time(logits_TV: Tensor) -> int:
 
 
 def _softmax(logits_TV: Tensor, labels_T: Tensor, temperature_T: Tensor, with_entropy: bool) -> tuple[Tensor, Tensor, Tensor]:
-    """Log-probabilities of labels, logarithms of normalisers, entropies (0 where not asked for), each ``[T]``, float32 at least."""
+    """Log-probabilities of labels, log-normalisers and entropies (0 without ``with_entropy``), each ``[T]`` in at least float32."""
     wide = torch.promote_types(logits_TV.dtype, torch.float32)
     is_scaled = logits_TV.is_cuda or bool((temperature_T != 1).any())
     found = []
@@ -201,7 +201,7 @@ def _logits_to_gradient(
     grad_logprobs_T: Tensor | None,
     grad_entropy_T: Tensor | None,
 ) -> None:
-    """Replace logits by their gradient, in place."""
+    """Overwrite logits with their gradient."""
     if grad_logprobs_T is None:
         grad_logprobs_T = torch.zeros_like(normaliser_T)
     is_scaled = logits_TV.is_cuda or bool((temperature_T != 1).any())
@@ -225,12 +225,12 @@ def _logits_to_gradient(
 
 @torch.no_grad()
 def use_fast_layers(model: nn.Module) -> int:
-    """Replace a model's RMSNorm layers and the rotary positions of its attention, in place, where these compute the same.
+    """Replace a model's RMSNorm layers and the rotary positions of its attention in place if the replacement computes the same.
 
-    Architectures differ in what they call by one name (some add one to a norm's weight), so each layer is tried on other numbers first.
+    Architectures use one name for different computations (some add one to a norm's weight), so each layer is tried on a probe first.
 
     Returns:
-        How many layers were changed.
+        Number of replaced layers.
     """
     changed = 0
     for module in model.modules():
@@ -311,7 +311,7 @@ class _Rotation(torch.autograd.Function):
 def _rotate(
     theirs: Callable[..., tuple[Tensor, Tensor]], q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, unsqueeze_dim: int = 1
 ) -> tuple[Tensor, Tensor]:
-    if cos.shape[-1] != q.shape[-1]:  # only a part of each head is turned
+    if cos.shape[-1] != q.shape[-1]:  # partial rotary: only a part of each head is turned
         return theirs(q, k, cos, sin, unsqueeze_dim=unsqueeze_dim)
     cos, sin = cos.unsqueeze(unsqueeze_dim), sin.unsqueeze(unsqueeze_dim)
     return _Rotation.apply(q, cos, sin), _Rotation.apply(k, cos, sin)  # type: ignore[return-value]
@@ -321,7 +321,7 @@ _ROTATE = "apply_rotary_pos_emb"
 
 
 def _with_fast_rotation(module: nn.Module) -> Callable[..., Any] | None:
-    """An attention layer's forward pass with another ``apply_rotary_pos_emb``; None: it has none, or one that computes something else."""
+    """An attention layer's forward pass with the fast ``apply_rotary_pos_emb``; None if it has none or computes something else."""
     forward = type(module).forward
     theirs = getattr(forward, "__globals__", {}).get(_ROTATE)
     if theirs is None or _ROTATE not in forward.__code__.co_names or forward.__closure__:

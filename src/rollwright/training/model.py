@@ -1,4 +1,4 @@
-"""Models of transformers: load one, make a small new one (text, or text and images)."""
+"""Hugging Face models: load one, or make a small new one (text, or text and images)."""
 
 from __future__ import annotations
 
@@ -28,14 +28,14 @@ _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torc
 
 
 def resolve_device(name: str) -> torch.device:
-    """The device of a config: ``auto`` is the (local rank's) GPU where there is one, else the CPU."""
+    """Device of a config: ``auto`` is the local rank's GPU if there is one, otherwise the CPU."""
     if name == "auto":
         return torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else torch.device("cpu")
     return torch.device(name)
 
 
 def resolve_dtype(name: str, device: torch.device) -> torch.dtype:
-    """The compute type of a config: ``auto`` is bfloat16 on a GPU that has it, float32 elsewhere."""
+    """Compute type of a config: ``auto`` is bfloat16 on a GPU that supports it, otherwise float32."""
     if name == "auto":
         has_bfloat16 = device.type == "cuda" and torch.cuda.is_bf16_supported()
         return torch.bfloat16 if has_bfloat16 else torch.float32
@@ -45,16 +45,15 @@ def resolve_dtype(name: str, device: torch.device) -> torch.dtype:
 
 
 def load_model(config: TrainEngineConfig, *, dtype: torch.dtype | None = None, device: torch.device | None = None) -> nn.Module:
-    """Load a causal language model (or, where the architecture is one, an image-and-text model).
+    """Load a causal language model, or an image-and-text model if the architecture is one.
 
     Args:
-        config: where the model is and how it is run.
-        dtype: type of the parameters; None: float32 where ``config`` has an optimizer (the master weights), else the
-            compute type.
-        device: where it goes; None: as ``config`` says.
+        config: section of the model.
+        dtype: type of the parameters. None chooses float32 if ``config`` has an optimizer (master weights), otherwise the compute type.
+        device: device of the model. None uses the device of ``config``.
 
     Returns:
-        The model in evaluation mode, with dropout off: the log-probabilities of training are those of scoring.
+        The model in evaluation mode with dropout off, so training and scoring compute the same log-probabilities.
 
     Raises:
         ConfigError: there is no model at ``config.path``, or it needs code that ``trust_remote_code`` does not allow.
@@ -71,10 +70,10 @@ def load_model(config: TrainEngineConfig, *, dtype: torch.dtype | None = None, d
 
 
 def empty_model(config: TrainEngineConfig, dtype: torch.dtype) -> nn.Module:
-    """The model of a config without its weights: parameters on the meta device, which takes no memory; buffers are computed.
+    """Make the model of a config without weights: parameters are on the meta device and take no memory; buffers are computed.
 
     Raises:
-        ConfigError: as ``load_model``.
+        ConfigError: as for ``load_model``.
     """
 
     def make(builder: Any, model_config: Any, arguments: dict[str, Any]) -> nn.Module:
@@ -85,7 +84,7 @@ def empty_model(config: TrainEngineConfig, dtype: torch.dtype) -> nn.Module:
 
 
 def empty_copy(model: Any, dtype: torch.dtype) -> nn.Module:
-    """A model of another's architecture, as ``empty_model`` makes it; with the values of the other's buffers."""
+    """Make a model of the same architecture without weights, as ``empty_model`` does, and copy the buffers."""
     with _parameters_without_memory(), without_progress_bars():
         copied = _auto_class(model.config).from_config(copy.deepcopy(model.config), dtype=dtype)
     _switch_off_dropout(copied)
@@ -96,13 +95,13 @@ def empty_copy(model: Any, dtype: torch.dtype) -> nn.Module:
 
 
 def frozen_model(model: nn.Module, dtype: torch.dtype) -> nn.Module:
-    """A copy of a model with parameters of another type, never with two copies of one in the first; buffers stay as they are."""
+    """Copy a model with parameters of another type, without an intermediate copy in the old type; buffers keep their type."""
     copies: dict[int, Any] = {id(p): nn.Parameter(p.detach().to(dtype, copy=True), False) for p in model.parameters()}
     return copy.deepcopy(model, copies)
 
 
 def held_dtype(config: TrainEngineConfig, device: torch.device) -> torch.dtype:
-    """Type of the parameters: float32 where there is an optimizer (the master weights), else the compute type."""
+    """Type of the parameters: float32 with an optimizer (master weights), otherwise the compute type."""
     return torch.float32 if config.optimizer is not None else resolve_dtype(config.dtype, device)
 
 
@@ -126,7 +125,7 @@ def _made(config: TrainEngineConfig, dtype: torch.dtype, make: Callable[[Any, An
 
 @contextmanager
 def _parameters_without_memory() -> Iterator[None]:
-    """Parameters that modules register go to the meta device; buffers stay, as some are computed when they are made."""
+    """Register new parameters on the meta device. Buffers are kept, because some are computed on construction."""
     register = nn.Module.register_parameter
 
     def register_empty(module: nn.Module, name: str, parameter: nn.Parameter | None) -> None:
@@ -142,7 +141,7 @@ def _parameters_without_memory() -> Iterator[None]:
 
 
 def checkpoint_layers(model: nn.Module, layers: list[nn.Module], every: int) -> None:
-    """Recompute the activations of every ``every``-th layer in the backward pass, in training mode."""
+    """Recompute the activations of every ``every``-th layer in the backward pass (in training mode)."""
     options = {"use_reentrant": False, "context_fn": recomputed_alike(model)}
     model.activation_checkpointing_enable(activation_checkpointing_kwargs=options)  # type: ignore[operator]
     for number, layer in enumerate(layers):
@@ -189,30 +188,29 @@ def new_model(
     seed: int = 1,
     **config_overrides: Any,
 ) -> nn.Module:
-    """Make a model with random weights and write it in ordinary Hugging Face form.
+    """Make a model with random weights and write it as a Hugging Face checkpoint.
 
     Args:
-        directory: receives ``config.json``, ``generation_config.json``, ``model.safetensors`` and, where one is given, the
-            tokenizer's files.
+        directory: receives ``config.json``, ``generation_config.json``, ``model.safetensors`` and the tokenizer's files, if given.
         architecture: ``qwen3``, ``qwen2`` or ``llama``.
-        tokenizer: gives the vocabulary's size and the ids of begin, end and padding.
-        vocab_size: where there is no tokenizer, or to leave room in the vocabulary.
-        hidden_size: width.
-        intermediate_size: width of the feed-forward layers; None: three times ``hidden_size``, rounded up to 32.
-        num_hidden_layers: depth.
-        num_attention_heads: query heads.
-        num_key_value_heads: key and value heads; None: as many as query heads.
-        head_dim: size of a head; None: ``hidden_size / num_attention_heads``.
+        tokenizer: sets the vocabulary size and the ids of the begin, end and padding tokens.
+        vocab_size: vocabulary size without a tokenizer, or a larger one than the tokenizer's.
+        hidden_size: width of the model.
+        intermediate_size: width of the feed-forward layers. None: three times ``hidden_size``, rounded up to a multiple of 32.
+        num_hidden_layers: number of layers.
+        num_attention_heads: number of query heads.
+        num_key_value_heads: number of key and value heads. None: as many as query heads.
+        head_dim: size of a head. None: ``hidden_size / num_attention_heads``.
         max_position_embeddings: longest sequence.
-        tie_word_embeddings: one matrix for input and output.
-        seed: of the random weights; nothing else is disturbed.
+        tie_word_embeddings: use one matrix for input and output embeddings.
+        seed: seed of the weights; global random states do not change.
         **config_overrides: further keys of the architecture's configuration.
 
     Returns:
         The model, float32 on the CPU.
 
     Raises:
-        ConfigError: the architecture is unknown, or sizes do not fit.
+        ConfigError: the architecture is unknown, or sizes are inconsistent.
     """
     import transformers
 
@@ -256,7 +254,7 @@ def _write_new(auto_class: Any, model_config: Any, directory: str | Path, seed: 
 
 
 def parameter_count(model: nn.Module) -> int:
-    """Number of parameters, tied ones counted once."""
+    """Number of parameters; tied ones count once."""
     return sum(parameter.numel() for parameter in model.parameters())
 
 
@@ -274,20 +272,20 @@ def new_vision_model(
     tie_word_embeddings: bool = True,
     seed: int = 1,
 ) -> nn.Module:
-    """Make a Qwen2-VL with random weights; written with tokenizer and image processor.
+    """Make a Qwen2-VL model with random weights and write it with its tokenizer and image processor.
 
     Args:
         directory: receives model, tokenizer and ``preprocessor_config.json``.
-        tokenizer: has the image tokens (``rollwright.data.vision.VISION_PIECES``).
-        vision: the part that sees; None: its defaults.
+        tokenizer: tokenizer with the image tokens (``rollwright.data.vision.VISION_PIECES``).
+        vision: vision tower of the new model. None uses the defaults.
         hidden_size, intermediate_size, num_hidden_layers, num_attention_heads, num_key_value_heads,
-        max_position_embeddings, tie_word_embeddings, seed: of the part that reads and writes; as for ``new_model``.
+        max_position_embeddings, tie_word_embeddings, seed: of the language model; as for ``new_model``.
 
     Returns:
         The model, float32 on the CPU.
 
     Raises:
-        ConfigError: the tokenizer has no image tokens, or sizes do not fit.
+        ConfigError: the tokenizer has no image tokens, or sizes are inconsistent.
     """
     import transformers
 
@@ -299,7 +297,7 @@ def new_vision_model(
         if width % heads or (width // heads) % 4:
             raise ConfigError(f"{name}={heads} does not divide the width {width} into heads of a multiple of 4; change one.")
     half = hidden_size // num_attention_heads // 2
-    sections = [half - 2 * (half * 3 // 8), half * 3 // 8, half * 3 // 8]  # time, height, width, as Qwen2-VL shares them out
+    sections = [half - 2 * (half * 3 // 8), half * 3 // 8, half * 3 // 8]  # time, height, width, in the proportions of Qwen2-VL
     config = transformers.Qwen2VLConfig(
         text_config={
             "vocab_size": len(tokenizer),

@@ -1,4 +1,4 @@
-"""Optimizers by name, schedules, and what a checkpoint keeps of both."""
+"""Optimizers by name, the learning-rate schedule, and their state in a checkpoint."""
 
 from __future__ import annotations
 
@@ -19,10 +19,10 @@ from rollwright.training.recovery_checkpoint import ModelTensors, fill
 
 
 def make_optimizer(model: nn.Module, config: OptimizerConfig) -> torch.optim.Optimizer:
-    """The optimizer of a config over the parameters that train; weight decay only on matrices, not on norms and biases.
+    """Make the optimizer of a config over the trainable parameters. Weight decay applies to matrices, not to norms and biases.
 
     Raises:
-        ConfigError: there is no optimizer of that name, or it does not take its arguments.
+        ConfigError: the optimizer is unknown or does not accept the arguments.
     """
     trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
     groups = [
@@ -44,12 +44,12 @@ def make_optimizer(model: nn.Module, config: OptimizerConfig) -> torch.optim.Opt
 
 
 def adamw_8bit(groups: list[dict[str, Any]], **arguments: Any) -> torch.optim.Optimizer:
-    """AdamW of torchao with moments in eight bits (arXiv 2110.02861)."""
+    """torchao's AdamW with 8-bit moments (arXiv 2110.02861)."""
     return _of_torchao("AdamW8bit", groups, arguments)
 
 
 def adamw_4bit(groups: list[dict[str, Any]], **arguments: Any) -> torch.optim.Optimizer:
-    """AdamW of torchao with moments in four bits (arXiv 2309.01507)."""
+    """torchao's AdamW with 4-bit moments (arXiv 2309.01507)."""
     return _of_torchao("AdamW4bit", groups, arguments)
 
 
@@ -62,15 +62,15 @@ def _of_torchao(name: str, groups: list[dict[str, Any]], arguments: dict[str, An
 
 
 def learning_rate_factor(step: int, config: OptimizerConfig, total_steps: int | None) -> float:
-    """What the peak learning rate is multiplied by in a step.
+    """Factor of the peak learning rate in a step.
 
     Args:
-        step: steps already made; 0 in the first.
-        config: warm-up, schedule and where it ends.
-        total_steps: steps of the run; None where unknown, which only a constant rate without warm-up allows.
+        step: number of steps already made, 0 in the first step.
+        config: section with warm-up, schedule and minimum.
+        total_steps: steps of the run. None if unknown, which requires a constant rate without warm-up.
 
     Returns:
-        Warm-up grows linearly and reaches 1 in its last step, so that no step is made at rate 0.
+        The factor. Warm-up is linear and reaches 1 in its last step, so no step has rate 0.
     """
     if total_steps is None:
         return 1.0
@@ -87,10 +87,10 @@ def learning_rate_factor(step: int, config: OptimizerConfig, total_steps: int | 
 def make_scheduler(
     optimizer: torch.optim.Optimizer, config: OptimizerConfig, ft_spec: FinetuneSpec | None
 ) -> torch.optim.lr_scheduler.LambdaLR:
-    """The schedule of a run.
+    """Make the learning-rate schedule of a run.
 
     Raises:
-        ConfigError: the schedule depends on the length of the run, and that is not known.
+        ConfigError: the schedule depends on the length of the run, which is unknown.
     """
     total = ft_spec.total_steps if ft_spec is not None else None
     if not total and (config.lr_scheduler_type != "constant" or config.warmup_steps_proportion > 0):
@@ -103,7 +103,7 @@ def make_scheduler(
 
 
 def set_learning_rate(group: dict[str, Any], rate: float) -> None:
-    """Set the rate of a parameter group, which some optimizers hold as a tensor."""
+    """Set the learning rate of a parameter group; some optimizers hold it as a tensor."""
     if isinstance(group["lr"], Tensor):
         group["lr"].fill_(rate)
     else:
@@ -113,9 +113,9 @@ def set_learning_rate(group: dict[str, Any], rate: float) -> None:
 def optimizer_state(
     model: nn.Module, optimizer: torch.optim.Optimizer, scheduler: torch.optim.lr_scheduler.LambdaLR
 ) -> dict[str, Any]:
-    """Moments by parameter name as they are (each rank's part), schedule and learning rates.
+    """Optimizer moments by parameter name (each rank's shards), schedule and learning rates.
 
-    Moments of fewer bits are kept as float32, and rounded once more when they are read.
+    Quantised moments are saved as float32 and rounded again when they are loaded.
     """
     moments: dict[str, Any] = {}
     for name, parameter in model.named_parameters():
@@ -136,7 +136,7 @@ def load_optimizer_state(
     scheduler: torch.optim.lr_scheduler.LambdaLR,
     state: dict[str, Any],
 ) -> None:
-    """Set optimizer and schedule to what ``optimizer_state`` gave, or to what was written of it."""
+    """Restore optimizer and schedule from what ``optimizer_state`` returned or a checkpoint holds."""
     _allocate_state(optimizer)
     pairs: list[tuple[Any, Tensor]] = []
     quantised: list[tuple[Tensor, Tensor]] = []
@@ -163,7 +163,7 @@ def load_optimizer_state(
 
 @torch.no_grad()
 def _allocate_state(optimizer: torch.optim.Optimizer) -> None:
-    """Have an optimizer make its state, by a step of rate 0 along a gradient of 0."""
+    """Make an optimizer allocate its state by a step with learning rate 0 and gradient 0."""
     if optimizer.state:
         return
     rates = [float(group["lr"]) for group in optimizer.param_groups]

@@ -1,4 +1,4 @@
-"""Direct preference optimisation of a model against a frozen reference."""
+"""Train a model with direct preference optimisation (DPO) against a frozen reference."""
 
 from __future__ import annotations
 
@@ -15,28 +15,28 @@ from rollwright.training.engine import TrainEngine, trained_tokens
 class PreferenceEngine(TrainEngine):
     """A model that learns which of two replies to prefer.
 
-    The loss of a pair depends on both its rows, which micro-batches and their order by length may separate. So the rows are scored
-    first, and the loss is differentiated by their log-probabilities; the backward pass then weighs each row's tokens by that
-    derivative. It is the same gradient (the chain rule, in two steps), for one more forward pass.
+    The loss of a pair depends on both of its rows, which may be in different micro-batches. So the rows are scored first and the loss is
+    differentiated with respect to their log-probabilities; the backward pass then weights the tokens of each row by this derivative. By
+    the chain rule the gradient is the same, at the cost of one more forward pass.
     """
 
     needs_reference = True
 
     def dpo_update(self, batch: Trajectory, *, beta: float = 0.1, label_smoothing: float = 0.0) -> dict[str, float]:
-        """One optimizer step of DPO (arXiv 2305.18290, eq. 7).
+        """Take one optimizer step of DPO (arXiv 2305.18290, eq. 7).
 
         Args:
             batch: ``input_ids``, ``attention_mask`` and ``loss_mask`` (the replies), all ``[2P, L]``: row 2i is the preferred reply
-                of pair i, row 2i + 1 the other. ``ref_logp [2P, L]`` is used where it is there, else computed.
+                of pair i, row 2i + 1 the other. ``ref_logp [2P, L]`` is computed if absent.
             beta: strength of the pull towards the reference.
-            label_smoothing: share of pairs taken to be the wrong way round.
+            label_smoothing: assumed share of pairs with swapped labels.
 
         Returns:
             ``loss`` (mean over pairs), ``accuracy`` (share of pairs with a positive margin), ``margin``, ``chosen_logp`` and
-            ``rejected_logp`` (nats a reply), ``grad_norm``, ``skipped_steps``, ``pairs`` and ``lr``.
+            ``rejected_logp`` (nats per reply), ``grad_norm``, ``skipped_steps``, ``pairs`` and ``lr``.
 
         Raises:
-            TrainingError: the rows are no pairs, or a reply has no token.
+            TrainingError: the rows are not pairs, or a reply has no token.
         """
         assert self.reference is not None
         batch = tensor_container_to(dict(batch), self.device)

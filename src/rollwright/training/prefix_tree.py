@@ -86,13 +86,13 @@ class SortedRows:
     """The rows of a batch, group by group, sorted so that each shares its longest prefix with the row before it.
 
     Args:
-        batch: ``input_ids [B, L]`` and, where there are, ``attention_mask``, ``position_ids``, ``branch_ids``, ``group_ids``, pictures.
-        picture_ids: tokens that stand for pictures. A row shares those of all its pictures or of none.
+        batch: ``input_ids [B, L]`` and, if present, ``attention_mask``, ``position_ids``, ``branch_ids``, ``group_ids`` and images.
+        picture_ids: placeholder tokens of images. A row shares the tokens of all its images or of none.
 
     Attributes:
         order: row numbers.
         lengths: tokens of each row, in that order.
-        shared: tokens that each has in common with the row before it, in that order; 0 for the first.
+        shared: number of tokens that each row shares with the row before it, in that order; 0 for the first.
     """
 
     def __init__(self, batch: Trajectory, picture_ids: Sequence[int] = ()) -> None:
@@ -123,34 +123,34 @@ class SortedRows:
 
     @property
     def distinct(self) -> int:
-        """Distinct tokens of all rows together."""
+        """Number of distinct tokens of all rows."""
         return int((self.lengths - self.shared).sum())
 
     def tokens_of_groups(self) -> dict[int, int]:
-        """Distinct tokens of each group by its id, counted alone."""
+        """Number of distinct tokens of each group by id, counted without the other groups."""
         tokens: dict[int, int] = {}
         for group, length, shared in zip(self._group.tolist(), self.lengths.tolist(), self.shared.tolist(), strict=True):
             tokens[group] = tokens[group] + length - shared if group in tokens else length
         return tokens
 
     def parts(self, spec: MicroBatchSpec, *, at_least: int = 1) -> list[list[int]]:
-        """Divide the rows into micro-batches by a budget of distinct tokens, by whole groups where they fit.
+        """Divide the rows into micro-batches by a budget of distinct tokens, by whole groups if they fit.
 
-        A group that does not fit is cut between rows, and the path above the cut is computed in both parts.
+        A group that does not fit is split between rows, and the path above the split is computed in both parts.
 
         Args:
             spec: the budget, and the smallest number of micro-batches.
-            at_least: a further smallest number; where there are not enough rows, empty micro-batches fill up.
+            at_least: another minimum. If there are not enough rows, empty micro-batches are added.
 
         Returns:
-            Places in ``order`` of each part's rows; every row is in exactly one. A row above the budget is alone in its own.
+            For each part, the indices into ``order`` of its rows; every row is in exactly one part. A row above the budget is alone.
         """
         budget, fresh = spec.max_tokens_per_mb, (self.lengths - self.shared).tolist()
         edges = [0, *(np.flatnonzero(np.diff(self._group)) + 1).tolist(), len(self.order)]
         starts, used = [0], 0
         for begin, end in itertools.pairwise(edges):
             alone = int(self.lengths[begin]) + sum(fresh[begin + 1 : end])
-            if begin and alone <= budget < used + sum(fresh[begin:end]):  # the whole group goes into a part of its own
+            if begin and alone <= budget < used + sum(fresh[begin:end]):  # start a part for the whole group
                 starts.append(begin)
                 used = int(self.lengths[begin]) - fresh[begin]
             for index in range(begin, end):
@@ -186,11 +186,11 @@ def _same_pictures(one: dict[str, Tensor], other: dict[str, Tensor]) -> bool:
 
 
 def build(batch: Trajectory, shared: Sequence[int] | None = None) -> PrefixTree:
-    """The tree of a micro-batch, on the device of ``input_ids``.
+    """Build the tree of a micro-batch, on the device of ``input_ids``.
 
     Args:
-        batch: its rows.
-        shared: tokens that each row has in common with the row before it; None: found out, in the order that shares most.
+        batch: rows of the micro-batch.
+        shared: number of tokens that each row shares with the row before it. None computes it, in the order that shares most.
     """
     if shared is None:
         rows = SortedRows(batch)
@@ -217,7 +217,7 @@ def build(batch: Trajectory, shared: Sequence[int] | None = None) -> PrefixTree:
         predictor_BL[row, 1:length] = place_BL[row, : length - 1]
         repeated_BL[row, :common] = True
         for start, visible in [(0, np.arange(length))] if branches is None else _segments(branches[row, :length]):
-            if start:  # the first token of a branch is predicted by the last that it sees
+            if start:  # the first token of a branch is predicted by the last token it sees
                 earlier = visible[visible < start]
                 predictor_BL[row, start] = place_BL[row, earlier[-1]] if len(earlier) else 0
             fresh = visible[visible >= max(start, common)]
@@ -225,7 +225,7 @@ def build(batch: Trajectory, shared: Sequence[int] | None = None) -> PrefixTree:
                 continue
             places = place_BL[row, visible]
             start, end = int(places[-len(fresh)]), int(places[-1]) + 1
-            if branches is None and common and place_BL[row, common - 1] == tokens - 1:  # it goes on where the last run ends
+            if branches is None and common and place_BL[row, common - 1] == tokens - 1:  # continues the last run
                 runs[-1].end = end
             else:
                 runs.append(TokenRun(start, end, places[: -len(fresh)]))
@@ -252,7 +252,7 @@ def build(batch: Trajectory, shared: Sequence[int] | None = None) -> PrefixTree:
 
 
 def _ends(sources: list[tuple[int, int, int]], tokens: int) -> np.ndarray:
-    """The place after the last token below each token, from (row, columns shared with the row before, columns)."""
+    """Index after the last descendant of each token, from (row, columns shared with the row before, columns)."""
     ends_T = np.empty(tokens, dtype=np.int64)
     below_L = np.full(max(length for *_, length in sources), tokens)  # of the tokens of the rows that come later
     last = tokens
@@ -269,7 +269,7 @@ def _put(array: np.ndarray, device: torch.device) -> Tensor:
 
 
 def _segments(branches_L: np.ndarray) -> list[tuple[int, np.ndarray]]:
-    """Runs of one branch in a row: where each starts, and the columns that its last token sees (see ``experience.branches``)."""
+    """Runs of one branch in a row: the start of each and the columns that its last token sees (see ``experience.branches``)."""
     length = len(branches_L)
     starts = [0, *(np.flatnonzero(np.diff(branches_L)) + 1).tolist()]
     result = []
@@ -280,17 +280,17 @@ def _segments(branches_L: np.ndarray) -> list[tuple[int, np.ndarray]]:
     return result
 
 
-#: What a call costs before it computes anything, forward and backward, in products of a query and a key. Measured by
+#: Fixed cost of a call, forward and backward, in products of a query and a key. Measured by
 #: ``benchmarks/shared_prefixes.py --costs`` on two cores of a Xeon under load, for 4 to 16 heads of 16 to 128: 1,700 to 10,600, median 5,500.
 _CALL_COST = 5_000
 
-#: What it costs to copy a token into a call and its gradient back, in the same unit. Measured in the same runs: 24 to 145, median 60.
+#: Cost of copying a token into a call and its gradient back, in the same unit. Measured in the same runs: 24 to 145, median 60.
 _COPY_COST = 60
 
 
 @dataclass
 class TokenRun:
-    """Tokens ``start`` to ``end`` of the layout, and the places of the tokens before them that they see."""
+    """A run: tokens ``start`` to ``end`` of the layout and the places of the earlier tokens that they see."""
 
     start: int
     end: int
@@ -298,7 +298,7 @@ class TokenRun:
 
     @property
     def tokens(self) -> int:
-        """How many."""
+        """Number of tokens."""
         return self.end - self.start
 
 
@@ -308,11 +308,11 @@ class AttentionCall:
 
     Attributes:
         pieces: ``N``.
-        queries: their places in the layout, ``[N, Q]``, or a slice of ``N * Q`` places.
-        keys: the same, ``[N, K]``.
-        is_causal: query ``i`` sees the keys up to ``i``; else all that ``allowed`` leaves.
-        allowed: ``[N or 1, 1, Q, K]`` bool.
-        padding: ``[N, Q]`` bool, the queries that are no tokens; None: all are.
+        queries: places of the queries in the layout, ``[N, Q]``, or a slice of ``N * Q`` places.
+        keys: places of the keys, ``[N, K]``, or a slice.
+        is_causal: query ``i`` sees the keys up to ``i``. If False, it sees the keys that ``allowed`` permits.
+        allowed: ``[N or 1, 1, Q, K]`` bool; None permits all keys.
+        padding: ``[N, Q]`` bool, True for padding; None if there is none.
     """
 
     pieces: int
@@ -326,16 +326,19 @@ class AttentionCall:
 def attention_calls(
     runs: Sequence[TokenRun], ends_T: np.ndarray, branches_T: np.ndarray | None, device: torch.device
 ) -> tuple[list[AttentionCall], list[AttentionCall]]:
-    """The calls of a layout.
+    """Divide the attention of a layout into calls: which queries attend to which keys together.
+
+    Earlier tokens that many runs see are attended to by all their queries in one *shared* call, which needs no mask and no copies. The
+    rest of each run is its *own* call. The results of a query in several calls are merged.
 
     Args:
-        runs: in the order of the layout, which they cover.
-        ends_T: the place after the last token below each token.
-        branches_T: of each token; None: there are none.
-        device: where the places go.
+        runs: all runs, in the order of the layout.
+        ends_T: index after the last descendant of each token.
+        branches_T: branch of each token; None if there are no branches.
+        device: device of the places.
 
     Returns:
-        Own calls, which together have each token as a query once, and shared ones.
+        Own calls, in which each token is a query exactly once, and shared calls.
     """
     shared, is_shared_T = [], np.zeros(len(ends_T), dtype=bool)
     for first, last, start, end in _common_ancestors(runs, ends_T, branches_T):
@@ -352,25 +355,25 @@ def attention_calls(
 def _common_ancestors(
     runs: Sequence[TokenRun], ends_T: np.ndarray, branches_T: np.ndarray | None
 ) -> list[tuple[int, int, int, int]]:
-    """Tokens ``first`` to ``last`` that all tokens from ``start`` to ``end`` see, where one call for them saves more than it costs."""
+    """Tokens ``first`` to ``last`` that all tokens from ``start`` to ``end`` see, if one call for them saves more than it costs."""
     starts = np.array([run.start for run in runs])
     found = []
     for number, run in enumerate(runs):
         if branches_T is not None and branches_T[run.start]:
-            continue  # not all that comes below a branch sees it
+            continue  # not every token after a branch sees it
         ends = ends_T[run.start : run.end]
         edges = [0, *(np.flatnonzero(np.diff(ends)) + 1).tolist(), len(ends)]
         for first, last in itertools.pairwise(edges):
             end = int(ends[first])
             below = int(np.searchsorted(starts, end)) - number - 1
-            merged = _COPY_COST * (end - run.end)  # merging two results of a query costs about what a copy does
+            merged = _COPY_COST * (end - run.end)  # merging two results of a query costs about as much as a copy
             if _COPY_COST * (last - first) * below > merged + _CALL_COST:
                 found.append((run.start + first, run.start + last, run.end, end))
     return found
 
 
 def _stretches(runs: Sequence[TokenRun]) -> tuple[list[list[TokenRun]], list[TokenRun]]:
-    """Neighbours of one length, whose call needs no copies; and what is too short for a call of its own."""
+    """Neighbouring runs of equal length, whose call needs no copies, and the runs that are too short for a call of their own."""
     stretches: list[list[TokenRun]] = []
     for run in runs:
         if stretches and stretches[-1][-1].end == run.start and stretches[-1][-1].tokens == run.tokens:
@@ -383,7 +386,7 @@ def _stretches(runs: Sequence[TokenRun]) -> tuple[list[list[TokenRun]], list[Tok
 
 
 def _together(runs: Sequence[TokenRun]) -> list[list[TokenRun]]:
-    """Runs of about one size share a call: padding and copies cost less than another call."""
+    """Group runs of similar size into one call each, if padding and copies cost less than another call."""
     parts: list[list[TokenRun]] = []
     widest = most = work = 0
     for run in sorted(runs, key=lambda run: (-run.tokens, -len(run.ancestors))):
@@ -401,7 +404,7 @@ def _together(runs: Sequence[TokenRun]) -> list[list[TokenRun]]:
 
 
 def _joined(runs: Sequence[TokenRun], device: torch.device) -> AttentionCall:
-    """One call of several runs, padded to the longest. Padding stands for place 0 and sees what the last query of its run sees."""
+    """One call of several runs, padded to the longest. Padding queries use place 0 and see what the last query of their run sees."""
     q_N1 = np.array([[run.tokens] for run in runs])
     k_N1 = np.array([[run.tokens + len(run.ancestors)] for run in runs])
     Q, K = int(q_N1.max()), int(k_N1.max())
@@ -409,7 +412,7 @@ def _joined(runs: Sequence[TokenRun], device: torch.device) -> AttentionCall:
     for n, run in enumerate(runs):
         queries_NQ[n, : run.tokens] = np.arange(run.start, run.end)
         keys_NK[n, : k_N1[n, 0]] = np.concatenate([run.ancestors, np.arange(run.start, run.end)])
-    is_causal = bool((q_N1 == k_N1).all())  # which does not reach the padding to the right
+    is_causal = bool((q_N1 == k_N1).all())  # causal queries do not reach the padding to their right
     allowed = None
     if not is_causal:
         last_NQ = np.minimum(k_N1 - q_N1 + np.arange(Q), k_N1 - 1)

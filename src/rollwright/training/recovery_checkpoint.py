@@ -1,15 +1,15 @@
-"""Recover checkpoints: everything that a run continues from, written whole or not at all, and read without pickle.
+"""Recovery checkpoints: the whole state that a run resumes from, written atomically and read without pickle.
 
-A state is a nested dict whose leaves are tensors or JSON values. The tensors of models (``ModelTensors``) are written to ``parts/``
-by ``torch.distributed.checkpoint``, each rank its own part, as safetensors; the first rank writes other tensors to
-``state.safetensors`` and the rest to ``state.json``. ``checksums.json`` has a checksum of each file, so that damage is noticed and
-never loaded. The states of the random generators are part of it.
+A state is a nested dict whose leaves are tensors or JSON values. ``torch.distributed.checkpoint`` writes the tensors of models
+(``ModelTensors``) to ``parts/`` as safetensors, each rank its own shards; rank 0 writes other tensors to ``state.safetensors`` and the
+rest to ``state.json``. ``checksums.json`` has a checksum of each file, so damage is noticed and never loaded. The state includes those of
+the random generators.
 
 Invariants:
 
-* a checkpoint can be found when every rank has written its part, and not before;
-* no rank holds more than its own part, when it is written (beside one copy of it, in the background) and when it is read;
-* any number of ranks can read what another number has written.
+* a checkpoint becomes visible only after every rank has written its part;
+* no rank holds more than its own part (and one copy of it during a write in the background), neither in writing nor in reading;
+* a checkpoint can be read by another number of ranks than wrote it.
 """
 
 from __future__ import annotations
@@ -52,17 +52,17 @@ _TENSOR, _PART, _SHAPE = "__tensor__", "__part__", "shape"
 _FORMAT = 3
 _PARTS = "parts"
 _FILES = ("state.json", "state.safetensors")
-#: A rank writes its part to files of at least so many bytes, and at most so many files; one file's bytes are held a second time.
+#: Smallest size of a rank's files in bytes, and their largest number. A second copy of one file is held in memory while it is written.
 _FILE_BYTES, _MOST_FILES = 64 << 20, 16
 
 
 class ModelTensors(dict[str, Any]):
-    """Tensors by name (in further dicts, too) of which each rank has its own part, or all ranks the same."""
+    """Tensors by name, also in nested dicts, that are sharded over ranks or equal on all ranks."""
 
 
 @dataclass(frozen=True)
 class SavedTensor:
-    """A tensor in a checkpoint, which is read where it is to go: see ``fill``."""
+    """Reference to a tensor in a checkpoint; ``fill`` reads it into its target."""
 
     directory: Path
     name: str
@@ -71,10 +71,10 @@ class SavedTensor:
 
 @torch.no_grad()
 def fill(pairs: Iterable[tuple[Tensor | SavedTensor, Tensor]]) -> None:
-    """Copy values into tensors that exist, each rank its own part of those that are sharded. All ranks call it together.
+    """Copy values into existing tensors; each rank copies its own shards. Collective.
 
     Args:
-        pairs: of a value and its target. A value is a tensor that is sharded as its target, or whole; or it is in a checkpoint.
+        pairs: values and their targets. A value is a whole tensor, a tensor sharded like its target, or a ``SavedTensor``.
 
     Raises:
         CheckpointError: a checkpoint lacks a tensor, or cannot be read.
@@ -108,19 +108,19 @@ def write_state(
     before_visible: Callable[[], object] | None = None,
     in_background: bool = False,
 ) -> Future[None]:
-    """Write a nested dict of tensors and JSON values; the directory appears whole or not at all. All ranks call it together.
+    """Write a nested dict of tensors and JSON values. The directory appears atomically. Collective.
 
     Args:
-        directory: is replaced where it exists.
-        state: of the first rank; of the others, only ``ModelTensors`` count.
-        before_visible: called on the first rank when all is written and before it can be found.
-        in_background: return when the parts are copied, which then are written beside the training; else when all is written.
+        directory: target directory; replaced if it exists.
+        state: the state. On ranks other than 0 only ``ModelTensors`` are written.
+        before_visible: called on rank 0 after all files are written and before the checkpoint becomes visible.
+        in_background: return after the shards are copied, and write them while training continues.
 
     Returns:
-        Is done when the directory is there; its error is that of any rank.
+        A future that is done when the checkpoint is visible, or has the error of any rank.
 
     Raises:
-        CheckpointError: it could not be written (not in the background).
+        CheckpointError: the checkpoint could not be written (only without ``in_background``).
     """
     tensors: dict[str, Tensor] = {}
     parts: dict[str, Tensor] = {}
@@ -174,7 +174,7 @@ def write_state(
 
 
 class _PartWriter(HuggingFaceStorageWriter):
-    """Writes this rank's part with a checksum of each file; the first rank then makes the whole checkpoint visible."""
+    """Writes this rank's shards with a checksum of each file; rank 0 then makes the checkpoint visible."""
 
     def __init__(self, path: Path, files: dict[str, int], finish: Callable[[], None]) -> None:
         super().__init__(str(path), fqn_to_index_mapping=files, save_distributed=True)
@@ -194,7 +194,7 @@ class _PartWriter(HuggingFaceStorageWriter):
 
 
 def _files_of(parts: dict[str, Tensor]) -> dict[str, int]:
-    """In which of its files a rank writes each tensor."""
+    """Number of the file that a rank writes each tensor to."""
     files, number, size = {}, 1, 0
     most = max(_FILE_BYTES, sum(local_tensor(tensor).nbytes for tensor in parts.values()) // _MOST_FILES)
     for name, tensor in parts.items():
@@ -206,7 +206,7 @@ def _files_of(parts: dict[str, Tensor]) -> dict[str, int]:
 
 
 def _causes(failure: BaseException) -> dict[int, BaseException]:
-    """What each rank that failed raised; torch hides it in an exception of its own."""
+    """Exceptions of the failed ranks by rank; torch wraps them in its own exception."""
     return (
         {rank: error for rank, (error, _) in failure.failures.items()}
         if isinstance(failure, CheckpointException)
@@ -229,7 +229,7 @@ def _separate(value: Any, path: str, tensors: dict[str, Tensor], parts: dict[str
     if isinstance(value, dict):
         if not all(isinstance(key, str) for key in value):
             raise CheckpointError(
-                f"The checkpoint state has keys at {path or 'its root'} that are not text: {list(value)[:3]}."
+                f"The checkpoint state has keys at {path or 'its root'} that are not strings: {list(value)[:3]}."
             )
         return {key: _separate(entry, f"{path}/{key}", tensors, parts, in_model=in_model) for key, entry in value.items()}
     if isinstance(value, list | tuple):
@@ -241,10 +241,10 @@ def _separate(value: Any, path: str, tensors: dict[str, Tensor], parts: dict[str
 
 
 def read_state(directory: str | Path) -> dict[str, Any]:
-    """Read what ``write_state`` wrote: the tensors of models as ``SavedTensor``, others on the CPU.
+    """Read a state that ``write_state`` wrote. Tensors of models become ``SavedTensor``; others are read to the CPU.
 
     Raises:
-        CheckpointError: there is no checkpoint, it is damaged, or it is of another format.
+        CheckpointError: there is no checkpoint, it is damaged, or it has another format.
     """
     directory = Path(directory)
     check_state(directory)
@@ -274,8 +274,8 @@ def check_state(directory: Path, *, share: int = 0, shares: int = 1) -> None:
     """Compare the files of a state with their checksums.
 
     Args:
-        directory: of the state.
-        share, shares: which of how many parts of the files: ranks check one each.
+        directory: directory of the state.
+        share, shares: check every ``shares``-th file from ``share`` on, so that ranks divide the files.
 
     Raises:
         CheckpointError: a file is damaged or missing.
@@ -315,17 +315,17 @@ def _reunite(value: Any, tensors: dict[str, Tensor], directory: Path) -> Any:
 
 
 class RecoverCheckpoints:
-    """The recover checkpoints of a run: ``step_00000012`` and so on in one directory, the newest few kept."""
+    """Recovery checkpoints of a run: ``step_00000012`` and so on in one directory; only the newest are kept."""
 
     _NAME = re.compile(r"step_(\d{8,})")
 
     def __init__(self, directory: str | Path, keep: int = 2, *, in_background: bool = False) -> None:
         """
         Args:
-            directory: where they are kept; made when the first is written. All ranks see it.
-            keep: how many of the newest stay.
-            in_background: ``save`` returns when this rank's part is copied; what is written then is waited for by the next
-                ``save``, by ``load`` and by ``wait``.
+            directory: directory of the checkpoints, visible to all ranks; created by the first ``save``.
+            keep: number of checkpoints to keep.
+            in_background: ``save`` returns after this rank's shards are copied. The next ``save``, ``load`` or ``wait`` waits for the
+                write to finish.
         """
         self.directory = Path(directory)
         self.keep = keep
@@ -333,29 +333,29 @@ class RecoverCheckpoints:
         self._written: tuple[int, Future[None]] | None = None
 
     def steps(self) -> list[int]:
-        """Steps that have a whole checkpoint, ascending."""
+        """Steps that have a complete checkpoint, ascending."""
         if not self.directory.is_dir():
             return []
         found = (self._NAME.fullmatch(path.name) for path in self.directory.iterdir() if path.is_dir())
         return sorted(int(match[1]) for match in found if match)
 
     def path(self, step: int) -> Path:
-        """Where the checkpoint of a step is."""
+        """Directory of the checkpoint of a step."""
         return self.directory / f"step_{step:08d}"
 
     def save(self, step: int, state: dict[str, Any], *, before_visible: Callable[[], object] | None = None) -> Path:
-        """Write the checkpoint of a step, then remove the oldest above ``keep`` and all of later steps. All ranks call it together.
+        """Write the checkpoint of a step, then remove the oldest ones and all of later steps. Collective.
 
-        One of a later step was damaged, or it is of a run that went back to before it.
+        A checkpoint of a later step is damaged, or the run went back to before it.
 
         Args:
-            step: its number.
-            state: what is kept; of ranks other than the first, only ``ModelTensors`` count.
-            before_visible: called on the first rank when the files are written and before the checkpoint can be found: what has to
-                be in step with it (a store's cursor) commits there.
+            step: number of the step.
+            state: the state. On ranks other than 0 only ``ModelTensors`` are written.
+            before_visible: called on rank 0 before the checkpoint becomes visible; commits external state (a store's cursor) together
+                with it.
 
         Raises:
-            CheckpointError: it, or the one before it that was written in the background, could not be written.
+            CheckpointError: this checkpoint, or the previous one that was written in the background, could not be written.
         """
         self.wait()
         written = write_state(self.path(step), state, before_visible=before_visible, in_background=self.in_background)
@@ -365,10 +365,10 @@ class RecoverCheckpoints:
         return self.path(step)
 
     def wait(self) -> None:
-        """Return when what is written in the background can be found. All ranks call it together.
+        """Wait until a checkpoint that is written in the background is visible. Collective.
 
         Raises:
-            CheckpointError: it could not be written.
+            CheckpointError: the checkpoint could not be written.
         """
         if self._written is None:
             return
@@ -380,13 +380,13 @@ class RecoverCheckpoints:
                 shutil.rmtree(self.path(old))
 
     def load(self, step: int | None = None) -> tuple[int, dict[str, Any]]:
-        """The state of a step, and the step. All ranks call it together.
+        """Load a checkpoint; returns its step and state. Collective.
 
         Args:
-            step: None: the newest that is whole; damaged ones are passed over, with a warning. The first rank chooses for all.
+            step: step to load. None loads the newest intact checkpoint and skips damaged ones with a warning.
 
         Raises:
-            CheckpointError: there is none, or none that is whole.
+            CheckpointError: there is no checkpoint, or all are damaged.
         """
         self.wait()
         steps = parallel.from_first_rank(self.steps)
@@ -426,12 +426,12 @@ class RecoverCheckpoints:
         return steps
 
     def _check(self, step: int) -> None:
-        """Every rank checks its share of the files, and all know what each found."""
+        """Check the files of a checkpoint, each rank its share; every rank raises if one finds damage."""
         parallel.on_all_ranks(lambda: check_state(self.path(step), share=parallel.rank(), shares=parallel.world_size()))
 
 
 def random_states() -> dict[str, Any]:
-    """The states of Python's, NumPy's and torch's global generators."""
+    """States of the global random generators of Python, NumPy and torch."""
     numbers = numpy.random.get_state(legacy=False)
     key = torch.from_numpy(numbers["state"]["key"].astype(numpy.int64))
     states: dict[str, Any] = {
@@ -445,7 +445,7 @@ def random_states() -> dict[str, Any]:
 
 
 def restore_random_states(states: dict[str, Any]) -> None:
-    """Set the global generators to what ``random_states`` gave."""
+    """Restore the global random generators from ``random_states``."""
     kind, internal, gauss = states["python"]
     random.setstate((kind, tuple(internal), gauss))
     numbers = states["numpy"]

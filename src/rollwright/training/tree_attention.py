@@ -124,13 +124,13 @@ class TreeAttention(torch.autograd.Function):
 
 
 def _pieces(call: AttentionCall, places: Tensor | slice, *layouts: Tensor) -> list[Tensor]:
-    """What ``[T, H, ...]`` tensors have at the places of a call, ``[N, H, L, ...]`` each."""
+    """Rows of ``[T, H, ...]`` tensors at the places of a call, ``[N, H, L, ...]`` each."""
     taken = (x[places] for x in layouts)
     return [(x.unflatten(0, (call.pieces, -1)) if isinstance(places, slice) else x).transpose(1, 2) for x in taken]
 
 
 def _write(call: AttentionCall, target: Tensor, values_NQH: Tensor) -> None:
-    """Put what a call gave for its queries, ``[N, Q, H, ...]``, where they are in the layout."""
+    """Write a call's values for its queries, ``[N, Q, H, ...]``, to their places in the layout."""
     if isinstance(call.queries, slice):
         target[call.queries] = values_NQH.flatten(0, 1)
     elif call.padding is None:
@@ -140,7 +140,7 @@ def _write(call: AttentionCall, target: Tensor, values_NQH: Tensor) -> None:
 
 
 def _operands(call: AttentionCall, query_THD: Tensor, key_THD: Tensor, value_THD: Tensor) -> tuple[Tensor, Tensor, Tensor, int]:
-    """A call's queries, keys and values with as many heads, and to how many heads each key's was repeated."""
+    """Queries, keys and values of a call with equal numbers of heads, and how often each key head was repeated."""
     (query_NHQD,) = _pieces(call, call.queries, query_THD)
     key_NHKD, value_NHKD = _pieces(call, call.keys, key_THD, value_THD)
     groups = query_NHQD.shape[1] // key_NHKD.shape[1]
@@ -152,7 +152,7 @@ def _operands(call: AttentionCall, query_THD: Tensor, key_THD: Tensor, value_THD
 def _forward(
     call: AttentionCall, query_THD: Tensor, key_THD: Tensor, value_THD: Tensor, scaling: float, softcap: float | None
 ) -> tuple[Tensor, Tensor]:
-    """``[N, H, Q, D]`` and the logarithms of the normalisers ``[N, H, Q]``."""
+    """Output ``[N, H, Q, D]`` and log-normalisers ``[N, H, Q]`` of a call."""
     query, key, value, _ = _operands(call, query_THD, key_THD, value_THD)
     if (arguments := _kernel_arguments(call, query, value, scaling, softcap)) is not None:
         return torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(query, key, value, **arguments)
@@ -176,7 +176,7 @@ def _backward(
     """Gradients of a call's queries ``[N, H, Q, D]``, keys and values ``[N, Hk, K, D]``."""
     query, key, value, groups = _operands(call, query_THD, key_THD, value_THD)
     grad, out, normaliser = _pieces(call, call.queries, grad_THD, out_THD, normaliser_TH)
-    if call.padding is not None:  # it gives nothing
+    if call.padding is not None:  # padding contributes nothing
         normaliser = normaliser.masked_fill(call.padding[:, None], torch.inf)
     if (arguments := _kernel_arguments(call, query, value, scaling, softcap)) is not None:
         kernel = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
@@ -208,7 +208,7 @@ def _kernel_arguments(
 
 
 def _products(call: AttentionCall, query: Tensor, key: Tensor, scaling: float, softcap: float | None) -> tuple[Tensor, Tensor]:
-    """Scaled and capped products of queries and keys, float32 at least, and which of them count."""
+    """Scaled and capped products of queries and keys in at least float32, and the mask of those that count."""
     products = (query @ key.transpose(-1, -2)).to(torch.promote_types(query.dtype, torch.float32)) * scaling
     if softcap is not None:
         products = softcap * torch.tanh(products / softcap)
@@ -226,7 +226,7 @@ def attend_in_blocks(
     *,
     compiled: bool,
 ) -> Tensor:
-    """The same as ``attend`` by FlexAttention, which leaves out blocks of which no token sees another: for GPUs."""
+    """``attend`` by FlexAttention, which skips blocks in which no token sees another; for GPUs."""
     from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 
     ends_T, branches_T = tree.ends, tree.branches

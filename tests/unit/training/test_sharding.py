@@ -251,7 +251,7 @@ def test_shards_that_are_offloaded_train_the_same(path, tmp_path, monkeypatch, g
 
 
 def test_settings_that_do_not_fit_are_refused(path, group):
-    with pytest.raises(ConfigError, match="cpu_offload keeps the shards of a GPU"):
+    with pytest.raises(ConfigError, match="cpu_offload moves the shards of a GPU"):
         actor_of(path, cpu_offload=True)
     with pytest.raises(ConfigError, match="shard_size=2 does not divide the 1 ranks"):
         actor_of(path, shard_size=2)
