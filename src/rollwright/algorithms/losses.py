@@ -30,10 +30,10 @@ logger = getLogger("algorithms")
 Positive = Annotated[float, Field(gt=0.0)]
 NotNegative = Annotated[float, Field(ge=0.0)]
 
-#: Parameter of a loss that corrects for the behaviour policy by itself.
+#: Parameter of losses that correct for the behaviour policy themselves.
 _BEHAVIOUR = "behaviour_logp_BL"
 
-#: Parameters of a loss that are given by config keys of their own.
+#: Parameters of losses that have a config key of their own.
 _FROM_CONFIG = {"level": "importance_level", "eps_clip": "eps_clip", "eps_clip_higher": "eps_clip_higher", "c_clip": "c_clip"}
 
 
@@ -41,20 +41,20 @@ _FROM_CONFIG = {"level": "importance_level", "eps_clip": "eps_clip", "eps_clip_h
 
 
 def find_policy_loss(config: PPOActorConfig) -> Callable[[Tensor, Tensor, Tensor, Tensor, Tensor], PolicyLoss]:
-    """The loss that ``config`` names, with its arguments.
+    """Find the loss that ``config`` names and bind its arguments.
 
-    A loss that has a parameter ``level``, ``eps_clip``, ``eps_clip_higher`` or ``c_clip`` gets the config key
-    (``importance_level`` for ``level``); others come from ``policy_loss_kwargs``.
+    The parameters ``level``, ``eps_clip``, ``eps_clip_higher`` and ``c_clip`` of a loss are set from config keys of the same name
+    (``importance_level`` for ``level``), all others from ``policy_loss_kwargs``.
 
     Returns:
-        A function of ``logp_BL, old_logp_BL, advantages_BL, mask_BL, behaviour_logp_BL``; a loss that has no parameter of the
-        last name is not given it.
+        A function of ``logp_BL, old_logp_BL, advantages_BL, mask_BL, behaviour_logp_BL``; the last one is passed on only to losses with
+        this parameter.
 
     Raises:
-        ConfigError: the loss does not exist (with the names that there are), does not take an argument, or corrects for the
-            behaviour policy while ``use_decoupled_loss`` does so, too; or an argument has another type or range than annotated.
+        ConfigError: the loss is unknown (the message lists the names), does not accept an argument, or corrects for the behaviour policy
+            while ``use_decoupled_loss`` does so too; or an argument has the wrong type or range.
     """
-    for key, message in unread_keys(config, shifted=True):  # whether engines shift them, the section does not say
+    for key, message in unread_keys(config, shifted=True):  # this section does not tell whether engines shift them
         logger.warning("actor.%s %s", key, message)
     return _with_arguments(config)
 
@@ -68,8 +68,8 @@ def _with_arguments(config: PPOActorConfig) -> Callable[[Tensor, Tensor, Tensor,
     known.discard(_BEHAVIOUR)
     if corrects and config.use_decoupled_loss:
         raise ConfigError(
-            f"actor.use_decoupled_loss weighs tokens by the policy that sampled them, and the loss {name!r} does so by itself: they "
-            "would be weighed twice. Set use_decoupled_loss to false, or take the loss clip."
+            f"actor.use_decoupled_loss weights tokens by the policy that sampled them, and so does the loss {name!r}: they would be "
+            "weighted twice. Set use_decoupled_loss to false, or use the loss clip."
         )
     takes_all = any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters)
     if not takes_all and (unknown := sorted(set(arguments) - (known - set(_FROM_CONFIG)))):
@@ -155,9 +155,9 @@ def clip_loss(
     ``level="turn"`` the same over a turn's tokens. Leave-one-out advantages and ``level="sequence_product"`` make TRL's RLOO.
 
     Args:
-        level: where the ratio is taken.
+        level: level of the ratio, see ``importance_ratio``.
         eps_clip: lower clip, ``1 - eps_clip``.
-        eps_clip_higher: upper clip, ``1 + eps_clip_higher``; None: as the lower (arXiv 2503.14476, eq. 10).
+        eps_clip_higher: upper clip, ``1 + eps_clip_higher``; None uses ``eps_clip`` (arXiv 2503.14476, eq. 10).
         c_clip: bound ``c_clip · |A|`` of the loss for negative advantages (dual-clip PPO, arXiv 1912.09729, eq. 5).
     """
     ratio_BL = importance_ratio(logp_BL, old_logp_BL, mask_BL, level)
@@ -207,11 +207,11 @@ def sapo_loss(
     tau_positive: Positive = 1.0,
     tau_negative: Positive = 1.05,
 ) -> PolicyLoss:
-    """SAPO: a smooth gate ``4/τ · σ(τ (r - 1))`` in the place of the hard clip (arXiv 2511.20347, eq. 5 and 6).
+    """SAPO: a smooth gate ``4/τ · σ(τ (r - 1))`` in place of the hard clip (arXiv 2511.20347, eq. 5 and 6).
 
     Args:
         tau_positive: sharpness of the gate for positive advantages.
-        tau_negative: sharpness for the others; larger, because their gradients spread over the whole vocabulary.
+        tau_negative: sharpness for all others; larger, because their gradients spread over the whole vocabulary.
     """
     ratio_BL = importance_ratio(logp_BL, old_logp_BL, mask_BL, level)
     tau_BL = torch.where(advantages_BL > 0, tau_positive, tau_negative).to(ratio_BL.dtype)
@@ -231,14 +231,14 @@ def reinforce_loss(
 ) -> PolicyLoss:
     """REINFORCE (Williams, 1992), ``-A log π``, weighted by the truncated ratio ``π / μ`` to the policy that sampled.
 
-    On policy the weight is 1. After the first of several steps on a batch, and on stale samples, it is what keeps the gradient
-    that of the current policy (truncated importance sampling; IMPALA, arXiv 1802.01561, section 4): without it, what was bad is
-    pushed down without end.
+    On policy the weight is 1. After the first of several steps on a batch, and on stale samples, the weight makes the gradient that of the
+    current policy (truncated importance sampling; IMPALA, arXiv 1802.01561, section 4). Without it, the probability of bad samples would
+    decrease without bound.
 
     Args:
-        behaviour_logp_BL: log-probabilities at sampling; None: ``old_logp_BL``.
-        level: where the weight is taken.
-        weight_high: largest weight; None: no weights, as Williams has it.
+        behaviour_logp_BL: log-probabilities at sampling; None uses ``old_logp_BL``.
+        level: level of the weight, see ``importance_ratio``.
+        weight_high: largest weight; None disables weights, as in Williams' paper.
     """
     behaviour_logp_BL = old_logp_BL if behaviour_logp_BL is None else behaviour_logp_BL
     ratio_BL = importance_ratio(logp_BL, behaviour_logp_BL, mask_BL, level).detach()
@@ -261,7 +261,7 @@ def opmd_loss(
     """Online policy mirror descent in its simple form: ``-A log π / (1 + τ)`` (Trinity-RFT, arXiv 2505.17826, appendix A).
 
     Args:
-        behaviour_logp_BL, level, weight_high: as for ``reinforce_loss``; Trinity-RFT has no weights (None).
+        behaviour_logp_BL, level, weight_high: as for ``reinforce_loss``; Trinity-RFT uses no weights (None).
         tau: strength of the pull towards the current policy.
     """
     result = reinforce_loss(
@@ -285,13 +285,13 @@ def topr_loss(
     *,
     behaviour_logp_BL: Tensor | None = None,
 ) -> PolicyLoss:
-    """Tapered off-policy REINFORCE (arXiv 2503.14286, eq. 8): full weight on what was good, tapered on what was bad.
+    """Tapered off-policy REINFORCE (arXiv 2503.14286, eq. 8): full weight on good samples, tapered weight on bad ones.
 
-    Rows of positive advantage are weighted by 1; the others by the whole row's ratio ``π(y) / μ(y)``, cut to [0, 1]. It is the
-    product over the row's tokens, as in the paper, and taken to the policy that sampled.
+    Rows of positive advantage have weight 1; the others are weighted by the whole row's ratio ``π(y) / μ(y)``, clipped to [0, 1]. As in the
+    paper, the ratio is the product over the row's tokens, to the behaviour policy.
 
     Args:
-        behaviour_logp_BL: log-probabilities at sampling; None: ``old_logp_BL``.
+        behaviour_logp_BL: log-probabilities at sampling; None uses ``old_logp_BL``.
     """
     behaviour_logp_BL = old_logp_BL if behaviour_logp_BL is None else behaviour_logp_BL
     ratio_BL = importance_ratio(logp_BL, behaviour_logp_BL, mask_BL, "sequence_product").detach()
@@ -322,7 +322,7 @@ def dpo_loss(
         ref_chosen_logp_B: under the reference.
         ref_rejected_logp_B: under the reference.
         beta: strength of the pull towards the reference.
-        label_smoothing: share of preferences assumed to be the wrong way round.
+        label_smoothing: assumed share of pairs with swapped labels.
 
     Returns:
         The loss of each pair ``[B]``, and the reward margin ``[B]`` (detached).
@@ -338,18 +338,17 @@ def dpo_loss(
 def aggregation_weights(
     mask_BL: Tensor, how: str, *, constant: float = 1.0, reduce: Callable[[Tensor], Tensor] = lambda total: total
 ) -> Tensor:
-    """The weight of every token in the loss, with the denominator of the whole batch.
+    """Weight of every token in the loss, including the denominator of the whole batch.
 
-    It is computed once, before the batch is divided into micro-batches or over ranks, so that dividing it cannot change the
-    gradient.
+    The weights are computed once, before the batch is divided into micro-batches or over ranks, so dividing it cannot change the gradient.
 
     Args:
         mask_BL: 1 where a token trains.
         how: ``token``: the mean over all tokens of the batch (DAPO, arXiv 2503.14476, eq. 8). ``row``: the mean over rows
             of each row's mean (GRPO, arXiv 2402.03300, eq. 3); rows without a trained token are not counted.
             ``constant``: the sum over tokens divided by ``constant`` times the number of rows (Dr. GRPO, arXiv
-            2503.20783), so that a long answer is not worth less for each token.
-        constant: tokens that a row counts for where ``how`` is ``constant``.
+            2503.20783), so tokens of long answers do not weigh less.
+        constant: number of tokens that a row counts for if ``how`` is ``constant``.
         reduce: sums a scalar over the ranks that share the batch.
 
     Returns:
@@ -368,12 +367,12 @@ def aggregation_weights(
     raise ConfigError(f"loss_aggregation is {how!r}: choose one of token, row, constant.")
 
 
-#: Log-ratios are cut here before the exponential: e^20 is beyond every clip and every cap, and stays finite.
+#: Limit of log-ratios before the exponential: e^20 is beyond every clip and cap, and finite.
 LOG_RATIO_LIMIT = 20.0
 
 
 def turn_index(mask_BL: Tensor) -> Tensor:
-    """The turn that each trained token belongs to: 1, 2, … for the runs of consecutive 1s of a row, 0 outside them."""
+    """Turn of each trained token: 1, 2, … for the runs of consecutive 1s in a row, 0 outside them."""
     mask_BL = mask_BL > 0
     starts_BL = mask_BL.clone()
     starts_BL[:, 1:] &= ~mask_BL[:, :-1]
@@ -381,7 +380,7 @@ def turn_index(mask_BL: Tensor) -> Tensor:
 
 
 def importance_ratio(logp_BL: Tensor, old_logp_BL: Tensor, mask_BL: Tensor, level: str = "token") -> Tensor:
-    """The ratio of two policies' probabilities at the level where importance is taken.
+    """Ratio of two policies' probabilities at a given level.
 
     Args:
         logp_BL: log-probabilities under the new policy.
@@ -392,9 +391,9 @@ def importance_ratio(logp_BL: Tensor, old_logp_BL: Tensor, mask_BL: Tensor, leve
             ``sequence_product``: the product over the row, the ratio of two whole sequences.
 
     Returns:
-        ``[B, L]``; every token of a turn or row carries the same value, 1 where ``mask_BL`` is 0. The gradient at a token is
+        ``[B, L]``; all tokens of a turn or row have the same value, 1 where ``mask_BL`` is 0. The gradient at a token is
         that of its own log-probability times this value (GSPO-token, arXiv 2507.18071, section 4.3), so that advantages may differ
-        between the tokens of a row. Where they are equal, so is the gradient of the mean.
+        between the tokens of a row. If they are equal, this is the gradient of the mean.
     """
     mask_BL = mask_BL.to(logp_BL.dtype)
     own_BL = (logp_BL - old_logp_BL) * mask_BL
@@ -419,23 +418,23 @@ def importance_ratio(logp_BL: Tensor, old_logp_BL: Tensor, mask_BL: Tensor, leve
 def behaviour_weight(
     prox_logp_BL: Tensor, behaviour_logp_BL: Tensor, mask_BL: Tensor, *, cap: float | None, mode: str, level: str = "token"
 ) -> tuple[Tensor, Tensor]:
-    """The weight that corrects for who sampled: the proximal policy over the behaviour policy.
+    """Importance weight of the proximal policy over the behaviour policy.
 
-    It is the factor outside the clip of decoupled PPO (AReaL, arXiv 2505.24298, eq. 5), and, where the two policies
-    differ only because an engine computes other numbers than the trainer, truncated (``clamp``) or masked (``mask``)
-    importance sampling of that mismatch. No gradient flows through it.
+    It is the factor outside the clip of decoupled PPO (AReaL, arXiv 2505.24298, eq. 5). If the two policies differ only because engine and
+    trainer compute different numbers, it is truncated (``clamp``) or masked (``mask``) importance sampling of that mismatch. No gradient
+    flows through it.
 
     Args:
         prox_logp_BL: log-probabilities under the policy before this batch's first step.
         behaviour_logp_BL: log-probabilities at sampling.
         mask_BL: 1 where a token trains.
-        cap: largest weight; None: no cap.
-        mode: over the cap, ``mask`` gives the token no weight, ``clamp`` gives it the cap.
-        level: see ``importance_ratio``. What verl and TRL call the sequence's weight is ``sequence_product``; ``sequence`` is
-            its geometric mean over tokens.
+        cap: largest weight; None disables the cap.
+        mode: above the cap, ``mask`` sets the weight to 0 and ``clamp`` sets it to the cap.
+        level: see ``importance_ratio``. verl's and TRL's sequence weight is ``sequence_product``; ``sequence`` is its geometric mean over
+            tokens.
 
     Returns:
-        The weight ``[B, L]``, 0 where ``mask_BL`` is 0, and a bool ``[B, L]`` that is true where the cap took effect.
+        The weight ``[B, L]``, 0 where ``mask_BL`` is 0, and a bool mask ``[B, L]`` of the tokens above the cap.
     """
     with torch.no_grad():
         weight_BL = importance_ratio(prox_logp_BL, behaviour_logp_BL, mask_BL, level) * mask_BL
@@ -450,16 +449,16 @@ def behaviour_weight(
 
 
 def interpolated_prox_logp(logp_BL: Tensor, behaviour_logp_BL: Tensor, versions_BL: Tensor, current_version: int) -> Tensor:
-    """The proximal policy's log-probabilities after a step on the batch, without a forward pass of its own.
+    """Log-probabilities of the proximal policy after a step on the batch, without a forward pass of their own.
 
-    They are interpolated between behaviour and current by version as AReaL does it: ``log μ + α (log π - log μ)`` with
+    As in AReaL, they are interpolated between behaviour and current policy by version: ``log μ + α (log π - log μ)`` with
     ``α = (v - 1 - v_b) / (v - v_b)``, for the trainer's version ``v`` and the version ``v_b`` that sampled the token. A token of
     the current version, or of the one before, keeps its behaviour log-probability.
 
     Args:
         logp_BL: log-probabilities under the policy being optimised (detached here).
         behaviour_logp_BL: log-probabilities at sampling.
-        versions_BL: version that sampled each token; -1 where none did.
+        versions_BL: version that sampled each token; -1 for other tokens.
         current_version: version of the trainer's weights before this update.
     """
     age_BL = (current_version - versions_BL).clamp(min=1).to(logp_BL.dtype)

@@ -1,13 +1,13 @@
-"""The data contract: which columns a trajectory has, their shapes and types, and how a breach is reported.
+"""The data contract: the columns of a trajectory, their shapes and types, and the check of both.
 
-A trajectory is a dict of tensors over ``B`` rows, right-padded to ``L`` tokens. A workflow may carry columns that are not
-listed here: tensors ``[B, L, ...]`` go with the tokens, tensors ``[B, ...]`` and lists of length ``B`` go with the rows.
+A trajectory is a dict of tensors over ``B`` rows, right-padded to ``L`` tokens. A workflow may add columns that are not listed here:
+tensors ``[B, L, ...]`` have one entry per token, tensors ``[B, ...]`` and lists of length ``B`` one per row.
 
-``branch_ids`` describe isolated branches: token ``i`` attends to token ``j <= i`` where ``branch_ids[j] == 0`` or
-``branch_ids[i] == 0`` or both are equal; 0 is the trunk. ``other_context`` marks tokens that were sampled behind other text
-than their row shows; the trainer's log-probabilities of them differ from those at sampling, and are compared apart.
-``logprobs_shifted`` marks rows whose log-probabilities were taken after top-p, top-k or penalties, because their server gives
-no others: the trainer uses its own in their place, and compares none of them.
+``branch_ids`` describe isolated branches: token ``i`` attends to token ``j <= i`` if ``branch_ids[j] == 0`` or ``branch_ids[i] == 0`` or
+both are equal; 0 is the trunk. ``other_context`` marks tokens that were sampled after a different text than their row shows; the trainer's
+log-probabilities of them differ from those at sampling and are compared separately. ``logprobs_shifted`` marks rows whose
+log-probabilities were taken after top-p, top-k or penalties, because their server returns no others; the trainer replaces them with its own
+and does not compare them.
 """
 
 from __future__ import annotations
@@ -23,10 +23,10 @@ from rollwright.errors import TrajectoryError
 
 Trajectory = dict[str, Any]
 
-#: Log-probabilities above this are refused; float32 softmax may round a certain token to just above 0.
+#: Largest accepted log-probability; float32 softmax may round that of a certain token to just above 0.
 LARGEST_LOGPROB = 1e-3
 
-#: Name of the per-row list of multi-modal processor outputs: one dict of tensors, or None, for each row.
+#: Column with the multi-modal processor outputs of each row: a dict of tensors or None.
 MULTI_MODAL = "multi_modal_inputs"
 
 #: Name of the per-row list of an outline: where each row's tokens are (``kept_rows``).
@@ -37,9 +37,9 @@ KEPT = "kept_rows"
 class Column:
     """One column of the data contract."""
 
-    shape: str  # "BL" with the tokens, "B" with the rows
-    dtype: torch.dtype | None  # None: any number that is 0 or 1
-    pad: float = 0  # value right of a row's last token
+    shape: str  # "BL": one entry per token; "B": one per row
+    dtype: torch.dtype | None  # None accepts any number that is 0 or 1
+    pad: float = 0  # value after a row's last token
     required: bool = True
 
 
@@ -64,13 +64,13 @@ COLUMNS: dict[str, Column] = {
     "seeds": Column("B", torch.int64, required=False),
 }
 
-#: Optional columns that rows may be without while others have them: no mark, no reward of a token, no branch, counted positions,
-#: no images, nothing besides. Workflows of different kinds share a batch by this.
+#: Optional columns with a neutral default (no mark, no token rewards, no branches, consecutive positions, no images, no details), so that
+#: rows with and without them can be joined into one batch.
 NEUTRAL = ("other_context", "logprobs_shifted", "token_rewards", "branch_ids", "position_ids", MULTI_MODAL, "details")
 
 
 def is_token_column(name: str, value: Any, rows: int, width: int) -> bool:
-    """True where a column goes with the tokens (``[B, L, ...]``), false where it goes with the rows."""
+    """True if a column has one entry per token (``[B, L, ...]``), False if it has one per row."""
     if name in COLUMNS:
         return COLUMNS[name].shape == "BL"
     return isinstance(value, torch.Tensor) and value.dim() >= 2 and tuple(value.shape[:2]) == (rows, width)
@@ -78,14 +78,14 @@ def is_token_column(name: str, value: Any, rows: int, width: int) -> bool:
 
 @dataclass(frozen=True)
 class ResultOrigin:
-    """Where an error happened: workflow, task and, in a list, which item."""
+    """Origin of a result, for error messages: workflow, task and, in a list, the index of the item."""
 
     workflow: str = ""
     task: str = ""
     index: int | None = None
 
     def error(self, key: str, wrong: str, remedy: str) -> TrajectoryError:
-        """A ``TrajectoryError`` with its three parts: what, where, what to do."""
+        """Make a ``TrajectoryError`` that says what is wrong, where, and what to do."""
         return TrajectoryError(f"{self}, key {key!r}: {wrong}; {remedy}.")
 
     def __str__(self) -> str:
@@ -97,16 +97,15 @@ class ResultOrigin:
 
 
 def check_trajectory(trajectory: Any, *, workflow: str = "", task: str = "") -> None:
-    """Refuse a trajectory that breaks the data contract. On by default, between every workflow and the trainer.
+    """Check a trajectory against the data contract; runs by default between every workflow and the trainer.
 
     Args:
-        trajectory: a dict of ``[B, L]`` and ``[B]`` tensors, complete as the normaliser makes it.
+        trajectory: a dict of ``[B, L]`` and ``[B]`` tensors, as the normaliser returns it.
         workflow, task: names for the message.
 
     Raises:
-        TrajectoryError: names workflow, task and key: a key is missing or has another shape or type, lengths disagree,
-            padding is not on the right, a masked token lacks its log-probability or version, or a value is NaN, infinite or
-            impossible.
+        TrajectoryError: a key is missing or has the wrong shape or type, lengths disagree, padding is not on the right, a masked token
+            lacks its log-probability or version, or a value is NaN, infinite or impossible. The message names workflow, task and key.
     """
     place = ResultOrigin(workflow, task)
     if not isinstance(trajectory, Mapping):

@@ -17,7 +17,7 @@ from rollwright.experience.contract import COLUMNS, Trajectory
 from rollwright.experience.packed import pack_bytes, unpack_bytes
 from rollwright.experience.recorder import RequestRecord
 
-#: Fields that hold one entry for each token of the response.
+#: Fields with one entry per response token.
 RESPONSE_FIELDS = {
     "logprobs": torch.float32,
     "versions": torch.int32,
@@ -26,9 +26,9 @@ RESPONSE_FIELDS = {
     "advantages": torch.float32,
     "returns": torch.float32,
 }
-#: Fields that hold one entry for each token.
+#: Fields with one entry per token.
 TOKEN_FIELDS = {"position_ids": torch.int64, "branch_ids": torch.int64, "other_context": torch.bool}
-#: All fields that are kept as 1-D tensors.
+#: All fields that are stored as 1-D tensors.
 SEQUENCES = {
     "tokens": torch.int64,
     "chosen": torch.int64,
@@ -40,7 +40,7 @@ SEQUENCES = {
 
 @dataclass
 class ExperienceId:
-    """Where an experience comes from: which batch, task, run of the task and step of the run."""
+    """Origin of an experience: batch, task, run of the task and step of the run."""
 
     batch: int | str = ""
     task: int | str = ""
@@ -50,12 +50,12 @@ class ExperienceId:
 
     @property
     def group(self) -> str:
-        """Name of the group: all experiences of one task in one batch."""
+        """Name of the group, all experiences of one task in one batch."""
         return f"{self.batch}/{self.task}"
 
     @property
     def sample(self) -> str:
-        """Name of the sample: one run of the task."""
+        """Name of the sample, one run of the task."""
         return f"{self.batch}/{self.task}/{self.run}"
 
     def __str__(self) -> str:
@@ -64,29 +64,29 @@ class ExperienceId:
 
 @dataclass(eq=False)
 class Experience:
-    """One token sequence. Sequences may be given as lists, arrays or tensors; they are kept as 1-D tensors.
+    """One token sequence. Sequences may be lists, arrays or tensors; they are stored as 1-D tensors.
 
-    ``logprobs``, ``versions``, ``action_mask`` and ``token_rewards`` cover the response: the ``len(tokens) -
-    prompt_length`` tokens after the prompt. Each may also be given for all tokens; the prompt's part is then cut off.
+    ``logprobs``, ``versions``, ``action_mask`` and ``token_rewards`` cover the response, the ``len(tokens) - prompt_length`` tokens after
+    the prompt. Each may also be given for all tokens; the prompt's part is then removed.
 
     Raises:
-        TrajectoryError: on construction, and again when a row is made of it (fields may be assigned), where lengths disagree or
-            a value has the wrong type.
+        TrajectoryError: lengths disagree or a value has the wrong type. Checked on construction and again by ``to_trajectory``, because
+            fields may be assigned.
     """
 
     tokens: Any = None  # [L] int64: prompt and response
-    prompt_length: int | None = None  # tokens of the prompt; None: the action mask's first action, else 1
+    prompt_length: int | None = None  # number of prompt tokens; None infers it from the action mask or the lengths, otherwise 1
     reward: float | None = None
     logprobs: Any = None  # [L - prompt_length] float32, natural, at sampling
-    action_mask: Any = None  # [L - prompt_length] bool: true where the policy sampled; None: everywhere
+    action_mask: Any = None  # [L - prompt_length] bool: True for tokens that the policy sampled; None: all
     versions: Any = None  # [L - prompt_length] int32
     token_rewards: Any = None  # [L - prompt_length] float32
     advantages: Any = None  # [L - prompt_length] float32
     returns: Any = None  # [L - prompt_length] float32
     temperature: float | None = None
     truncated: bool | None = None
-    logprobs_shifted: bool | None = None  # true: they were taken after top-p, top-k or penalties
-    info: dict[str, Any] = field(default_factory=dict)  # anything JSON can hold
+    logprobs_shifted: bool | None = None  # True if they were taken after top-p, top-k or penalties
+    info: dict[str, Any] = field(default_factory=dict)  # any JSON values
     metrics: dict[str, float] = field(default_factory=dict)  # numbers that are averaged into the run's metrics
     eid: ExperienceId = field(default_factory=ExperienceId)
     prompt_text: str | None = None
@@ -100,7 +100,7 @@ class Experience:
     multi_modal_inputs: dict[str, torch.Tensor] | None = None
     position_ids: Any = None  # [L] int64
     branch_ids: Any = None  # [L] int64
-    other_context: Any = None  # [L] bool: sampled behind other text than the row shows
+    other_context: Any = None  # [L] bool: sampled after a different text than the row shows
 
     def __post_init__(self) -> None:
         self.check()
@@ -111,7 +111,7 @@ class Experience:
         return "response_truncated" if self.truncated else None
 
     def check(self) -> None:
-        """Make every field a tensor, a float or a bool, and raise as the constructor does."""
+        """Convert every field to a tensor, float or bool; raises as the constructor does."""
         if isinstance(self.eid, Mapping):
             self.eid = ExperienceId(**self.eid)
         for name, dtype in SEQUENCES.items():
@@ -149,7 +149,7 @@ class Experience:
 
     @property
     def response_length(self) -> int:
-        """Tokens after the prompt."""
+        """Number of tokens after the prompt."""
         return len(self.tokens) - int(self.prompt_length or 0)
 
     @property
@@ -202,12 +202,12 @@ class Experience:
         return tensor.to(dtype)
 
     def to_trajectory(self) -> Trajectory:
-        """One row ``[1, L]``. Left out: log-probabilities, versions, temperature and truncation that are not known here.
+        """Convert to one row ``[1, L]``, without log-probabilities, versions, temperature and truncation if they are unknown.
 
-        ``info`` and ``metrics`` go along under the key ``details``, one dict a row.
+        ``info`` and ``metrics`` become the column ``details``, one dict per row.
 
         Raises:
-            TrajectoryError: there is no reward, or what was assigned to a field does not fit.
+            TrajectoryError: there is no reward, or an assigned field is invalid.
         """
         self.check()
         if self.reward is None:
@@ -238,7 +238,7 @@ class Experience:
 
     @classmethod
     def from_trajectory(cls, trajectory: Mapping[str, Any]) -> list[Experience]:
-        """One experience for each row; the prompt ends where the first sampled token stands."""
+        """Make one experience for each row; the prompt ends before the first sampled token."""
         out = []
         lengths = trajectory["attention_mask"].sum(dim=1).tolist()
         sequences = [name for name in SEQUENCES if name in trajectory]
@@ -255,10 +255,10 @@ class Experience:
         return out
 
     def serialize(self) -> bytes:
-        """Safetensors bytes whose metadata hold the rest as JSON; no pickle.
+        """Serialise to safetensors bytes whose metadata hold the rest as JSON, without pickle.
 
         Raises:
-            TrajectoryError: ``info``, messages or tools hold what JSON cannot; the message says where.
+            TrajectoryError: ``info``, messages or tools contain a value that JSON cannot represent; the message says where.
         """
         tensors: dict[str, torch.Tensor] = {}
         rest: dict[str, Any] = {}
@@ -274,10 +274,10 @@ class Experience:
 
     @classmethod
     def deserialize(cls, data: bytes) -> Experience:
-        """The experience that ``serialize`` wrote.
+        """Restore an experience from ``serialize``.
 
         Raises:
-            TrajectoryError: the bytes are damaged or of a later format.
+            TrajectoryError: the bytes are damaged or have a later format.
         """
         tensors, rest = unpack_bytes(data)
         if unknown := (set(rest) | {name.split(".")[0] for name in tensors}) - {f.name for f in fields(cls)}:
@@ -300,26 +300,25 @@ def _equal(one: Any, other: Any) -> bool:
 def experiences_of(
     records: Iterable[RequestRecord], reward: float | None = None, call_rewards: Mapping[int, float] | None = None
 ) -> list[Experience]:
-    """The experiences of a sample's calls; each sampled token is in the action mask of exactly one.
+    """Make experiences of a sample's requests; each sampled token is in the action mask of exactly one.
 
-    Calls that extend one another are one sequence: a call whose prompt begins with all tokens of an earlier sequence goes on
-    with it. A call that begins otherwise, that goes on from a sequence that another call already continued, or that is sampled
-    at another temperature (a row has one), is a branch of its own: it carries what it shares as context, without loss.
+    Requests that extend one another form one sequence: a request whose prompt begins with all tokens of an earlier sequence continues it.
+    A request starts a new sequence if it begins differently, if another request already continued the earlier sequence, or if its
+    temperature differs (a row has one temperature). It carries the shared tokens as context, without loss.
 
-    ``response_text`` is all that follows the prompt of a sequence's first call, without special tokens.
+    ``response_text`` is everything after the prompt of a sequence's first request, without special tokens.
 
     Args:
-        records: the requests that the sample made, in order.
-        reward: reward of every experience, where it is known already.
-        call_rewards: rewards of single calls by the record's ``index``; each stands in ``token_rewards`` at its call's last
-            token, so that the calls before it in the sequence are credited with it, and those after it are not. None: the
-            experiences have no ``token_rewards``.
+        records: requests of the sample, in order.
+        reward: reward of every experience, if already known.
+        call_rewards: rewards of single requests by the record's ``index``. Each is the token reward of its request's last token, so it
+            credits this and earlier requests of the sequence, but not later ones. None: the experiences have no ``token_rewards``.
     """
     return [experience_of(calls, reward, call_rewards) for calls in sequences_of(records)]
 
 
 def sequences_of(records: Iterable[RequestRecord]) -> list[list[RequestRecord]]:
-    """The calls that extend one another, as lists; see ``experiences_of``."""
+    """Group requests that extend one another; see ``experiences_of``."""
     sequences: list[list[RequestRecord]] = []
     for record in records:
         if not record.output_bytes:
@@ -339,7 +338,7 @@ def sequences_of(records: Iterable[RequestRecord]) -> list[list[RequestRecord]]:
 
 
 def _shows_the_same(images: dict[str, Any] | None, before: dict[str, Any] | None) -> bool:
-    """Whether ``images`` are those of an earlier call, and perhaps more behind them; each tensor has them in its first axis."""
+    """Whether ``images`` begin with those of an earlier request; the first axis of each tensor counts images."""
     if images is before or not before:
         return True
     if images is None or images.keys() != before.keys():
@@ -350,7 +349,7 @@ def _shows_the_same(images: dict[str, Any] | None, before: dict[str, Any] | None
 def experience_of(
     calls: list[RequestRecord], reward: float | None = None, call_rewards: Mapping[int, float] | None = None
 ) -> Experience:
-    """The experience of calls each of which goes on from the one before; arguments as for ``experiences_of``."""
+    """Make the experience of requests that each continue the one before; arguments as for ``experiences_of``."""
     prompt_length, last = len(calls[0].prompt), calls[-1]
     tokens = torch.from_numpy(np.concatenate([last.prompt.array, last.output]).astype(np.int64))
     length = len(tokens) - prompt_length

@@ -38,20 +38,20 @@ from rollwright.experience.trajectory import concat_padded_tensors, tensor_form
 def normalise(
     result: Any, recorder: Recorder | None, *, workflow: str = "", task: str = "", tokenizer: Any = None
 ) -> Trajectory | None:
-    """Make trajectory rows of a workflow's result and fill what it left out from the record.
+    """Convert a workflow's result to trajectory rows and fill in missing columns from the record.
 
     Args:
-        result: what ``arun_episode`` or ``run`` returned.
-        recorder: the sample's recorder. None: there is no record; the result must bring log-probabilities and versions.
+        result: return value of ``arun_episode`` or ``run``.
+        recorder: recorder of the sample. Without one, the result must include log-probabilities and versions.
         workflow, task: names for messages.
-        tokenizer: makes messages readable; the requests' own where left out.
+        tokenizer: makes messages readable. None uses the one of the requests.
 
     Returns:
-        A trajectory with every required key of the data contract, or None where the sample was rejected.
+        A trajectory with every required key of the data contract, or None if the sample was rejected.
 
     Raises:
-        TrajectoryError: the result has no accepted form, its lengths disagree, a masked token was produced by no request,
-            or it brought log-probabilities, versions or a temperature that are not the record's.
+        TrajectoryError: the result has no accepted form, its lengths disagree, no request produced a masked token, or its
+            log-probabilities, versions or temperature differ from the record.
     """
     if result is None:
         return None
@@ -119,7 +119,7 @@ def _refuse_unawaited(key: str, value: Any, place: ResultOrigin) -> None:
 
 
 def _fill_without_record(trajectory: Trajectory, masked: torch.Tensor, place: ResultOrigin) -> None:
-    """Take the workflow's own log-probabilities and versions, in place."""
+    """Use the workflow's own log-probabilities and versions; modifies ``trajectory``."""
     for name, neutral in (("logprobs", torch.tensor(0.0)), ("versions", torch.tensor(-1, dtype=torch.int32))):
         if name not in trajectory and masked.any():
             wrong = "the workflow gave none and there is no record of its requests to fill it from"
@@ -129,14 +129,14 @@ def _fill_without_record(trajectory: Trajectory, masked: torch.Tensor, place: Re
     trajectory.setdefault("truncated", torch.zeros(len(masked), dtype=torch.bool))
 
 
-#: What a workflow returns may differ by this from the record (log-probabilities pass through float32).
+#: Largest accepted differences between a workflow's values and the record (log-probabilities pass through float32).
 TOLERANCES = {"logprobs": 1e-4, "versions": 0, "temperature": 1e-5}
 
 _WIDTH = TOKEN_TYPE.itemsize
 
 
 def fill_from_record(trajectory: Trajectory, masked: np.ndarray, matcher: RowMatcher, place: ResultOrigin) -> None:
-    """Write the record's log-probabilities, versions, temperatures and truncation into the rows, in place."""
+    """Write the record's log-probabilities, versions, temperatures and truncation into the rows; modifies ``trajectory``."""
     rows, ids = len(masked), trajectory["input_ids"].numpy()
     given = {name: trajectory[name].numpy() for name in TOLERANCES if name in trajectory}
     logprobs = np.zeros(masked.shape, dtype=np.float32)
@@ -167,10 +167,10 @@ def fill_from_record(trajectory: Trajectory, masked: np.ndarray, matcher: RowMat
                 )
             temperature[row] = temperatures[0]
             shifted[row] = any(placement.record.logprobs_shifted for placement in placements)
-            last = placements[-1]  # a response that the workflow cut short was not cut by the engine
+            last = placements[-1]  # the engine did not truncate a response that the workflow cut short
             truncated[row] = last.record.truncated and last.outputs.stop == len(last.record.output)
     has_masked: np.ndarray = np.any(masked, axis=1)
-    if "temperature" in given:  # rows that train nothing keep what they were given
+    if "temperature" in given:  # rows without a trained token keep their own
         temperature = np.where(has_masked, temperature, given["temperature"])
     filled = {"logprobs": logprobs, "versions": versions, "temperature": temperature}
     for name, values in given.items():
@@ -182,7 +182,7 @@ def fill_from_record(trajectory: Trajectory, masked: np.ndarray, matcher: RowMat
 
 
 def _compare(name: str, given: np.ndarray, recorded: np.ndarray, where: np.ndarray, place: ResultOrigin) -> None:
-    """Raise where the workflow's own values are not the record's."""
+    """Raise if the workflow's own values differ from the record."""
     with np.errstate(invalid="ignore"):
         wrong = where & ~(np.abs(given.astype(np.float64) - recorded.astype(np.float64)) <= TOLERANCES[name])
     if not wrong.any():
@@ -203,7 +203,7 @@ def _compare(name: str, given: np.ndarray, recorded: np.ndarray, where: np.ndarr
 def _unrecorded(
     ids: np.ndarray, missing: np.ndarray, row: int, matcher: RowMatcher, placements: list[Placement], place: ResultOrigin
 ) -> TrajectoryError:
-    """The message for masked tokens that no request produced: where they are, what they say, and the likely cause."""
+    """Make the error for masked tokens that no request produced: their position, their text and the likely cause."""
     start = int(missing.argmax())
     stop = start + _count_until(~missing[start:])
     shown = ids[start:stop].tolist()
@@ -238,7 +238,7 @@ def _unrecorded(
 
 @dataclass(frozen=True)
 class Placement:
-    """Tokens ``start:stop`` of a row are the record's output from ``offset`` on."""
+    """A match: tokens ``start:stop`` of a row are the record's output from ``offset`` on."""
 
     record: RequestRecord
     start: int
@@ -247,21 +247,21 @@ class Placement:
 
     @property
     def base(self) -> int:
-        """Where in the row the record's first output token is, or would be."""
+        """Position in the row of the record's first output token, whether it is there or not."""
         return self.start - self.offset
 
     @property
     def outputs(self) -> slice:
-        """Which of the record's output tokens these are."""
+        """Slice of the record's output."""
         return slice(self.offset, self.offset + self.stop - self.start)
 
 
 class RowMatcher:
-    """Matches the rows of one sample; keeps count of the responses that its rows have used.
+    """Matches the rows of one sample with its recorded responses and counts how often each response was used.
 
     Args:
-        records: the sample's requests.
-        tokenizer: makes messages readable; None: that of the requests.
+        records: requests of the sample.
+        tokenizer: makes messages readable. None uses the one of the requests.
     """
 
     def __init__(self, records: Sequence[RequestRecord], tokenizer: Any = None) -> None:
@@ -270,15 +270,15 @@ class RowMatcher:
         self._uses: Counter[int] = Counter()
 
     def match(self, ids: np.ndarray, mask: np.ndarray, given_logprobs: np.ndarray | None = None) -> list[Placement]:
-        """Placements that cover the masked tokens as far as the record goes, in the row's order.
+        """Find placements that cover the masked tokens as far as the record does, in row order.
 
         Args:
             ids: ``[length]`` token ids of the row, without padding.
-            mask: ``[length]`` bool, true where the policy sampled the token.
-            given_logprobs: ``[length]`` what the workflow gave, to tell equal responses apart.
+            mask: ``[length]`` bool, True for tokens that the policy sampled.
+            given_logprobs: ``[length]`` log-probabilities of the workflow, to distinguish equal responses.
 
         Returns:
-            Placements that do not overlap. A masked token outside all of them was produced by no request.
+            Placements that do not overlap. No request produced a masked token outside all of them.
         """
         row = _Row(ids, mask, given_logprobs)
         chosen = self._by_context(row)
@@ -293,7 +293,7 @@ class RowMatcher:
         return chosen
 
     def _by_context(self, row: _Row) -> list[Placement]:
-        """For each token the response that goes on longest; a response that another one overtakes ends there."""
+        """Choose for each token the response that extends furthest; a response ends where a longer one begins."""
         by_start: dict[int, list[Placement]] = {}
         for record in self.records:
             start = len(record.prompt)
@@ -342,7 +342,7 @@ class RowMatcher:
         return found
 
     def _starting_at(self, row: _Row, start: int, stop: int, placed: dict[int, int]) -> Placement | None:
-        """The response that begins at ``start`` and agrees with the row for longest."""
+        """Find the response that begins at ``start`` and has the longest agreement with the row."""
         first, before = int(row.ids[start]), int(row.ids[start - 1]) if start else -1
         found = [
             Placement(record, start, start + row.agreement(start, record.output_bytes))
@@ -357,7 +357,7 @@ class RowMatcher:
         return self._prefer(found, row) if found else None
 
     def _holding(self, row: _Row, start: int, stop: int, placed: dict[int, int]) -> Placement | None:
-        """A response that holds the whole run somewhere inside: the workflow cut tokens off its front."""
+        """Find a response that contains the whole run after its beginning: the workflow removed its first tokens."""
         if start == 0:
             return None
         needle = row.bytes[start * _WIDTH : stop * _WIDTH]
@@ -375,7 +375,7 @@ class RowMatcher:
 
 
 class _Row:
-    """One row without padding, in the forms that matching needs."""
+    """One row without padding, as an array and as bytes."""
 
     def __init__(self, ids: np.ndarray, mask: np.ndarray, given_logprobs: np.ndarray | None = None) -> None:
         self.ids = np.ascontiguousarray(ids, dtype=TOKEN_TYPE)
@@ -385,14 +385,14 @@ class _Row:
         self._shared: dict[int, int] = {}
 
     def shared_with(self, prompt: TokenPrefix) -> int:
-        """How many tokens the row has in common with the prompt's conversation, which is compared once for all its prompts."""
+        """Length of the common prefix with the prompt's conversation, computed once for all its prompts."""
         key = id(prompt.buffer)
         if key not in self._shared:
             self._shared[key] = TokenPrefix(prompt.buffer, len(prompt.buffer.objects)).shared_with(self.ids)
         return self._shared[key]
 
     def agreement(self, start: int, output: bytes) -> int:
-        """How many tokens the row has from ``start`` on in common with ``output``."""
+        """Number of tokens from ``start`` on that agree with ``output``."""
         if output and self.bytes.startswith(output, start * _WIDTH):
             return len(output) // _WIDTH
         other = np.frombuffer(output, dtype=TOKEN_TYPE)
@@ -400,12 +400,12 @@ class _Row:
         return _count_until(self.ids[start : start + count] != other[:count])
 
     def context_agreement(self, start: int, prompt: np.ndarray) -> int:
-        """How many tokens before ``start`` are also the prompt's last."""
+        """Number of tokens before ``start`` that agree with the end of the prompt."""
         count = min(start, len(prompt))
         return _count_until(self.ids[start - count : start][::-1] != prompt[len(prompt) - count :][::-1])
 
     def logprob_gap(self, placement: Placement) -> float:
-        """Largest difference from the log-probabilities that the workflow gave; 0 where it gave none."""
+        """Largest difference from the workflow's log-probabilities; 0 if it returned none."""
         if self.given is None:
             return 0.0
         part = slice(placement.start, placement.stop)
@@ -414,12 +414,12 @@ class _Row:
 
 
 def _count_until(stops: np.ndarray) -> int:
-    """How many entries come before the first true one; all of them where there is none."""
+    """Number of entries before the first true one, or of all entries if there is none."""
     return int(stops.argmax()) if stops.any() else len(stops)
 
 
 def _token_find(haystack: bytes, needle: bytes) -> int:
-    """The first token offset at which ``needle`` stands in ``haystack``, or -1."""
+    """First token offset of ``needle`` in ``haystack``, or -1."""
     at = haystack.find(needle)
     while at >= 0 and at % _WIDTH:
         at = haystack.find(needle, at + 1)

@@ -27,11 +27,11 @@ LARGEST_TOKEN = 2**31 - 1
 
 
 class TokenBuffer:
-    """The tokens of one conversation; it only grows.
+    """The tokens of one conversation; append-only.
 
     Attributes:
-        objects: the ids as ints, the very objects that were given: a list that holds the same ones compares at under 1 ns a token.
-        array: the same, packed; the memory behind its end is spare.
+        objects: the ids as the given int objects. Comparison with a list of the same objects takes under 1 ns per token.
+        array: the ids packed; the memory after the last one is spare.
     """
 
     def __init__(self) -> None:
@@ -39,7 +39,7 @@ class TokenBuffer:
         self.array = np.empty(64, dtype=TOKEN_TYPE)
 
     def append(self, ids: list[int]) -> None:
-        """Add tokens, which are checked."""
+        """Append tokens that were checked before."""
         begin, end = len(self.objects), len(self.objects) + len(ids)
         if end > len(self.array):
             grown = np.empty(max(end, len(self.array) * 3 // 2), dtype=TOKEN_TYPE)
@@ -49,17 +49,17 @@ class TokenBuffer:
         self.objects += ids
 
     def agrees(self, ids: list[Any]) -> bool:
-        """True where ``ids`` begin with all tokens of the buffer, or the buffer begins with them."""
+        """True if ``ids`` are a prefix of the buffer, or the buffer is a prefix of ``ids``."""
         known = self.objects
         if len(ids) <= len(known):
             return known[: len(ids)] == ids
-        # Lists compare item by item until two differ, identical ones without a call. Whether the comparison comes to the end is
-        # what is asked, so a mark is put there. A slice of ``ids`` to compare with would cost four times as much.
+        # Lists compare item by item until two differ, identical objects without a call. A mark at the end shows whether the comparison
+        # gets there. Comparing with a slice of ``ids`` would cost four times as much.
         mark = _Mark()
         known.append(mark)  # type: ignore[arg-type]
         try:
             known < ids  # type: ignore[operator]  # noqa: B015
-        except TypeError:  # they hold what cannot be compared with a number, and is refused as a token soon
+        except TypeError:  # not comparable with a number; refused as a token later
             return False
         finally:
             known.pop()
@@ -67,7 +67,7 @@ class TokenBuffer:
 
 
 class _Mark:
-    """Notes that a comparison came to it; different from everything, and less."""
+    """Records that a comparison reached it; unequal to and less than everything."""
 
     def __init__(self) -> None:
         self.was_reached = False
@@ -93,18 +93,18 @@ class TokenPrefix:
 
     @classmethod
     def of(cls, ids: list[int]) -> TokenPrefix:
-        """These tokens, in a buffer of their own."""
+        """Put tokens into a buffer of their own."""
         buffer = TokenBuffer()
         buffer.append(ids)
         return cls(buffer, len(ids))
 
     @property
     def array(self) -> np.ndarray:
-        """``[length]`` int32; not to be written to."""
+        """``[length]`` int32; read-only."""
         return self.buffer.array[: self.length]
 
     def tolist(self) -> list[int]:
-        """A list of its own."""
+        """Copy the tokens to a list."""
         return self.buffer.objects[: self.length]
 
     def __len__(self) -> int:
@@ -117,22 +117,22 @@ class TokenPrefix:
         return TokenPrefix.of, (self.tolist(),)
 
     def equals(self, ids: list[Any]) -> bool:
-        """True where the list holds these tokens."""
+        """True if the list contains exactly these tokens."""
         return len(ids) == self.length and self.buffer.agrees(ids)
 
     def begins_with(self, other: TokenPrefix) -> bool:
-        """True where ``other`` is a beginning of these."""
+        """True if ``other`` is a prefix of these tokens."""
         if self.length < other.length:
             return False
         return self.buffer is other.buffer or bool(np.array_equal(self.array[: other.length], other.array))
 
     def continues(self, prompt: TokenPrefix, output: bytes) -> bool:
-        """True where these begin with ``prompt`` and, behind it, the packed tokens ``output``."""
+        """True if these tokens begin with ``prompt`` followed by the packed tokens ``output``."""
         end = prompt.length + len(output) // TOKEN_TYPE.itemsize
         return self.length >= end and self.buffer.array[prompt.length : end].tobytes() == output and self.begins_with(prompt)
 
     def shared_with(self, other: np.ndarray) -> int:
-        """How many tokens these have in common with ``other`` from the first on."""
+        """Length of the common prefix with ``other``."""
         count = min(self.length, len(other))
         differs = self.array[:count] != other[:count]
         return int(differs.argmax()) if differs.any() else count
@@ -143,14 +143,14 @@ _LOCK = threading.Lock()
 
 
 def conversation_tokens(conversation: str, ids: list[Any], check: Callable[[list[Any], int], list[int]]) -> TokenPrefix:
-    """``ids`` as tokens of a conversation, whose buffer they extend where they can. The list is only read.
+    """Store ``ids`` in the buffer of their conversation, or in a new buffer if they do not extend it. The list is not modified.
 
-    A conversation's buffer lives as long as one of its requests or records.
+    A buffer lives as long as one of its conversation's requests or records.
 
     Args:
-        conversation: its id.
+        conversation: id of the conversation.
         ids: token ids.
-        check: given the tokens that are not in the buffer yet and the place of the first; returns them as ints, or raises.
+        check: called with the tokens that are not in the buffer yet and the position of the first; returns them as ints or raises.
     """
     with _LOCK:
         buffer = _BUFFERS.get(conversation)
@@ -165,17 +165,17 @@ def conversation_tokens(conversation: str, ids: list[Any], check: Callable[[list
 
 @dataclass(eq=False)
 class RequestRecord:
-    """One request and its response, packed. Nothing that a workflow does changes it; its lists are made when they are asked for."""
+    """One request and its response, packed. A workflow cannot change it; lists are made on access."""
 
-    index: int  # order in which responses came back in this sample
+    index: int  # order in which responses arrived in this sample
     rid: str  # conversation
     conversation: int  # order in which conversations first appeared in this sample
-    turn: int  # requests of the same conversation before this one
+    turn: int  # number of earlier requests of this conversation
     prompt: TokenPrefix
-    output_bytes: bytes = field(repr=False)  # packed, with the stop token or the tokens of the stop string
-    output_logprobs: np.ndarray  # natural, at sampling, temperature-scaled; float32 where that loses nothing
+    output_bytes: bytes = field(repr=False)  # packed ids, including the stop token or the tokens of the stop string
+    output_logprobs: np.ndarray  # natural, at sampling, temperature-scaled; float32 if exact
     output_versions: np.ndarray  # weight version that sampled each token
-    temperature: float  # that log-probabilities are at (1.0 where greedy)
+    temperature: float  # temperature of the log-probabilities (1.0 if greedy)
     stop_reason: str  # "stop" | "length" | "abort"
     stop_match: str | int | None = None
     seed: int | None = None
@@ -187,10 +187,10 @@ class RequestRecord:
     position_ids: list[int] | None = None
     branch_ids: list[int] | None = None
     logprobs_shifted: bool = False  # taken after top-p, top-k or penalties
-    server: str = ""  # that answered; empty: the engine of this process
+    server: str = ""  # server that answered; empty for an engine in this process
     metadata: dict[str, Any] = field(default_factory=dict)
-    multi_modal: dict[str, Any] | None = field(default=None, repr=False)  # what the model saw of images
-    tokenizer: Any = field(default=None, repr=False)  # of the request, to make messages readable
+    multi_modal: dict[str, Any] | None = field(default=None, repr=False)  # processed images that the model received
+    tokenizer: Any = field(default=None, repr=False)  # tokenizer of the request, for readable messages
 
     @property
     def prompt_ids(self) -> list[int]:
@@ -219,12 +219,12 @@ class RequestRecord:
 
     @property
     def truncated(self) -> bool:
-        """True where a length limit ended the response."""
+        """True if a length limit ended the response."""
         return self.stop_reason == "length"
 
 
 class Recorder:
-    """All requests of one sample, in the order in which they were answered. Safe to use from several threads.
+    """All requests of one sample, in the order in which they were answered. Thread-safe.
 
     Attributes:
         outgrew_context: a request was refused because its prompt left no room in the context.
@@ -239,7 +239,7 @@ class Recorder:
 
     @property
     def records(self) -> list[RequestRecord]:
-        """A copy of the list of records so far."""
+        """Copy of the list of records so far."""
         with self._lock:
             return list(self._records)
 
@@ -247,14 +247,14 @@ class Recorder:
         return len(self._records)
 
     def open_turn(self, rid: str, number_of: Callable[[int], int] | None = None) -> tuple[int, int]:
-        """Take the next turn of a conversation, before its request is sent; hand it to ``record`` with the response.
+        """Reserve the next turn of a conversation before its request is sent; pass it to ``record`` with the response.
 
         Args:
-            rid: the conversation.
-            number_of: of a conversation that is new, given its place in order of first appearance, which it is by default.
+            rid: id of the conversation.
+            number_of: maps the order of first appearance of a new conversation to its number. None keeps it.
 
         Returns:
-            The conversation's number, and the turn in it; seeds derive from both.
+            Number of the conversation and turn in it. Seeds derive from both.
         """
         with self._lock:
             conversation = self._conversations.get(rid)
@@ -277,11 +277,11 @@ class Recorder:
 
         Args:
             request, response: a ``ModelRequest`` and its ``ModelResponse``, whose lists are copied.
-            place: what ``open_turn`` gave for the request; None: the next turn of its conversation.
-            started, finished: seconds since the epoch; from the response's latency and the clock where left out.
+            place: result of ``open_turn`` for the request. None reserves the next turn of its conversation.
+            started, finished: seconds since the epoch. None derives them from the clock and the response's latency.
 
         Raises:
-            EngineError: the response's log-probabilities or versions do not cover its tokens: the engine is at fault.
+            EngineError: the engine did not return one log-probability and one version for each token.
         """
         count = len(response.output_tokens)
         if not count == len(response.output_logprobs) == len(response.output_versions):
@@ -325,14 +325,14 @@ class Recorder:
 
 
 def _packed_logprobs(logprobs: list[float]) -> np.ndarray:
-    """float32 where that loses nothing, as for what an engine computed in it, else float64."""
+    """Pack as float32 if that is exact, as for an engine that computes in it, otherwise as float64."""
     whole = np.array(logprobs, dtype=np.float64)
     single = whole.astype(np.float32)
     return single if single.astype(np.float64).tobytes() == whole.tobytes() else whole
 
 
 def _packed_versions(versions: list[int]) -> np.ndarray:
-    """int32; one number in memory where they are all the same."""
+    """Pack as int32; equal versions share one number in memory."""
     if versions and versions.count(versions[0]) == len(versions):
         return np.broadcast_to(np.array(versions[0], dtype=np.int32), (len(versions),))
     return np.array(versions, dtype=np.int32)

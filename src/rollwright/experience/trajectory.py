@@ -1,6 +1,6 @@
-"""Trajectories: the tensor form of experiences. Bring what a workflow returned to tensors, pad and join them, cut them into rows.
+"""Trajectories, the tensor form of experiences: convert a workflow's result to tensors, pad and join rows, select rows.
 
-What the columns mean is said in ``contract``. The functions here return new trajectories and change none.
+``contract`` defines the columns. The functions here return new trajectories and do not modify their arguments.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from torch.nn.utils.rnn import pad_sequence
 from rollwright.errors import TrajectoryError
 from rollwright.experience.contract import COLUMNS, KEPT, MULTI_MODAL, NEUTRAL, ResultOrigin, Trajectory, is_token_column
 
-#: Other names that workflows use for a column.
+#: Alternative names that workflows use for a column.
 ALIASES = {"reward": "rewards", "multi_modal_input": MULTI_MODAL, "temperatures": "temperature"}
 
 #: Outputs of Hugging Face processors that describe images rather than tokens.
@@ -31,7 +31,7 @@ PROCESSOR_KEYS = (
 
 
 def row_lengths(trajectory: Mapping[str, Any]) -> torch.Tensor:
-    """Tokens of each row without padding, ``[B]`` int64."""
+    """Number of tokens of each row without padding, ``[B]`` int64."""
     if KEPT in trajectory:
         return trajectory["row_lengths"]
     mask = trajectory.get("attention_mask")
@@ -42,21 +42,20 @@ def row_lengths(trajectory: Mapping[str, Any]) -> torch.Tensor:
 
 
 def concat_padded_tensors(trajectories: Sequence[Mapping[str, Any]], pad_value: float = 0) -> Trajectory:
-    """Join trajectories into one, right-padding what goes with the tokens to the longest.
+    """Join trajectories into one; token columns are right-padded to the longest row.
 
     Each value is copied once, so join all samples of a batch in one call rather than group by group.
 
     Args:
-        trajectories: dicts with the same keys; the optional ones of ``contract.NEUTRAL`` may be missing in some. ``[B]``
-            tensors and lists are joined as they are; tensors that go with the images of a row rather than with its tokens
-            (``pixel_values``) are joined along their first dimension.
-        pad_value: filling of token columns that the data contract does not name.
+        trajectories: dicts with the same keys; the optional ones of ``contract.NEUTRAL`` may be missing in some. ``[B]`` tensors, lists and
+            tensors of images (``pixel_values``) are concatenated along their first dimension.
+        pad_value: padding of token columns that are not in the data contract.
 
     Returns:
-        A trajectory of ``sum(B)`` rows. Where no item had an ``attention_mask`` and padding was needed, it has one.
+        A trajectory of ``sum(B)`` rows. If padding was needed, it has an ``attention_mask`` even if no item had one.
 
     Raises:
-        TrajectoryError: nothing to join, or keys, row counts or shapes disagree; the message says which and where.
+        TrajectoryError: there is nothing to join, or keys, row counts or shapes disagree; the message says which and where.
     """
     items = list(trajectories)
     if not items:
@@ -99,7 +98,7 @@ def _cannot_join(why: str) -> TrajectoryError:
 
 
 def _neutral(key: str, trajectory: Mapping[str, Any]) -> Any:
-    """What a column of ``NEUTRAL`` says of the rows of a trajectory that is without it."""
+    """Default values of an optional column for the rows of a trajectory that lacks it."""
     ids_BL = trajectory["input_ids"]
     if key in (MULTI_MODAL, "details"):
         return [None if key == MULTI_MODAL else {} for _ in ids_BL]
@@ -111,7 +110,7 @@ def _neutral(key: str, trajectory: Mapping[str, Any]) -> Any:
 
 
 def _join(key: str, values: list[Any], sizes: list[tuple[int, int]], width: int, fill: float) -> Any:
-    """One column of all items; token columns are padded to ``width`` in the same copy."""
+    """Join one column of all items; token columns are padded to ``width`` in the same copy."""
     if all(isinstance(value, list | tuple) for value in values):
         for index, (value, (rows, _)) in enumerate(zip(values, sizes, strict=True)):
             if len(value) != rows:
@@ -146,9 +145,9 @@ def _join(key: str, values: list[Any], sizes: list[tuple[int, int]], width: int,
 
 
 def tensor_container_to(container: Any, *args: Any, **kwargs: Any) -> Any:
-    """A copy of nested dicts, lists and tuples in which every tensor was moved by ``tensor.to(*args, **kwargs)``.
+    """Copy nested dicts, lists and tuples, with ``tensor.to(*args, **kwargs)`` in place of every tensor.
 
-    What is no tensor stays as it is; named tuples and dataclass-free mappings keep their type where it can be rebuilt.
+    Other values are kept. Lists, tuples and named tuples keep their type; mappings become dicts.
     """
     if isinstance(container, torch.Tensor):
         return container.to(*args, **kwargs)
@@ -162,7 +161,7 @@ def tensor_container_to(container: Any, *args: Any, **kwargs: Any) -> Any:
 
 
 def select_rows(trajectory: Mapping[str, Any], rows: Sequence[int] | torch.Tensor, *, width: int | None = None) -> Trajectory:
-    """The given rows, in the given order, cut to ``width`` columns (default: as wide as the trajectory)."""
+    """Select rows in the given order, truncated to ``width`` columns (default: the full width)."""
     row_total, full_width = trajectory["input_ids"].shape
     index = torch.as_tensor(rows, dtype=torch.int64, device=trajectory["input_ids"].device)
     out: Trajectory = {}
@@ -178,31 +177,31 @@ def select_rows(trajectory: Mapping[str, Any], rows: Sequence[int] | torch.Tenso
 
 
 def trim_padding(trajectory: Mapping[str, Any]) -> Trajectory:
-    """Without the columns in which every row is padding (at least one column is kept)."""
+    """Remove the columns in which every row is padding; at least one column remains."""
     rows, width = trajectory["input_ids"].shape
     longest = max(1, int(row_lengths(trajectory).max())) if rows else width
     return dict(trajectory) if longest == width else select_rows(trajectory, range(rows), width=longest)
 
 
 def trajectory_rows(trajectory: Mapping[str, Any]) -> list[Trajectory]:
-    """One trajectory ``[1, length]`` for each row, without padding."""
+    """Split into trajectories ``[1, length]``, one for each row, without padding."""
     lengths = row_lengths(trajectory).clamp(min=1).tolist()
     return [select_rows(trajectory, [row], width=length) for row, length in enumerate(lengths)]
 
 
-# -- the forms in which workflows return rows --------------------------------------------------------------------------
+# -- results of workflows ----------------------------------------------------------------------------------------------
 
 
 def tensor_form(result: Mapping[str, Any], place: ResultOrigin, recorder: Any = None) -> Trajectory:
-    """A dict in any accepted form as tensors on the CPU, in the contract's types, keys not yet complete.
+    """Convert a dict in any accepted form to CPU tensors of the contract's types; missing keys are not filled in.
 
     Args:
-        result: a trajectory; one row of it in one dimension; or the short form with ``output_ids``.
-        place: where it comes from, for messages.
-        recorder: the sample's recorder, for messages.
+        result: a trajectory, one row of it in one dimension, or the short form with ``output_ids``.
+        place: origin of the result, for messages.
+        recorder: recorder of the sample, for messages.
 
     Raises:
-        TrajectoryError: lengths disagree, a key is missing, or a value is no number where one belongs.
+        TrajectoryError: lengths disagree, a key is missing, or a value is not a number.
     """
     given: dict[str, Any] = {}
     for key, value in result.items():
@@ -248,7 +247,7 @@ def tensor_form(result: Mapping[str, Any], place: ResultOrigin, recorder: Any = 
 
 
 def _from_short_form(given: dict[str, Any], place: ResultOrigin) -> dict[str, Any]:
-    """One row of a prompt and what was sampled; log-probabilities and versions may cover the latter only."""
+    """Join prompt and sampled tokens into one row; log-probabilities and versions may cover only the sampled tokens."""
     parts = {}
     for key in ("input_ids", "output_ids"):
         ids = torch.as_tensor(given[key]).detach().cpu()
@@ -272,7 +271,7 @@ def _from_short_form(given: dict[str, Any], place: ResultOrigin) -> dict[str, An
 
 
 def _depth(value: Any) -> int:
-    """How many dimensions a value has; rows of a list may differ in length."""
+    """Number of dimensions of a value; rows of a list may differ in length."""
     return 1 + np.ndim(value[0]) if isinstance(value, list | tuple) and len(value) else np.ndim(value)
 
 
@@ -281,7 +280,7 @@ def _as_tensor(value: Any) -> torch.Tensor:
 
 
 def _token_column(key: str, value: Any, one_row: bool, place: ResultOrigin) -> tuple[torch.Tensor, list[int] | None]:
-    """A token column as ``[B, L]`` in its type; a list of rows is right-padded, and comes with the length of each."""
+    """Convert a token column to ``[B, L]`` in its type. A list of rows is right-padded and returned with the length of each row."""
     column = COLUMNS[key]
     dtype = column.dtype or torch.int32
     lengths = None
@@ -310,7 +309,7 @@ def _token_column(key: str, value: Any, one_row: bool, place: ResultOrigin) -> t
 
 
 def _row_column(key: str, value: Any, rows: int, place: ResultOrigin) -> torch.Tensor:
-    """A row column as ``[B]``; one number goes to all rows of the sample."""
+    """Convert a row column to ``[B]``; a single number applies to all rows of the sample."""
     try:
         tensor = _as_tensor(value).to(COLUMNS[key].dtype)
     except (TypeError, ValueError, RuntimeError) as error:
@@ -324,7 +323,7 @@ def _row_column(key: str, value: Any, rows: int, place: ResultOrigin) -> torch.T
 
 
 def _further_column(key: str, value: Any, rows: int, width: int, one_row: bool, place: ResultOrigin) -> Any:
-    """A column of the workflow's own: with the tokens, with the rows, or one value for a single row."""
+    """Convert a column outside the contract: one entry per token, one per row, or one value for a single row."""
     if key == MULTI_MODAL and isinstance(value, Mapping):
         value = [dict(value)]
     is_list = isinstance(value, list | tuple)
@@ -351,7 +350,7 @@ def _further_column(key: str, value: Any, rows: int, width: int, one_row: bool, 
 def _lengths_disagree(
     key: str, trajectory: Trajectory, sizes: dict[str, list[int] | None], place: ResultOrigin, recorder: Any
 ) -> TrajectoryError:
-    """The message names all lengths, and where input_ids holds a response twice, it says so."""
+    """Make the error for disagreeing lengths; it names all lengths and says if ``input_ids`` contains a response twice."""
     rows, width = trajectory["input_ids"].shape
     named = ", ".join(f"{name} {size or list(trajectory[name].shape)}" for name, size in sizes.items())
     remedy = "every token needs one entry in each key"

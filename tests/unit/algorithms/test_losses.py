@@ -248,7 +248,7 @@ def test_losses_that_correct_for_who_sampled_get_it_and_refuse_a_second_correcti
     corrected = loss_of(name)(logp, anchor, advantages, mask, behaviour).values
     torch.testing.assert_close(corrected, POLICY_LOSSES[name](logp, behaviour, advantages, mask).values)
     assert not torch.allclose(corrected, POLICY_LOSSES[name](logp, anchor, advantages, mask).values)
-    with pytest.raises(ConfigError, match=f"use_decoupled_loss.*{name}.*weighed twice"):
+    with pytest.raises(ConfigError, match=f"use_decoupled_loss.*{name}.*weighted twice"):
         find_policy_loss(PPOActorConfig(policy_loss=name, use_decoupled_loss=True))
 
 
