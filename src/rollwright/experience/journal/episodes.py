@@ -1,6 +1,6 @@
-"""The episodes of a journal as they are read back: what each was asked and answered. A reader needs no torch.
+"""Read the episodes of a journal: the calls, results and end of each. Needs no torch.
 
-An episode that runs again is answered from its ``RecordedEpisode`` (``episode_writer.py``).
+``EpisodeWriter`` answers an episode that runs again from its ``RecordedEpisode``.
 """
 
 from __future__ import annotations
@@ -59,24 +59,24 @@ class RecordedCall:
 
 @dataclass(eq=False)
 class RecordedEpisode:
-    """One attempt of one sample, as the journal has it."""
+    """One attempt of one sample, read from a journal."""
 
     begin: Begin
     calls: list[RecordedCall] = field(default_factory=list)
     results: list[DurableResult] = field(default_factory=list)
-    end: End | None = None  # None: it was not at an end when its process was, or it runs
+    end: End | None = None  # None if it still runs or its process ended before it
     writer: int = 0  # number of the process that wrote it
     names_writer: bool = False  # a later process has an episode of the same name
-    damage: Gap | None = None  # records after these bytes are ignored, because some may be lost in them
-    ignored: tuple[str, ...] = ()  # durable calls whose name begins so are made anew
+    damage: Gap | None = None  # records after these bytes are ignored, because others may be lost in them
+    ignored: tuple[str, ...] = ()  # prefixes of durable calls that are made again
 
     def __post_init__(self) -> None:
         self._places: dict[tuple[int, int], RecordedCall] = {}
-        self._numbers: set[int] = set()  # of conversations that were given to one
+        self._numbers: set[int] = set()  # numbers of conversations that were assigned
         self._results: dict[tuple[str, int], deque[DurableResult]] = defaultdict(deque)
 
     def rewind(self) -> RecordedEpisode:
-        """Answer from the first call on, again. Returns itself."""
+        """Start answering from the first call again; returns self."""
         self._places = {(each.call.conversation, each.call.turn): each for each in self.calls}
         self._numbers = set()
         self._results = defaultdict(deque)
@@ -86,7 +86,7 @@ class RecordedEpisode:
 
     @property
     def name(self) -> str:
-        """Ordinal and sample, of an evaluation also the version, as ``rollwright replay`` takes them."""
+        """Ordinal and sample (and version in an evaluation), as ``rollwright replay`` accepts them."""
         begin, writer = self.begin, f"@{self.writer}" if self.names_writer else ""
         if begin.is_eval:
             return f"eval:{begin.ordinal}/{begin.index}@v{begin.version}{writer}"
@@ -94,39 +94,39 @@ class RecordedEpisode:
 
     @property
     def is_finished(self) -> bool:
-        """True where it came to rows, or was rejected: it runs again without a new request."""
+        """True if it was accepted or rejected, so it runs again without a new request."""
         return self.end is not None and self.end.outcome in ("accepted", "rejected")
 
     @property
     def can_go_on(self) -> bool:
-        """False where it has to begin anew: images and other objects of its task, or an environment that cannot be restored."""
+        """False if it must start over: its task could not be packed, or an environment cannot be restored."""
         return self.begin.task is not None and (self.is_finished or all(each.kind != "restart" for each in self.results))
 
     @cached_property
     def newest_version(self) -> int:
-        """Of its tokens; -1 where it has none."""
+        """Newest version of its tokens; -1 if it has none."""
         return max((int(each.versions.max()) for each in self.calls if each.call.output), default=-1)
 
     @property
     def tokens(self) -> int:
-        """That were sampled in it."""
+        """Number of sampled tokens."""
         return sum(tokens_in(each.call.output) for each in self.calls)
 
     def task(self) -> dict[str, Any] | None:
-        """The row; None where it holds what a journal cannot."""
+        """The row of the task; None if it could not be packed."""
         return None if self.begin.task is None else unpack_task(self.begin.task)
 
     def conversation_of(self, prompt: np.ndarray, number: int) -> int:
-        """The number of a conversation that begins with this prompt: the recorded one that did, though they may come in another order.
+        """Number of a conversation that begins with this prompt: that of the recorded one, even if the order differs.
 
-        Numbers below that no record has are of conversations that were never answered: what has no record is one of them.
+        A conversation without a record gets the lowest number without a record: it is one that was never answered.
 
         Args:
             prompt: ``[P]`` ids of its first request.
-            number: in order of appearance, which is its number where none that is left began so.
+            number: its order of appearance.
         """
         recorded = [place[0] for place in self._places if place[1] == 0 and place[0] not in self._numbers]
-        recorded.sort(key=lambda each: each != number)  # stable: its own first, then in order
+        recorded.sort(key=lambda each: each != number)  # stable: its own number first, then ascending
         for each in recorded:
             if np.array_equal(prompt, self._places[each, 0].prompt):
                 self._numbers.add(each)
@@ -139,11 +139,11 @@ class RecordedEpisode:
         return number
 
     def call_at(self, place: tuple[int, int]) -> RecordedCall | None:
-        """The call of a conversation and turn."""
+        """The call of a conversation and turn, if recorded."""
         return self._places.get(place)
 
     def next_result(self, name: str, key: int) -> DurableResult | None:
-        """The next result of a durable call; each is given once, in the order in which they came."""
+        """The next recorded result of a durable call; each is returned once, in order."""
         if name.startswith(self.ignored):
             return None
         waiting = self._results.get((name, key))
@@ -158,7 +158,7 @@ class RecordedEpisode:
         return np.concatenate([base.prompt[: row.kept], base.output[: max(0, row.kept - len(base.prompt))], added])
 
     def row_mask(self, row: Row) -> np.ndarray:
-        """``[L]`` bool, true where a row of ``end`` is trained."""
+        """``[L]`` bool mask of the trained tokens of a row of ``end``."""
         mask = np.zeros(row.kept + tokens_in(row.added), dtype=bool)
         for start, stop in zip(row.mask[::2], row.mask[1::2], strict=True):
             mask[start:stop] = True
@@ -179,20 +179,20 @@ class RecordedEpisode:
         self.calls.append(RecordedCall(call, added, gconfig))
 
 
-#: Says of an episode by the number of its writer and its beginning whether it is read.
+#: Predicate on the number of an episode's writer and its begin: whether to read it.
 Wanted = Callable[[int, Begin], bool]
 
 
 def last_of_each_name(directory: str | Path, wanted: Wanted, outcomes: tuple[str, ...]) -> dict[tuple[int, int], bool]:
-    """The episodes (writer and number) that ended last of those with one name: a sample runs again where its run was resumed.
+    """The last ended episode (writer and number) of each name: a sample runs again if its run was resumed.
 
     Args:
-        directory: of the journal.
-        wanted: says which are looked at.
-        outcomes: of the episodes that count.
+        directory: directory of the journal.
+        wanted: predicate that selects the episodes.
+        outcomes: outcomes that count.
 
     Returns:
-        For each, whether a later process has an episode of its name, too, which was not wanted.
+        For each episode, whether a later process also has an episode of this name that was not selected.
     """
     begun: dict[tuple[int, int], Begin] = {}
     chosen: dict[tuple[Any, ...], tuple[int, int]] = {}

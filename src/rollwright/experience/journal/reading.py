@@ -44,7 +44,7 @@ _NAME = re.compile(r"(\d{6,})-(\d{4,})\.journal")
 
 @dataclass(frozen=True)
 class Gap:
-    """A range of bytes, or a whole file, without a complete record.
+    """A range of bytes or a whole file without a complete record.
 
     Attributes:
         path: path of the file.
@@ -85,7 +85,7 @@ def step_of(record: AnyRecord) -> int | None:
 
 @dataclass(frozen=True)
 class RecordPosition:
-    """Where a record stands: the number of its writer, its file, and the byte behind it."""
+    """Position of a record: the number of its writer, its file and the offset of its end."""
 
     writer: int
     path: Path
@@ -93,7 +93,7 @@ class RecordPosition:
 
 
 def journal_files(directory: str | Path) -> list[Path]:
-    """The files of a journal in the order in which they were begun: by writer, then by number."""
+    """Files of a journal by writer and number."""
     if not Path(directory).is_dir():
         return []
     found = [(numbers, path) for path in Path(directory).iterdir() if (numbers := _numbers(path))]
@@ -101,7 +101,7 @@ def journal_files(directory: str | Path) -> list[Path]:
 
 
 def file_numbers(path: Path) -> tuple[int, int]:
-    """The number of the process that wrote a file of a journal, and that of the file among its own."""
+    """Number of the process that wrote a journal file, and number of the file among those of this process."""
     numbers = _numbers(path)
     assert numbers is not None
     return numbers
@@ -132,7 +132,7 @@ def read_file(path: Path) -> Iterator[tuple[RecordPosition, AnyRecord | Gap]]:
     numbers = _numbers(path)
     writer = numbers[0] if numbers else 0
     end, begin, step = len(VERSION), -1, None
-    while end != begin:  # what was written meanwhile is read, too
+    while end != begin:  # also read what was written meanwhile
         begin = end
         for start, after, body in frames(path, 0 if begin == len(VERSION) else begin):
             record = decoded(body, path, after)
@@ -145,10 +145,10 @@ def read_file(path: Path) -> Iterator[tuple[RecordPosition, AnyRecord | Gap]]:
                 step = made
             yield RecordPosition(writer, path, end), record
     left = path.stat().st_size - end
-    if left > 0:  # below 0: made, and nothing written yet
+    if left > 0:  # negative if the file is still empty
         logger.warning(
-            "%s: the last %d bytes, from byte %d on, are no whole record and are left out: its writer was stopped in the middle "
-            "of a write, is at work, or the file is damaged.",
+            "%s: the last %d bytes, from byte %d on, are not a complete record and are skipped: its writer was stopped during "
+            "a write or is still writing, or the file is damaged.",
             path,
             left,
             end,
@@ -157,7 +157,7 @@ def read_file(path: Path) -> Iterator[tuple[RecordPosition, AnyRecord | Gap]]:
 
 
 def lost_files(directory: Path, listed: Files) -> list[Gap]:
-    """Files, or ends of files, that the journal has lost since they were listed."""
+    """Files or ends of files that the journal has lost since they were listed."""
     found = []
     for name, size in sorted(listed.sizes.items()):
         path = directory / name
@@ -335,7 +335,10 @@ _decode = msgspec.msgpack.Decoder(Begin).decode
 
 
 class TaskFiles:
-    """Finds the files of some tasks. Each file is looked through once, and what it has grown by when it is asked for again."""
+    """Index from tasks to the files that hold their records. Each file is scanned once, and later only what was appended.
+
+    It serves a process that asks again and again while others write; a run that resumes reads its journal only once.
+    """
 
     def __init__(self) -> None:
         self._seen: dict[
@@ -343,14 +346,14 @@ class TaskFiles:
         ] = {}  # the byte up to which each was looked through, and ordinals that begin in it
 
     def of(self, directory: str | Path, is_open: Callable[[int], bool]) -> list[Path]:
-        """The files of a journal with records of tasks: of each process that began an episode of one, that file and those after it.
+        """Files with records of the wanted training tasks: for each process, the first file that begins an episode of one and all later ones.
 
         Args:
-            directory: of the journal.
-            is_open: says of an ordinal whether it is asked for; of training tasks.
+            directory: directory of the journal.
+            is_open: predicate that selects the ordinals of tasks.
 
         Raises:
-            JournalError: a file is no journal, or of a later version.
+            JournalError: a file is not a journal, or has a later version.
         """
         of_writer: dict[int, list[Path]] = defaultdict(list)
         for path in journal_files(directory):

@@ -57,7 +57,7 @@ class Begin(Record, tag="begin"):
     version: int  # of the weights when it began
     workflow: str
     samples_asked: int
-    task: bytes | None  # the row, packed; None: it holds what cannot be (``task_error``)
+    task: bytes | None  # the row, packed; None if it cannot be packed (``task_error``)
     task_error: str
     time: float
 
@@ -66,15 +66,15 @@ class ModelCall(Record, tag="call"):
     """A model request and its answer, or why it was refused."""
 
     episode: int
-    index: int  # of the calls of the episode, refused ones included
+    index: int  # number among the calls of the episode, including refused ones
     conversation: int
     turn: int
-    base: int  # index of the call whose prompt and output this prompt begins with; -1: none
-    kept: int  # how many tokens of these
+    base: int  # index of the call with whose prompt and output this prompt begins; -1 for none
+    kept: int  # number of tokens shared with it
     added: bytes
     output: bytes
     logprobs: bytes
-    versions: int | bytes  # one for all tokens, or one each
+    versions: int | bytes  # one for all tokens, or packed
     temperature: float
     stop_reason: str
     stop_match: str | int | None
@@ -88,7 +88,7 @@ class ModelCall(Record, tag="call"):
     logprobs_shifted: bool = False
     metadata: bytes | None = None
     refused: str | None = None  # the message of a PromptTooLongError
-    server: str = ""  # that answered; empty: the engine of this process
+    server: str = ""  # server that answered; empty for an engine in this process
 
 
 class DurableResult(Record, tag="result"):
@@ -96,43 +96,43 @@ class DurableResult(Record, tag="result"):
 
     episode: int
     name: str
-    key: int  # of the arguments
+    key: int  # hash of the arguments
     kind: str
     value: bytes | None
-    error: list[str] | None  # class and message of what it raised
-    state: bytes | None  # of an environment that can be restored
+    error: list[str] | None  # class and message of the exception
+    state: bytes | None  # state of a restorable environment
     time: float
     seconds: float
 
 
 class Row(Record):
-    """A row of an episode, as a delta of the call that it ends with; log-probabilities and versions are those of its calls."""
+    """A row of an episode as a delta of its last call; log-probabilities and versions are those of its calls."""
 
     base: int
     kept: int
     added: bytes
-    mask: list[int]  # where runs of trained tokens begin and end
+    mask: list[int]  # begin and end of each run of trained tokens
     reward: float
     truncated: bool
-    digest: bytes  # of ids, mask, log-probabilities and versions
+    digest: bytes  # digest of ids, mask, log-probabilities and versions
 
 
 class End(Record, tag="end"):
-    """An episode came to its end: accepted, rejected, failed or cut."""
+    """End of an episode: accepted, rejected, failed or cut."""
 
     episode: int
     outcome: str
     reason: str
     rows: list[Row]
     time: float
-    traceback: str = ""  # of what it raised
+    traceback: str = ""  # traceback of its exception
 
 
 class GroupEnd(Record, tag="group"):
-    """What became of a task's group: delivered, or dropped and why."""
+    """End of a task's group: delivered, or dropped with a reason."""
 
     ordinal: int
-    group: int  # its id in batches
+    group: int  # id of the group in batches
     is_eval: bool
     state: str
     reason: str
@@ -148,36 +148,36 @@ class Trained(Record, tag="trained"):
     group: int
     sample: int
     reward: float
-    advantage: float | bytes  # of every trained token, or one each (float32)
-    tokens: int
-    logprobs: bytes = b""  # of the trained tokens under the trainer's weights (float32)
-    entropies: bytes = b""  # of the policy at these tokens (float16)
+    advantage: float | bytes  # one for all trained tokens, or packed (float32)
+    tokens: int  # number of trained tokens
+    logprobs: bytes = b""  # log-probabilities of these tokens under the trainer's weights (float32)
+    entropies: bytes = b""  # entropy of the policy at these tokens (float16)
 
 
 class Published(Record, tag="published"):
-    """Weights were published, and what the audit of the step found."""
+    """Publication of weights, with the audit of the step."""
 
     step: int
     version: int
     audit: dict[str, float]
     time: float
-    way: str = ""  # how the weights went to the engines; empty: they were not published
+    way: str = ""  # how the weights were transferred; empty if they were not published
     seconds: float = 0.0
-    bytes: int = 0  # that were copied or sent
-    engines: list[str] = []  # that hold them
+    bytes: int = 0  # size of the transfer
+    engines: list[str] = []  # engines that hold the weights
 
 
 class Phase(Record, tag="phase"):
-    """How long a phase of a step took."""
+    """Duration of a phase of a step."""
 
     step: int
     name: str
     seconds: float
-    began: float = 0.0  # for the first time in this step
+    began: float = 0.0  # first start in this step
 
 
 class Checkpoint(Record, tag="checkpoint"):
-    """A recover checkpoint was written: what is before it in the journal is in step with it."""
+    """A recovery checkpoint was written; it is consistent with the journal up to here."""
 
     step: int
     frontier: int
@@ -185,25 +185,25 @@ class Checkpoint(Record, tag="checkpoint"):
 
 
 class Resumed(Record, tag="resumed"):
-    """This process goes on where an earlier one stood: later steps in the records of earlier processes are of a lost history."""
+    """This process resumes a run; later steps in the records of earlier processes are superseded."""
 
-    step: int  # of the recover checkpoint; 0: there was none
+    step: int  # step of the recovery checkpoint; 0 if there was none
     version: int
     frontier: int
-    episodes: int  # that have a past
-    tokens: int  # that were sampled in them
+    episodes: int  # episodes that continue from the journal
+    tokens: int  # tokens sampled in them before
     time: float
 
 
 class Files(Record, tag="files"):
-    """The journal's files at the time of writing, with the least size of each: a file that is shorter later was truncated."""
+    """The journal's files at the time of writing, with a minimum size of each; a file that is shorter later was truncated."""
 
     sizes: dict[str, int]
     time: float
 
 
 class Closed(Record, tag="closed"):
-    """The last record of a file: its process started another or had nothing more to write."""
+    """The last record of a file: its process started another file or ended."""
 
     time: float
 
@@ -230,10 +230,10 @@ KINDS: tuple[type[Record], ...] = get_args(AnyRecord)
 
 
 def plain_value(value: Any) -> Any:
-    """What MessagePack has a form for, of texts and mappings of other classes, numbers and arrays.
+    """Convert subclasses of str, mappings, numbers and arrays to types that MessagePack supports.
 
     Raises:
-        TypeError: it is something else.
+        TypeError: the value has another type.
     """
     if isinstance(value, str):  # a subclass, such as a secret, which the journal redacts
         return str(value)
@@ -250,11 +250,11 @@ decode = msgspec.msgpack.Decoder(AnyRecord).decode
 
 
 def pack_value(value: Any, encoder: msgspec.msgpack.Encoder = _VALUES) -> bytes:
-    """Plain values as bytes: None, numbers, text, bytes, lists, tuples, dicts, and numbers and arrays of NumPy and torch.
+    """Pack None, numbers, strings, bytes, lists, tuples, dicts, and numbers and arrays of NumPy and torch.
 
     Raises:
-        TypeError: it holds something else, or text that is no Unicode (a half of a surrogate pair).
-        OverflowError: it holds an integer of more than 64 bits.
+        TypeError: the value contains another type, or a string that is not valid Unicode (half of a surrogate pair).
+        OverflowError: the value contains an integer of more than 64 bits.
     """
     try:
         return encoder.encode(value)
@@ -263,18 +263,18 @@ def pack_value(value: Any, encoder: msgspec.msgpack.Encoder = _VALUES) -> bytes:
 
 
 def unpack_value(packed: bytes) -> Any:
-    """What ``pack_value`` was given, with lists in place of tuples and arrays."""
+    """Unpack ``pack_value``; tuples and arrays become lists."""
     return msgspec.msgpack.decode(packed, strict=False)
 
 
 def unpack_floats(packed: bytes, count: int) -> np.ndarray:
-    """What ``pack_floats`` was given."""
+    """Unpack ``count`` float32 or float64 values; the length tells which."""
     return np.frombuffer(packed, dtype="<f4" if len(packed) == 4 * count else "<f8").astype(np.float64)
 
 
 def pack_versions(versions: np.ndarray) -> int | bytes:
-    """One number where all are the same, else packed."""
-    if len(versions) and versions.strides == (0,):  # one number in memory; an empty array has no strides either
+    """Pack versions: one number if all are equal, otherwise int32 bytes."""
+    if len(versions) and versions.strides == (0,):  # a broadcast number; an empty array has no strides either
         return int(versions[0])
     packed = versions.tobytes()
     if packed and packed == packed[:4] * len(versions):
@@ -283,12 +283,12 @@ def pack_versions(versions: np.ndarray) -> int | bytes:
 
 
 def unpack_versions(packed: int | bytes, count: int) -> np.ndarray:
-    """What ``pack_versions`` was given."""
+    """Unpack ``pack_versions``."""
     return np.full(count, packed, dtype=np.int32) if isinstance(packed, int) else np.frombuffer(packed, dtype="<i4")
 
 
 def tokens_in(packed: bytes) -> int:
-    """How many tokens are packed."""
+    """Number of packed tokens."""
     return len(packed) // TOKEN_TYPE.itemsize
 
 
@@ -300,7 +300,7 @@ _WITH_PALETTE = ("P", "PA")  # modes
 
 @dataclass(frozen=True)
 class ImageDigest:
-    """Stands for an image of a task."""
+    """Digest in place of an image of a task."""
 
     mode: str
     width: int
@@ -314,34 +314,34 @@ class ImageDigest:
 
 
 def digest_of(image: Any) -> ImageDigest:
-    """What stands for a PIL image: the same of all that have the same pixels, and the same palette where pixels are places in one.
+    """Digest of a PIL image; equal for equal pixels and, in palette modes, equal palettes.
 
     Raises:
-        TypeError: it cannot be read.
+        TypeError: the image cannot be read.
     """
     try:
         pixels = image.tobytes() + (image.convert("RGBA").tobytes() if image.mode in _WITH_PALETTE else b"")
-    except Exception as error:  # PIL reads a file when it is asked for pixels, and has many errors for a damaged one
+    except Exception as error:  # PIL reads the file on access and raises many types for a damaged one
         raise TypeError(f"an image that cannot be read: {error}") from None
     return ImageDigest(image.mode, image.width, image.height, xxhash.xxh3_128_hexdigest(pixels))
 
 
 def pack_task(task: dict[str, Any]) -> bytes:
-    """A row of a dataset as bytes, with the digest of each image.
+    """Pack a row of a dataset, with a digest in place of each image.
 
     Raises:
-        TypeError, OverflowError: as ``records.pack_value``.
+        TypeError, OverflowError: as for ``pack_value``.
     """
     return pack_value(task, _TASKS)
 
 
 def unpack_task(packed: bytes) -> dict[str, Any]:
-    """What ``pack_task`` was given, with lists in place of tuples and arrays, and ``ImageDigest`` in place of images."""
+    """Unpack ``pack_task``; tuples and arrays become lists, images ``ImageDigest``."""
     return _DECODER.decode(packed)
 
 
 def images_in(value: Any) -> Iterator[Any]:
-    """The images of a row, and the digests of one that was unpacked."""
+    """Yield the images of a row, or the digests of an unpacked one."""
     if isinstance(value, dict):
         value = list(value.values())
     if isinstance(value, list | tuple):
@@ -352,7 +352,7 @@ def images_in(value: Any) -> Iterator[Any]:
 
 
 def with_images(value: Any, find: Callable[[ImageDigest], Any]) -> Any:
-    """An unpacked row with the images themselves, each of which ``find`` finds."""
+    """Replace each digest in an unpacked row by the image that ``find`` returns."""
     if isinstance(value, ImageDigest):
         return find(value)
     if isinstance(value, dict):
@@ -361,7 +361,7 @@ def with_images(value: Any, find: Callable[[ImageDigest], Any]) -> Any:
 
 
 def _is_image(value: Any) -> bool:
-    module = sys.modules.get("PIL.Image")  # a program that has images has loaded it
+    module = sys.modules.get("PIL.Image")  # loaded if there are images
     return module is not None and isinstance(value, module.Image)
 
 

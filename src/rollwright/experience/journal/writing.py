@@ -54,39 +54,39 @@ if TYPE_CHECKING:
 
 logger = getLogger("journal")
 
-_ARGUMENTS_KEPT = 4096  # generation arguments that are recognised, and not written again
-_SMALLEST_REDACTED = 4  # characters of a text that is looked for as a secret
+_ARGUMENTS_KEPT = 4096  # distinct generation arguments that are not written again
+_SMALLEST_REDACTED = 4  # characters of the shortest secret that is redacted
 
 
 class Journal:
-    """The journal of one process: its present file, and what was begun in it and has not ended.
+    """The journal of one process: its current file and the episodes begun in it. Thread-safe.
 
-    Safe to use from several threads. Nothing is made before the first record.
+    No file is created before the first record.
 
     Args:
-        directory: of the journal, made here; only its user may enter.
-        config: when it is flushed, begun anew and removed.
-        secrets: texts of the config that are secret; they are replaced by ``***`` wherever a record has them as text.
+        directory: directory of the journal, created with access for its user only.
+        config: when to flush, rotate and remove files.
+        secrets: secret strings of the config; they are replaced by ``***`` in every text of a record.
     """
 
     def __init__(self, directory: str | Path, config: JournalConfig | None = None, secrets: Iterable[str] = ()) -> None:
         self.directory = Path(directory)
         self.config = config or JournalConfig()
         self.writer = -1  # number of this process among those that wrote here
-        self.size = 0  # of the present file
+        self.size = 0  # of the current file
         self.failure: JournalError | None = None  # the first failed write; later records may be missing
         self._secrets = [secret.encode() for secret in secrets if len(secret) >= _SMALLEST_REDACTED]
         self._segment = -1
         self._file: int | None = None
-        self._ended: list[int] = []  # files that are written and may not have reached the disk
+        self._ended: list[int] = []  # complete files that may not be flushed yet
         self._lock = threading.RLock()
         self._flushing = threading.Lock()
         self._episodes = itertools.count()
-        self._first: dict[int, int] = {}  # ordinals of training tasks -> the file that their first episode begins in
-        self._checkpoints: list[tuple[int, int]] = []  # frontier of each, and the first file that going on from it needs
-        #: The highest ordinal that earlier processes have episodes of, which this one goes on with: their files are needed so long.
+        self._first: dict[int, int] = {}  # ordinal of a training task -> file in which its first episode begins
+        self._checkpoints: list[tuple[int, int]] = []  # frontier of each, and the first file needed to resume from it
+        #: The highest ordinal of earlier processes' episodes that this one continues; their files are needed until then.
         self.goes_on_to = -1
-        self._arguments: dict[bytes, int] = {}  # that the present file holds, the latest of them
+        self._arguments: dict[bytes, int] = {}  # the latest generation arguments in the current file
         self._next_arguments = 0
         self._flusher: threading.Thread | None = None
         self._unflushed = threading.Event()
@@ -96,21 +96,21 @@ class Journal:
     # -- records in ----------------------------------------------------------------------------------------------------
 
     def write(self, record: AnyRecord, *, may_hold_secrets: bool = True) -> None:
-        """Append a record; when this returns, it outlives the process.
+        """Append a record; on return it survives the death of the process.
 
         Raises:
-            JournalError: the disk is full or gone; what was written of the record is taken back.
+            JournalError: the disk is full or gone; a partly written record is removed.
         """
         try:
             body = encode(record)
-        except UnicodeEncodeError:  # the message of what a workflow raised may hold any text
+        except UnicodeEncodeError:  # the message of a workflow's exception may contain any text
             body = encode(type(record)(*map(_as_unicode, msgspec.structs.astuple(record))))
         if may_hold_secrets and self._secrets:
             body = self._redacted(body)
         packed = frame(body)
         with self._lock:
             if self._is_closed or self._process != os.getpid():
-                return  # a child of this process that was forked, or a sample that goes on after the end
+                return  # a forked child, or a sample that continues after the end
             if self._file is None:
                 self._open_next()
             if self.config.keep is not None and isinstance(record, Begin) and not record.is_eval:
@@ -122,18 +122,18 @@ class Journal:
             self._unflushed.set()
 
     def next_episode(self) -> int:
-        """A number for an episode."""
+        """Reserve a number for an episode."""
         return next(self._episodes)
 
     def arguments(self, gconfig: object, make: type) -> int:
-        """The number of these generation arguments, which are written first where the present file has them not.
+        """Number of these generation arguments; they are written first if the current file does not have them.
 
         Args:
             gconfig: a dataclass.
-            make: the record's class.
+            make: class of the record.
         """
         packed = pack_value(gconfig)
-        # Without the lock: a file may end meanwhile, but a process gives each number once, and the file that has it is read with this one.
+        # Without the lock: the file may end meanwhile, but a number is used once per process, and its file is read together with this one.
         if (known := self._arguments.get(packed)) is not None:
             return known
         with self._lock:
@@ -141,7 +141,7 @@ class Journal:
                 self._open_next()
             number = self._arguments.get(packed)
             if number is None:
-                if len(self._arguments) >= _ARGUMENTS_KEPT:  # requests with a seed of their own have arguments of their own
+                if len(self._arguments) >= _ARGUMENTS_KEPT:  # requests with their own seed have their own arguments
                     self._arguments.clear()
                 number = self._arguments[packed] = self._next_arguments
                 self._next_arguments += 1
@@ -170,7 +170,7 @@ class Journal:
         return failure
 
     def redacted(self, packed: bytes) -> bytes:
-        """Packed values as a record has them: without what is secret."""
+        """Packed values with secrets redacted, as in a record."""
         return self._redacted(packed) if self._secrets else packed
 
     def _redacted(self, body: bytes) -> bytes:
@@ -197,7 +197,7 @@ class Journal:
                 self.writer = 1 + max((file_numbers(path)[0] for path in journal_files(self.directory)), default=-1)
             try:
                 self._file = os.open(self._path(self._segment), flags, 0o600)
-            except FileExistsError:  # another process of the run took the number
+            except FileExistsError:  # another process took the number
                 if self._segment:
                     raise
         self.size = 0
@@ -205,7 +205,7 @@ class Journal:
         try:
             self._append(VERSION)
             self._append(frame(encode(Files(self._sizes(), time.time()))))
-        except (JournalError, OSError):  # without a version the records could not be read
+        except (JournalError, OSError):  # records cannot be read without a version
             os.close(self._file)
             self._file = None
             raise
@@ -238,10 +238,10 @@ class Journal:
             logger.error("%s", error)
 
     def flush(self) -> None:
-        """Have what was written reach the disk.
+        """Flush the files to the disk.
 
         Raises:
-            JournalError: it did not.
+            JournalError: the disk failed.
         """
         self._unflushed.clear()
         with self._flushing:
@@ -265,10 +265,10 @@ class Journal:
                     os.close(file)
 
     def checkpoint(self, step: int, frontier: int) -> None:
-        """A recover checkpoint is about to be seen: what it builds on is on the disk. Large files end here, and old ones go.
+        """Flush the journal before a recovery checkpoint becomes visible; ends large files and removes old ones.
 
         Raises:
-            JournalError: it did not reach the disk.
+            JournalError: the disk failed.
         """
         with self._lock:
             self.write(Checkpoint(step, frontier, time.time()))
@@ -284,24 +284,24 @@ class Journal:
     def _end_large_file(self) -> None:
         if self._file is not None and self.size >= self.config.rotate_mib * 2**20:
             self._append(frame(encode(Closed(time.time()))))
-            self._ended.append(self._file)  # closed when it has reached the disk
+            self._ended.append(self._file)  # closed after it is flushed
             self._file = None
             self._open_next()
 
     def _remove_old(self, keep: int) -> None:
-        """Remove files that none of the last ``keep`` checkpoints, nor the one before, needs to go on from."""
+        """Remove files that are not needed to resume from the last ``keep`` checkpoints or the one before them."""
         if len(self._checkpoints) <= keep:
             return
         frontier, needed = self._checkpoints[0]
         oldest = (0, 0) if frontier > self.goes_on_to else (self.writer, 0)
         old = [path for path in journal_files(self.directory) if oldest <= file_numbers(path) < (self.writer, needed)]
-        if old:  # includes files of earlier processes
+        if old:  # may include files of earlier processes
             self.write(Files(self._sizes(without=old), time.time()))
         for path in old:
             path.unlink()
 
     def close(self) -> None:
-        """Flush and close; what comes later is not written. Idempotent."""
+        """Flush and close. Later records are not written. Idempotent."""
         self._flush_or_say()
         with self._lock:
             if self._file is not None:
@@ -324,7 +324,7 @@ def _without(value: object, secrets: list[bytes]) -> object:
         return value
     if isinstance(value, bytes):
         if any(secret in value for secret in secrets):
-            with contextlib.suppress(msgspec.DecodeError):  # packed values; tokens hold no text
+            with contextlib.suppress(msgspec.DecodeError):  # packed values; packed tokens contain no text
                 return msgspec.msgpack.encode(_without(msgspec.msgpack.decode(value, strict=False), secrets))
         return value
     if isinstance(value, list):
@@ -335,7 +335,7 @@ def _without(value: object, secrets: list[bytes]) -> object:
 
 
 def _as_unicode(value: Any) -> Any:
-    """Text, and the text of a list, with ``?`` in place of halves of surrogate pairs."""
+    """Replace halves of surrogate pairs in strings, also in lists, by ``?``."""
     if isinstance(value, list):
         return [_as_unicode(item) for item in value]
     return value.encode("utf-8", "replace").decode() if isinstance(value, str) else value
@@ -347,29 +347,29 @@ _WIDTH = TOKEN_TYPE.itemsize
 
 
 class EpisodeWriter:
-    """What a running episode writes to the journal, and what it is answered from. Calls may end in several threads.
+    """The journal of one running episode, and the recorded episode that answers its calls, if it runs again. Thread-safe.
 
     Args:
-        journal: where it is written; None: nowhere, as in a replay.
-        past: of the same episode, run before: durable calls and model requests are answered from there.
-        is_replay: calls that the past does not have are not made anew: they are errors.
+        journal: journal to write to. None writes nothing, as in a replay.
+        past: earlier run of the same episode; it answers durable calls and model requests.
+        is_replay: calls that the past does not contain are errors instead of being made.
     """
 
     def __init__(self, journal: Journal | None, past: RecordedEpisode | None = None, *, is_replay: bool = False) -> None:
         self.past = past
         self.is_replay = is_replay
-        self.diverged: Exception | None = None  # the first request that was not the one of the past
-        self.to_restore: dict[object, Callable[[], object]] = {}  # states of environments, before the first new call
+        self.diverged: Exception | None = None  # the first difference from the past
+        self.to_restore: dict[object, Callable[[], object]] = {}  # environments to restore before the first new call
         self._journal = journal
         self._number = -1 if journal is None else journal.next_episode()
-        self._calls: list[tuple[TokenPrefix, bytes]] = []  # prompt and output
-        self._last: dict[int, int] = {}  # conversation -> its last call
+        self._calls: list[tuple[TokenPrefix, bytes]] = []  # prompt and output of each call
+        self._last: dict[int, int] = {}  # conversation -> index of its last call
         self._restored: set[object] = set()
         self._is_closed = False
-        self._lock = threading.Lock()  # an index is given and its call written at once: readers count calls
+        self._lock = threading.Lock()  # calls are written in the order of their indices: readers count them
 
     def before_new_call(self, name: str) -> None:
-        """A durable call comes that the past does not have.
+        """Prepare for a durable call that the past does not contain.
 
         Raises:
             ReplayError: this is a replay, which must not act on the world.
@@ -385,15 +385,15 @@ class EpisodeWriter:
         self.restore()
 
     def restore(self) -> None:
-        """The first call comes that the past does not have: environments get the states that they had then."""
+        """Restore the recorded states of environments before the first new call."""
         waiting, self.to_restore = self.to_restore, {}
         for environment, restore in waiting.items():
-            if environment not in self._restored:  # what is answered later, side by side with new calls, is of an earlier state
+            if environment not in self._restored:  # later answers, concurrent with new calls, have an earlier state
                 self._restored.add(environment)
                 restore()
 
     def begin(self, **facts: Any) -> None:
-        """The episode begins; ``facts`` are the fields of ``Begin``."""
+        """Write the begin of the episode; ``facts`` are the fields of ``Begin``."""
         if self._journal is not None:
             self._journal.write(Begin(episode=self._number, time=time.time(), **facts))
 
@@ -433,7 +433,7 @@ class EpisodeWriter:
             self._written(call, record.prompt, record.output_bytes)
 
     def refused(self, request: Any, place: tuple[int, int], error: Exception) -> None:
-        """A model request was refused since its prompt leaves no room; it would be again."""
+        """Write a model request that was refused because its prompt leaves no room; a replay refuses it again."""
         if self._journal is None or self._is_closed:
             return
         kept = None if self.past is None else self.past.call_at(place)
@@ -453,7 +453,7 @@ class EpisodeWriter:
         self._journal.write(call)
 
     def _delta(self, prompt: TokenPrefix, conversation: int) -> tuple[int, int, bytes]:
-        """Which call's prompt and output ``prompt`` has most in common with, how many tokens, and what follows."""
+        """The call whose prompt and output share the longest prefix with ``prompt``, its length, and the remaining tokens."""
         best, kept, last = -1, 0, self._last.get(conversation, -1)
         if last >= 0 and prompt.continues(*self._calls[last]):
             before, output = self._calls[last]
@@ -465,30 +465,30 @@ class EpisodeWriter:
         return best, kept, prompt.buffer.array[kept : prompt.length].tobytes()
 
     def result(self, name: str, key: int, kind: str, started: float, **outcome: bytes | list[str] | None) -> None:
-        """A durable call ended."""
+        """Write the result of a durable call."""
         if self._journal is not None and not self._is_closed:
             value, error, state = (outcome.get(part) for part in ("value", "error", "state"))
             now = time.time()
             self._journal.write(DurableResult(self._number, name, key, kind, value, error, state, now, now - started))  # type: ignore[arg-type]
 
     def answered(self, kept: DurableResult) -> None:
-        """A durable call was answered from the past."""
+        """Write a durable call that the past answered."""
         if self._journal is not None and not self._is_closed:
             self._journal.write(msgspec.structs.replace(kept, episode=self._number))
 
     def close(self) -> None:
-        """Write no more calls: what comes is of an episode that was ended, and would not be asked again."""
+        """Ignore later calls: they belong to an episode that has ended, and a replay would not make them."""
         self._is_closed = True
 
     def end(self, outcome: str, reason: str = "", rows: Trajectory | None = None, traceback: str = "") -> None:
-        """The episode ended; ``rows`` are complete."""
+        """Write the end of the episode with its complete ``rows``."""
         if self._journal is not None:
             entries = [] if rows is None else rows_of(rows, self._calls)
             self._journal.write(End(self._number, outcome, reason, entries, time.time(), traceback))
 
 
 def _shared(prompt: TokenPrefix, before: TokenPrefix, output: bytes) -> int:
-    """How many tokens a prompt has in common with an earlier call's prompt and output, from the first on."""
+    """Length of the common prefix of a prompt with an earlier call's prompt and output."""
     end = len(before)
     shared = min(len(prompt), end) if prompt.buffer is before.buffer else prompt.shared_with(before.array)
     return shared if shared < end else end + _shared_with_output(prompt.array[end:], output)
@@ -506,7 +506,7 @@ def _packable(metadata: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def rows_of(rows: Trajectory, calls: list[tuple[TokenPrefix, bytes]]) -> list[Row]:
-    """The rows of a complete trajectory as deltas of the calls that they end with."""
+    """Rows of a complete trajectory as deltas of their last calls."""
     rewards, truncated = rows["rewards"].tolist(), rows["truncated"].tolist()
     entries = []
     for row, (ids, mask, digest) in enumerate(_packed_rows(rows)):
@@ -516,7 +516,7 @@ def rows_of(rows: Trajectory, calls: list[tuple[TokenPrefix, bytes]]) -> list[Ro
 
 
 def _edges(mask: bytes) -> list[int]:
-    """Where runs of ones begin and end."""
+    """Begin and end of each run of ones."""
     edges, wanted, at = [], b"\1", mask.find(b"\1")
     while at >= 0:
         edges.append(at)
@@ -528,7 +528,7 @@ def _edges(mask: bytes) -> list[int]:
 
 
 def _last_call(ids: bytes, calls: list[tuple[TokenPrefix, bytes]]) -> tuple[int, int]:
-    """The call whose prompt and output a row has most in common with, from the first token on, and how many tokens."""
+    """The call whose prompt and output share the longest prefix with a row, and its length."""
     base, kept, length = -1, 0, tokens_in(ids)
     for index in range(len(calls) - 1, -1, -1):
         prompt, output = calls[index]
@@ -553,14 +553,14 @@ def _shared_with_row(packed: bytes, prompt: TokenPrefix, output: bytes) -> int:
 
 
 def row_digests(rows: Trajectory) -> list[bytes]:
-    """A digest of each row's ids, mask, log-probabilities and versions."""
+    """Digest of each row's ids, mask, log-probabilities and versions."""
     return [digest for _, _, digest in _packed_rows(rows)]
 
 
 def _packed_rows(rows: Trajectory) -> Iterator[tuple[bytes, bytes, bytes]]:
-    """Ids and mask of each row without its padding, packed, and a digest of them with log-probabilities and versions.
+    """Yield packed ids and mask of each row without padding, and a digest of them with log-probabilities and versions.
 
-    One conversion for all rows, then bytes: an array of a row costs more than what is done with it.
+    All rows are converted at once and then handled as bytes, because an array per row would cost more than the work on it.
     """
     ids_BL, mask_BL = rows["input_ids"].numpy().astype(TOKEN_TYPE), rows["loss_mask"].numpy().astype(bool)
     columns = (ids_BL, mask_BL, rows["logprobs"].numpy(), rows["versions"].numpy())
