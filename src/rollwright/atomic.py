@@ -26,12 +26,12 @@ _LEFTOVER = re.compile(r"\..+\.[0-9a-f]{8}\.tmp")
 
 @contextmanager
 def replaced_file(path: str | Path, *, durable: bool = False, mode: int | None = None) -> Iterator[Path]:
-    """A path to write that takes the place of ``path`` when the block ends without an exception.
+    """Context that yields a path to write; it replaces ``path`` when the block ends without an exception.
 
     Args:
         path: the target; its parent directories are created.
         durable: flush the file and its directory to the disk, so that it survives a power failure.
-        mode: permission bits of the file; None: those of any new file.
+        mode: permission bits of the file. None uses those of any new file.
     """
     target = Path(path).absolute()
     target.parent.mkdir(parents=True, exist_ok=True)
@@ -53,13 +53,12 @@ def replaced_file(path: str | Path, *, durable: bool = False, mode: int | None =
 def replaced_directory(
     directory: str | Path, *, durable: bool = True, before_visible: Callable[[], object] | None = None
 ) -> Iterator[Path]:
-    """A directory to fill that takes the place of ``directory`` when the block ends without an exception.
+    """Context that yields a directory to fill; it replaces ``directory`` when the block ends without an exception.
 
     Args:
         directory: the target; its parent directories are created.
-        durable: flush all files to the disk before they can be seen.
-        before_visible: called when all files are written, just before they can be seen under the target's name; if it
-            raises, nothing appears.
+        durable: flush all files to the disk before they become visible.
+        before_visible: called after all files are written and before they become visible; if it raises, nothing appears.
     """
     target = Path(directory).absolute()
     draft, old = (target.parent / f".{target.name}.{uuid.uuid4().hex[:8]}.tmp" for _ in range(2))
@@ -84,7 +83,7 @@ def replaced_directory(
 
 
 def write_text(path: str | Path, text: str, *, durable: bool = False, mode: int | None = None) -> Path:
-    """Write a UTF-8 file whole or not at all; see ``replaced_file``. Returns its path."""
+    """Write a UTF-8 file atomically; see ``replaced_file``. Returns its path."""
     with replaced_file(path, durable=durable, mode=mode) as draft:
         draft.write_text(text, encoding="utf-8")
     return Path(path)
@@ -114,7 +113,7 @@ def read_json(path: str | Path) -> dict[str, Any]:
     """Read the object in a JSON file, without its checksum if it has one.
 
     Raises:
-        ValueError: the file is damaged or holds no object.
+        ValueError: the file is damaged or does not contain an object.
         OSError: the file cannot be read.
     """
     text = Path(path).read_text(encoding="utf-8")
@@ -159,7 +158,7 @@ def _checksum(value: Any) -> str:
     return xxhash.xxh3_64_hexdigest(json.dumps(value, sort_keys=True).encode())
 
 
-#: What to do about a file that cannot be written, by errno.
+#: Advice for a file that cannot be written, by errno.
 _REMEDIES = {
     **dict.fromkeys((errno.ENOSPC, errno.EDQUOT, errno.EFBIG), "free space on that disk"),
     **dict.fromkeys((errno.ENOENT, errno.ENOTDIR, errno.ESTALE), "put the directory back where it was"),
@@ -168,14 +167,14 @@ _REMEDIES = {
 
 
 def remedy_of(error: OSError) -> str:
-    """What to do about a file that cannot be written."""
+    """Advice for a file that cannot be written."""
     return _REMEDIES.get(error.errno or 0, "check that disk")
 
 
 def sweep(directory: str | Path, *, older_than: float = 3600.0) -> list[Path]:
-    """Remove what killed writers left directly in a directory, which need not exist; returns what was removed.
+    """Remove the leftovers of killed writers directly in a directory, which may be missing; returns the removed paths.
 
-    What changed in the last ``older_than`` seconds is left alone: it may belong to a writer that is at work.
+    Files that changed in the last ``older_than`` seconds are kept, because they may belong to a running writer.
     """
     latest, removed = time.time() - older_than, []
     for path in Path(directory).glob(".*.tmp"):
@@ -189,7 +188,7 @@ def sweep(directory: str | Path, *, older_than: float = 3600.0) -> list[Path]:
 
 
 def _flush(path: Path) -> None:
-    """Have a file's content, or a directory's entries, reach the disk."""
+    """Flush a file's content or a directory's entries to the disk."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)

@@ -6,7 +6,7 @@ from collections.abc import Iterable
 
 
 class RollwrightError(Exception):
-    """Base of every error that Rollwright raises on purpose."""
+    """Base of all errors that Rollwright raises on purpose."""
 
 
 class ConfigError(RollwrightError):
@@ -14,7 +14,7 @@ class ConfigError(RollwrightError):
 
     @classmethod
     def of(cls, faults: Iterable[str]) -> ConfigError:
-        """One error for one or several faults; each is told once, on a line of its own."""
+        """Make one error for one or several faults; each distinct fault is on a line of its own."""
         distinct = list(dict.fromkeys(faults))
         return cls(distinct[0] if len(distinct) == 1 else "\n  ".join([f"{len(distinct)} faults:", *distinct]))
 
@@ -24,7 +24,7 @@ class DataError(RollwrightError):
 
 
 class TrajectoryError(RollwrightError):
-    """What a workflow returned breaks the data contract; the message names workflow, task and key."""
+    """A workflow's result violates the data contract; the message names workflow, task and key."""
 
 
 class RewardError(RollwrightError):
@@ -36,7 +36,7 @@ class BrokenRewardError(RewardError):
 
 
 class SandboxError(RollwrightError):
-    """Python that a model wrote cannot be run: the sandbox is not there, or does not start."""
+    """Python code of a model cannot be run, because the sandbox is missing or does not start."""
 
 
 class EngineError(RollwrightError):
@@ -48,19 +48,19 @@ class PromptTooLongError(EngineError):
 
 
 class QueueFullError(EngineError):
-    """An engine has no room for a request to wait; sent later, it may have."""
+    """The queue of an engine is full; a later request may succeed."""
 
 
 class EngineStepError(EngineError):
-    """A step of an engine failed for a reason that no request of it can be blamed for."""
+    """A step of an engine failed for a reason that no single request caused."""
 
 
 class RequestAborted(EngineError):
-    """A request was ended by abort, by a closed engine or by its sample's time limit."""
+    """A request was aborted, its engine was closed, or its sample exceeded the time limit."""
 
 
 class WeightUpdateError(EngineError):
-    """Weights could not be published, or an engine does not compute what the trainer computes."""
+    """Weights could not be published, or an engine does not compute with them."""
 
 
 class WorkflowError(RollwrightError):
@@ -68,23 +68,23 @@ class WorkflowError(RollwrightError):
 
 
 class RolloutError(RollwrightError):
-    """Too many samples failed, or rollout cannot go on; the message names the first cause."""
+    """Too many samples failed, or rollout cannot continue; the message names the first cause."""
 
 
 class DatasetEnded(RolloutError):
-    """The tasks have come to their end and no group is left to train."""
+    """All tasks were used and no group is left to train."""
 
 
 class TrainingError(RollwrightError):
-    """The optimisation cannot go on: non-finite losses, a broken batch, a lost rank."""
+    """Training cannot continue: non-finite losses, an invalid batch or a lost rank."""
 
 
 class LostRankError(TrainingError):
-    """Another process of the training has ended, and with it the run; that one, or whoever started it, says why."""
+    """Another training process has ended, and with it the run; that process or its launcher reports the cause."""
 
 
 class LostProcessError(RollwrightError):
-    """A process that was placed on a cluster has ended, or its node has."""
+    """A process on a cluster has ended, or its node is lost."""
 
 
 class CheckpointError(RollwrightError):
@@ -92,7 +92,7 @@ class CheckpointError(RollwrightError):
 
 
 class ClusterError(RollwrightError):
-    """What places processes on machines (Slurm) refused them, or lost them."""
+    """The cluster's scheduler (Slurm) refused or lost processes."""
 
 
 class JournalError(RollwrightError):
@@ -100,7 +100,7 @@ class JournalError(RollwrightError):
 
 
 class ReplayError(RollwrightError):
-    """An episode that runs again does not do what the journal says; the message names task, call and the first differing token."""
+    """An episode that runs again differs from the journal; the message names task, call and the first differing token."""
 
 
 class StoreError(RollwrightError):

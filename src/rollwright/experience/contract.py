@@ -77,7 +77,7 @@ def is_token_column(name: str, value: Any, rows: int, width: int) -> bool:
 
 
 @dataclass(frozen=True)
-class ResultOrigin:
+class Origin:
     """Origin of a result, for error messages: workflow, task and, in a list, the index of the item."""
 
     workflow: str = ""
@@ -107,7 +107,7 @@ def check_trajectory(trajectory: Any, *, workflow: str = "", task: str = "") -> 
         TrajectoryError: a key is missing or has the wrong shape or type, lengths disagree, padding is not on the right, a masked token
             lacks its log-probability or version, or a value is NaN, infinite or impossible. The message names workflow, task and key.
     """
-    place = ResultOrigin(workflow, task)
+    place = Origin(workflow, task)
     if not isinstance(trajectory, Mapping):
         raise place.error("trajectory", f"it is {type(trajectory).__name__}", "it is a dict of tensors")
     for key, column in COLUMNS.items():

@@ -1,4 +1,4 @@
-"""Durable calls: the results of tools, rewards, judges, clocks and random numbers, kept so that an episode can run again.
+"""Durable calls: results of tools, rewards, judges, clocks and random numbers are recorded, so that an episode can run again.
 
 ::
 
@@ -10,7 +10,8 @@
     with durable("dice") as ask:                      # several calls under one name
         first, second = ask(random.random), ask(random.random)
 
-A call is found again by its name, its arguments and how often both came before. Outside of an episode a durable call is the call.
+A call is identified by its name, its arguments and the number of earlier calls with both. Outside an episode, a durable call is an ordinary
+call.
 """
 
 from __future__ import annotations
@@ -32,20 +33,20 @@ import xxhash
 from rollwright.errors import ReplayError, WorkflowError
 from rollwright.experience.journal.records import DurableResult, pack_value, unpack_value
 
-#: What a call says of itself when its episode runs again.
+#: Kinds of durable calls: what happens to the call when its episode runs again.
 KINDS = {
-    "pure": "it is made again: it depends on nothing but its arguments, and changes nothing",
+    "pure": "it is made again, because it depends only on its arguments and changes nothing",
     "recorded": "it is answered from the journal",
-    "restart": "it is answered in a replay; where the episode is to go on, it starts again from its first call",
-    "restorable": "it is answered from the journal, and its state restored before the first new call",
+    "restart": "a replay answers it from the journal; a resumed run starts the episode over",
+    "restorable": "it is answered from the journal, and its state is restored before the first new call",
 }
 
 
 class Past(Protocol):
-    """What an episode that runs again did before."""
+    """The earlier run of an episode that runs again."""
 
     def next_result(self, name: str, key: int) -> DurableResult | None:
-        """The next result of a durable call; each is given once, in the order in which they came."""
+        """The next recorded result of a durable call; each is returned once, in order."""
 
 
 class Episode(Protocol):
@@ -58,33 +59,33 @@ class Episode(Protocol):
 
     def result(self, name: str, key: int, kind: str, started: float, **outcome: bytes | list[str] | None) -> None: ...
 
-    def answered(self, kept: DurableResult) -> None:
-        """A durable call was answered from the past."""
+    def answered(self, result: DurableResult) -> None:
+        """Write a durable call that the past answered."""
 
     def before_new_call(self, name: str) -> None:
-        """A durable call comes that the past does not have; raises where it must not be made."""
+        """Prepare for a durable call that the past does not contain; raises if it must not be made."""
 
 
-#: The episode that the running asyncio task belongs to; inherited by the tasks and threads that it starts.
+#: The episode of the current asyncio task; inherited by the tasks and threads that it starts.
 EPISODE: ContextVar[Episode | None] = ContextVar("episode", default=None)
 
 
 @dataclass(slots=True)
 class _Call:
-    """A call's value, and whether it has to be made."""
+    """Value of a call, and whether the call must be made."""
 
     value: Any = None
     is_new: bool = True
 
 
 class Durable:
-    """A name and a kind for calls: a decorator of functions, and a context whose calls are kept.
+    """Decorator of functions and context for calls whose results are recorded.
 
     Args:
-        name: under which the results are kept; empty: the function's.
+        name: name of the recorded calls. Empty uses the function's name.
         kind: one of ``KINDS``.
-        export: gives the state of a restorable environment after a call, in plain values.
-        restore: is given that state, before the first new call.
+        export: returns the state of a restorable environment after a call, as plain values.
+        restore: receives this state before the first new call.
     """
 
     def __init__(
@@ -103,24 +104,24 @@ class Durable:
         self.name, self.kind, self.export, self.restore = name, kind, export, restore
 
     def __call__(self, function: Callable[..., Any]) -> Callable[..., Any]:
-        """The function, whose results are kept."""
+        """Wrap a function so that its results are recorded."""
         name = self.name or function_name(function)
-        kept = self if self.name else Durable(name, self.kind, self.export, self.restore)
+        durable = self if self.name else Durable(name, self.kind, self.export, self.restore)
 
         @functools.wraps(function)
         async def asynchronous(*arguments: Any, **keywords: Any) -> Any:
-            return await kept.awaited(function, *arguments, **keywords)
+            return await durable.awaited(function, *arguments, **keywords)
 
         @functools.wraps(function)
         def synchronous(*arguments: Any, **keywords: Any) -> Any:
-            return kept.called(function, *arguments, **keywords)
+            return durable.called(function, *arguments, **keywords)
 
         wrapper: Any = asynchronous if inspect.iscoroutinefunction(function) else synchronous
-        wrapper.durable = kept
+        wrapper.durable = durable
         return wrapper
 
     def __enter__(self) -> Callable[..., Any]:
-        """Calls its first argument with the others, and keeps the result; an async one has to be awaited."""
+        """Returns ``call(function, *args)`` and records the result; await it for async functions."""
         return lambda function, *arguments, **keywords: (
             self.awaited if inspect.iscoroutinefunction(function) else self.called
         )(function, *arguments, **keywords)
@@ -128,14 +129,14 @@ class Durable:
     def __exit__(self, *error: object) -> None: ...
 
     def called(self, function: Callable[..., Any], *arguments: Any, **keywords: Any) -> Any:
-        """The result of a function, kept or from the journal."""
+        """Call a function and record its result, or return the recorded one."""
         with self._kept(arguments, keywords) as call:
             if call.is_new:
                 call.value = function(*arguments, **keywords)
         return call.value
 
     async def awaited(self, function: Callable[..., Any], *arguments: Any, **keywords: Any) -> Any:
-        """As ``called``, of an async function."""
+        """``called`` for an async function."""
         with self._kept(arguments, keywords) as call:
             if call.is_new:
                 call.value = await function(*arguments, **keywords)
@@ -143,7 +144,7 @@ class Durable:
 
     @contextmanager
     def _kept(self, arguments: tuple[Any, ...], keywords: dict[str, Any]) -> Iterator[_Call]:
-        """One call: answered by the journal, or made inside, and its outcome kept."""
+        """Context of one call: answered by the journal, or made inside and recorded."""
         episode = EPISODE.get()
         if episode is None or self.kind == "pure":
             yield _Call()
@@ -163,14 +164,14 @@ class Durable:
     def _answered(self, episode: Episode, key: int) -> DurableResult | None:
         if episode.past is None:
             return None
-        kept = episode.past.next_result(self.name, key)
-        if kept is None:
+        result = episode.past.next_result(self.name, key)
+        if result is None:
             episode.before_new_call(self.name)
             return None
-        episode.answered(kept)
-        if kept.state is not None and self.restore is not None:
-            episode.to_restore[self] = functools.partial(self.restore, unpack_value(kept.state))
-        return kept
+        episode.answered(result)
+        if result.state is not None and self.restore is not None:
+            episode.to_restore[self] = functools.partial(self.restore, unpack_value(result.state))
+        return result
 
     def _keep(self, episode: Episode, key: int, started: float, value: Any) -> None:
         try:
@@ -178,8 +179,8 @@ class Durable:
             episode.result(self.name, key, self.kind, started, value=pack_value(value), state=state)
         except (TypeError, OverflowError) as error:
             raise WorkflowError(
-                f"durable call {self.name}: its result cannot be kept ({error}): return numbers, text, lists and dicts, or say "
-                "kind='pure' where it may be made again."
+                f"durable call {self.name}: its result cannot be kept ({error}): return numbers, text, lists and dicts, or use "
+                "kind='pure' if it may be made again."
             ) from error
 
     def _keep_error(self, episode: Episode, key: int, started: float, error: Exception) -> None:
@@ -203,23 +204,23 @@ def durable(
 
 
 def durable(call: Any = None, /, **settings: Any) -> Any:
-    """Keep the results of calls in the journal, so that their episode can run again; see the module.
+    """Record the results of calls in the journal, so that their episode can run again; see the module's docstring.
 
-    ``rollwright replay`` answers all kinds but ``pure`` from the journal, and makes no call that was not recorded. A run that is
-    resumed goes on with its unfinished episodes: they are answered in the same way, ``restore`` of ``restorable`` is called before
-    their first new call, and one that made a ``restart`` call begins anew.
+    ``rollwright replay`` answers all kinds but ``pure`` from the journal and makes no call that was not recorded. A resumed run continues
+    its unfinished episodes: their calls are answered in the same way, ``restore`` of a ``restorable`` call runs before the first new call,
+    and an episode that made a ``restart`` call starts over.
 
     Args:
-        call: a function, which is returned wrapped; or a name, or nothing, for a decorator or a context.
-        settings: ``kind`` (``pure``, ``recorded``, ``restart`` or ``restorable``), and ``export`` and ``restore`` of the last.
+        call: a function to wrap; or a name, or nothing, to get a decorator or context.
+        settings: ``kind`` (``pure``, ``recorded``, ``restart`` or ``restorable``); ``export`` and ``restore`` for ``restorable``.
     """
     return Durable(**settings)(call) if callable(call) else Durable(call or "", **settings)
 
 
 def kept_calls(function: Callable[..., Any], name: str) -> tuple[Callable[..., Any], Durable]:
-    """A user's function without what keeps its results, and what keeps them: its own ``durable``, else ``recorded``.
+    """Unwrap a user's function; returns it with its ``Durable``, or with one of kind ``recorded`` if it has none.
 
-    For callers that keep more of a call than its value, such as the text that a model is shown of a failure.
+    For callers that record more of a call than its value, such as the text that a model is shown after a failure.
     """
     own = getattr(function, "durable", None)
     if isinstance(own, Durable):
@@ -228,7 +229,7 @@ def kept_calls(function: Callable[..., Any], name: str) -> tuple[Callable[..., A
 
 
 def function_name(function: Callable[..., Any]) -> str:
-    """Module and qualified name."""
+    """Module and qualified name of a function."""
     while isinstance(function, functools.partial):
         function = function.func
     module = getattr(function, "__module__", None) or "builtins"
@@ -236,18 +237,18 @@ def function_name(function: Callable[..., Any]) -> str:
 
 
 def call_key(arguments: tuple[Any, ...], keywords: dict[str, Any]) -> int:
-    """A number for the arguments of a call, whatever the order of sets and dicts; what has no plain value counts by its class."""
+    """Hash of a call's arguments, independent of the order of sets and dicts; objects without a plain value count by their class."""
     values = [arguments, sorted(keywords.items())]
     try:
         packed = _KEYS.encode(values)
     except (OverflowError, UnicodeEncodeError, TypeError):
-        # Integers of more than 64 bits and halves of surrogate pairs (models write both); sets and keys that have no order.
+        # Integers of more than 64 bits, halves of surrogate pairs (models write both), and sets and keys without an order.
         packed = _KEYS.encode(_packable(values))
     return xxhash.xxh3_64_intdigest(packed)
 
 
 def _packable(value: Any) -> Any:
-    """The same with text or bytes in place of what MessagePack has no form for."""
+    """Replace values that MessagePack does not support by strings, bytes or lists."""
     if isinstance(value, str):
         return value.encode("utf-8", "surrogatepass")
     if isinstance(value, int):
@@ -270,11 +271,11 @@ def _class_of(value: Any) -> Any:
 _KEYS = msgspec.msgpack.Encoder(enc_hook=_class_of, order="deterministic")
 
 
-def _value_of(kept: DurableResult) -> Any:
-    if kept.error is None:
-        assert kept.value is not None
-        return unpack_value(kept.value)
-    name, message = kept.error
+def _value_of(result: DurableResult) -> Any:
+    if result.error is None:
+        assert result.value is not None
+        return unpack_value(result.value)
+    name, message = result.error
     module, _, attribute = name.partition(":")
     kind = getattr(builtins, attribute, None) if module == "builtins" else _known_error(module, attribute)
     if isinstance(kind, type) and issubclass(kind, Exception):
@@ -283,9 +284,9 @@ def _value_of(kept: DurableResult) -> Any:
         except TypeError:
             if kind is TypeError:
                 raise
-    raise ReplayError(f"durable call {kept.name} raised {name.replace(':', '.')} when it was recorded: {message}")
+    raise ReplayError(f"durable call {result.name} raised {name.replace(':', '.')} when it was recorded: {message}")
 
 
 def _known_error(module: str, attribute: str) -> Any:
-    """The class, where its module is loaded: nothing is imported because a file says so."""
+    """The class, if its module is already loaded: a file never causes an import."""
     return getattr(sys.modules.get(module), attribute, None)

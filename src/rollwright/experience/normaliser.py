@@ -29,7 +29,7 @@ import numpy as np
 import torch
 
 from rollwright.errors import TrajectoryError
-from rollwright.experience.contract import COLUMNS, ResultOrigin, Trajectory
+from rollwright.experience.contract import COLUMNS, Origin, Trajectory
 from rollwright.experience.experience import Experience
 from rollwright.experience.recorder import TOKEN_TYPE, Recorder, RequestRecord, TokenPrefix
 from rollwright.experience.trajectory import concat_padded_tensors, tensor_form
@@ -55,14 +55,14 @@ def normalise(
     """
     if result is None:
         return None
-    place = ResultOrigin(workflow, task)
+    place = Origin(workflow, task)
     _refuse_unawaited("result", result, place)
     if isinstance(result, Mapping) and result and all(isinstance(value, Experience) for value in result.values()):
         result = list(result.values())
     items = list(result) if isinstance(result, list | tuple) else [result]
     if not items:
         raise place.error("result", "the workflow returned an empty list", "return None to reject the sample on purpose")
-    trajectories: list[tuple[Trajectory, ResultOrigin]] = []
+    trajectories: list[tuple[Trajectory, Origin]] = []
     for index, item in enumerate(items):
         at = place if len(items) == 1 else replace(place, index=index)
         if isinstance(item, Experience):
@@ -99,7 +99,7 @@ def normalise(
         raise place.error("result", str(error), "return rows with the same keys") from error
 
 
-def _refuse_unawaited(key: str, value: Any, place: ResultOrigin) -> None:
+def _refuse_unawaited(key: str, value: Any, place: Origin) -> None:
     """Raise with the source line if a result, one of its items, or the value of a key or attribute is an un-awaited coroutine."""
     if inspect.isawaitable(value):
         name = getattr(value, "__qualname__", type(value).__name__)
@@ -118,7 +118,7 @@ def _refuse_unawaited(key: str, value: Any, place: ResultOrigin) -> None:
         _refuse_unawaited("reward", value.reward, place)
 
 
-def _fill_without_record(trajectory: Trajectory, masked: torch.Tensor, place: ResultOrigin) -> None:
+def _fill_without_record(trajectory: Trajectory, masked: torch.Tensor, place: Origin) -> None:
     """Use the workflow's own log-probabilities and versions; modifies ``trajectory``."""
     for name, neutral in (("logprobs", torch.tensor(0.0)), ("versions", torch.tensor(-1, dtype=torch.int32))):
         if name not in trajectory and masked.any():
@@ -135,7 +135,7 @@ TOLERANCES = {"logprobs": 1e-4, "versions": 0, "temperature": 1e-5}
 _WIDTH = TOKEN_TYPE.itemsize
 
 
-def fill_from_record(trajectory: Trajectory, masked: np.ndarray, matcher: RowMatcher, place: ResultOrigin) -> None:
+def fill_from_record(trajectory: Trajectory, masked: np.ndarray, matcher: RowMatcher, place: Origin) -> None:
     """Write the record's log-probabilities, versions, temperatures and truncation into the rows; modifies ``trajectory``."""
     rows, ids = len(masked), trajectory["input_ids"].numpy()
     given = {name: trajectory[name].numpy() for name in TOLERANCES if name in trajectory}
@@ -181,7 +181,7 @@ def fill_from_record(trajectory: Trajectory, masked: np.ndarray, matcher: RowMat
         trajectory["logprobs_shifted"] = torch.from_numpy(shifted)
 
 
-def _compare(name: str, given: np.ndarray, recorded: np.ndarray, where: np.ndarray, place: ResultOrigin) -> None:
+def _compare(name: str, given: np.ndarray, recorded: np.ndarray, where: np.ndarray, place: Origin) -> None:
     """Raise if the workflow's own values differ from the record."""
     with np.errstate(invalid="ignore"):
         wrong = where & ~(np.abs(given.astype(np.float64) - recorded.astype(np.float64)) <= TOLERANCES[name])
@@ -201,7 +201,7 @@ def _compare(name: str, given: np.ndarray, recorded: np.ndarray, where: np.ndarr
 
 
 def _unrecorded(
-    ids: np.ndarray, missing: np.ndarray, row: int, matcher: RowMatcher, placements: list[Placement], place: ResultOrigin
+    ids: np.ndarray, missing: np.ndarray, row: int, matcher: RowMatcher, placements: list[Placement], place: Origin
 ) -> TrajectoryError:
     """Make the error for masked tokens that no request produced: their position, their text and the likely cause."""
     start = int(missing.argmax())
@@ -326,28 +326,28 @@ class RowMatcher:
             ),
         )
 
-    def _by_output(self, row: _Row, uncovered: np.ndarray, placed: dict[int, int]) -> list[Placement]:
+    def _by_output(self, row: _Row, uncovered: np.ndarray, bases: dict[int, int]) -> list[Placement]:
         found: list[Placement] = []
         position = 0
         while uncovered[position:].any():
             start = position + int(uncovered[position:].argmax())
             stop = start + _count_until(~uncovered[start:])
-            placement = self._starting_at(row, start, stop, placed) or self._holding(row, start, stop, placed)
+            placement = self._starting_at(row, start, stop, bases) or self._holding(row, start, stop, bases)
             position = stop
             if placement is not None:
                 found.append(placement)
-                placed[placement.record.index] = placement.base
+                bases[placement.record.index] = placement.base
                 uncovered[placement.start : placement.stop] = False
                 position = placement.stop
         return found
 
-    def _starting_at(self, row: _Row, start: int, stop: int, placed: dict[int, int]) -> Placement | None:
+    def _starting_at(self, row: _Row, start: int, stop: int, bases: dict[int, int]) -> Placement | None:
         """Find the response that begins at ``start`` and has the longest agreement with the row."""
         first, before = int(row.ids[start]), int(row.ids[start - 1]) if start else -1
         found = [
             Placement(record, start, start + row.agreement(start, record.output_bytes))
             for record in self.records
-            if record.index not in placed and record.output[:1].tolist() == [first] and record.prompt.array[-1] == before
+            if record.index not in bases and record.output[:1].tolist() == [first] and record.prompt.array[-1] == before
         ]
         longest = max((min(placement.stop, stop) for placement in found), default=0)
         found = [placement for placement in found if min(placement.stop, stop) == longest]
@@ -356,15 +356,15 @@ class RowMatcher:
             found = [placement for placement, context in zip(found, contexts, strict=True) if context == max(contexts)]
         return self._prefer(found, row) if found else None
 
-    def _holding(self, row: _Row, start: int, stop: int, placed: dict[int, int]) -> Placement | None:
+    def _holding(self, row: _Row, start: int, stop: int, bases: dict[int, int]) -> Placement | None:
         """Find a response that contains the whole run after its beginning: the workflow removed its first tokens."""
         if start == 0:
             return None
         needle = row.bytes[start * _WIDTH : stop * _WIDTH]
         found = []
         for record in self.records:
-            if record.index in placed:
-                offset = start - placed[record.index]
+            if record.index in bases:
+                offset = start - bases[record.index]
                 if offset < 0 or not record.output_bytes.startswith(needle, offset * _WIDTH):
                     continue
             elif (offset := _token_find(record.output_bytes, needle)) < 1:

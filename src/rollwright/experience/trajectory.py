@@ -14,7 +14,7 @@ import torch
 from torch.nn.utils.rnn import pad_sequence
 
 from rollwright.errors import TrajectoryError
-from rollwright.experience.contract import COLUMNS, KEPT, MULTI_MODAL, NEUTRAL, ResultOrigin, Trajectory, is_token_column
+from rollwright.experience.contract import COLUMNS, KEPT, MULTI_MODAL, NEUTRAL, Origin, Trajectory, is_token_column
 
 #: Alternative names that workflows use for a column.
 ALIASES = {"reward": "rewards", "multi_modal_input": MULTI_MODAL, "temperatures": "temperature"}
@@ -31,7 +31,7 @@ PROCESSOR_KEYS = (
 
 
 def row_lengths(trajectory: Mapping[str, Any]) -> torch.Tensor:
-    """Number of tokens of each row without padding, ``[B]`` int64."""
+    """Tokens of each row without padding, ``[B]`` int64."""
     if KEPT in trajectory:
         return trajectory["row_lengths"]
     mask = trajectory.get("attention_mask")
@@ -192,7 +192,7 @@ def trajectory_rows(trajectory: Mapping[str, Any]) -> list[Trajectory]:
 # -- results of workflows ----------------------------------------------------------------------------------------------
 
 
-def tensor_form(result: Mapping[str, Any], place: ResultOrigin, recorder: Any = None) -> Trajectory:
+def tensor_form(result: Mapping[str, Any], place: Origin, recorder: Any = None) -> Trajectory:
     """Convert a dict in any accepted form to CPU tensors of the contract's types; missing keys are not filled in.
 
     Args:
@@ -246,7 +246,7 @@ def tensor_form(result: Mapping[str, Any], place: ResultOrigin, recorder: Any = 
     return out
 
 
-def _from_short_form(given: dict[str, Any], place: ResultOrigin) -> dict[str, Any]:
+def _from_short_form(given: dict[str, Any], place: Origin) -> dict[str, Any]:
     """Join prompt and sampled tokens into one row; log-probabilities and versions may cover only the sampled tokens."""
     parts = {}
     for key in ("input_ids", "output_ids"):
@@ -279,7 +279,7 @@ def _as_tensor(value: Any) -> torch.Tensor:
     return torch.as_tensor(np.asarray(value) if isinstance(value, list | tuple) else value).detach().cpu()
 
 
-def _token_column(key: str, value: Any, one_row: bool, place: ResultOrigin) -> tuple[torch.Tensor, list[int] | None]:
+def _token_column(key: str, value: Any, one_row: bool, place: Origin) -> tuple[torch.Tensor, list[int] | None]:
     """Convert a token column to ``[B, L]`` in its type. A list of rows is right-padded and returned with the length of each row."""
     column = COLUMNS[key]
     dtype = column.dtype or torch.int32
@@ -308,7 +308,7 @@ def _token_column(key: str, value: Any, one_row: bool, place: ResultOrigin) -> t
     return tensor.to(dtype), lengths
 
 
-def _row_column(key: str, value: Any, rows: int, place: ResultOrigin) -> torch.Tensor:
+def _row_column(key: str, value: Any, rows: int, place: Origin) -> torch.Tensor:
     """Convert a row column to ``[B]``; a single number applies to all rows of the sample."""
     try:
         tensor = _as_tensor(value).to(COLUMNS[key].dtype)
@@ -322,7 +322,7 @@ def _row_column(key: str, value: Any, rows: int, place: ResultOrigin) -> torch.T
     return tensor.reshape(rows)
 
 
-def _further_column(key: str, value: Any, rows: int, width: int, one_row: bool, place: ResultOrigin) -> Any:
+def _further_column(key: str, value: Any, rows: int, width: int, one_row: bool, place: Origin) -> Any:
     """Convert a column outside the contract: one entry per token, one per row, or one value for a single row."""
     if key == MULTI_MODAL and isinstance(value, Mapping):
         value = [dict(value)]
@@ -348,7 +348,7 @@ def _further_column(key: str, value: Any, rows: int, width: int, one_row: bool, 
 
 
 def _lengths_disagree(
-    key: str, trajectory: Trajectory, sizes: dict[str, list[int] | None], place: ResultOrigin, recorder: Any
+    key: str, trajectory: Trajectory, sizes: dict[str, list[int] | None], place: Origin, recorder: Any
 ) -> TrajectoryError:
     """Make the error for disagreeing lengths; it names all lengths and says if ``input_ids`` contains a response twice."""
     rows, width = trajectory["input_ids"].shape

@@ -20,7 +20,7 @@ from rollwright.config.sections import TrainEngineConfig
 from rollwright.errors import ConfigError
 from rollwright.inference.weights.stream import WeightStream
 from rollwright.training import parallel
-from rollwright.training.parallel import full_tensor, placed_like
+from rollwright.training.parallel import full_tensor, sharded_like
 
 # One process is an ordinary case.
 warnings.filterwarnings("ignore", message="torch.distributed is disabled, unavailable or uninitialized")
@@ -234,7 +234,7 @@ def initialise_randomly(model: nn.Module) -> None:
             module._parameters[name] = nn.Parameter(torch.zeros(parameter.shape, dtype=parameter.dtype))
         owner._init_weights(module)
         for name, parameter in targets.items():
-            parameter.copy_(placed_like(module._parameters[name].detach(), parameter))  # type: ignore[union-attr]
+            parameter.copy_(sharded_like(module._parameters[name].detach(), parameter))  # type: ignore[union-attr]
             done.add(id(parameter))
         module._parameters.update(before)
 

@@ -24,7 +24,7 @@ from rollwright.inference.weights.stream import WeightStream
 from rollwright.tracking.progress import without_progress_bars
 from rollwright.training import parallel
 from rollwright.training.fsdp import call_checkpoint, own_tensors, whole_weights
-from rollwright.training.parallel import placed_like
+from rollwright.training.parallel import sharded_like
 
 _INDEX = "model.safetensors.index.json"
 
@@ -58,7 +58,7 @@ def load_weights(model: Any, path: str) -> None:
     except (Exception, CheckpointException) as error:  # the text names the cause
         raise ConfigError(f"{path} could not be read into a model of type {model.config.model_type!r}: {error}") from error
     for name, tensor in _converted_tensors(keys, files):
-        own[by_name[name]].copy_(placed_like(tensor.to(own[by_name[name]].dtype), own[by_name[name]]))
+        own[by_name[name]].copy_(sharded_like(tensor.to(own[by_name[name]].dtype), own[by_name[name]]))
         filled.add(by_name[name])
     keys.remember()
     if missing := sorted(own.keys() - filled):

@@ -128,13 +128,13 @@ class _LinearLogprobs(torch.autograd.Function):
         chunk_tokens: int,
         keep_logits: bool,
     ) -> tuple[Tensor, Tensor]:
-        kept, results = [], []
+        saved_logits, results = [], []
         for hidden, labels, temperature in _chunks(chunk_tokens, hidden_TH, labels_T, temperature_T):
             logits_CV = hidden @ weight_VH.t()
             results.append(_softmax(logits_CV, labels, temperature, with_entropy))
-            kept += [logits_CV] * keep_logits
+            saved_logits += [logits_CV] * keep_logits
         logprobs_T, normaliser_T, entropy_T = (torch.cat(parts) for parts in zip(*results, strict=True))
-        ctx.save_for_backward(hidden_TH, weight_VH, labels_T, temperature_T, normaliser_T, entropy_T, *kept)
+        ctx.save_for_backward(hidden_TH, weight_VH, labels_T, temperature_T, normaliser_T, entropy_T, *saved_logits)
         ctx.set_materialize_grads(False)
         if not (with_entropy and entropy_gradient):
             ctx.mark_non_differentiable(entropy_T)
@@ -143,21 +143,21 @@ class _LinearLogprobs(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad_logprobs_T: Tensor | None, grad_entropy_T: Tensor | None) -> tuple[Tensor | None, ...]:  # type: ignore[override]
-        hidden_TH, weight_VH, labels_T, temperature_T, normaliser_T, entropy_T, *kept = ctx.saved_tensors
+        hidden_TH, weight_VH, labels_T, temperature_T, normaliser_T, entropy_T, *saved_logits = ctx.saved_tensors
         grad_hidden_TH = torch.empty_like(hidden_TH)
         grad_weight_VH = torch.zeros_like(weight_VH) if ctx.needs_input_grad[1] else None
         for number, place in enumerate(range(0, len(hidden_TH), ctx.chunk_tokens)):
-            here = slice(place, place + ctx.chunk_tokens)
+            part = slice(place, place + ctx.chunk_tokens)
             hidden, labels, temperature, normaliser, entropy = (
-                each[here] for each in (hidden_TH, labels_T, temperature_T, normaliser_T, entropy_T)
+                each[part] for each in (hidden_TH, labels_T, temperature_T, normaliser_T, entropy_T)
             )
-            grad_logprobs, grad_entropy = (None if grad is None else grad[here] for grad in (grad_logprobs_T, grad_entropy_T))
+            grad_logprobs, grad_entropy = (None if grad is None else grad[part] for grad in (grad_logprobs_T, grad_entropy_T))
             # The kept logits are changed in place; autograd reports an error if a second backward pass needs them.
-            grad_CV = kept[number] if kept else hidden @ weight_VH.t()
+            grad_CV = saved_logits[number] if saved_logits else hidden @ weight_VH.t()
             wide_CV = grad_CV.to(normaliser.dtype)
             _logits_to_gradient(wide_CV, labels, temperature, normaliser, entropy, grad_logprobs, grad_entropy)
             grad_CV = wide_CV.to(hidden.dtype)
-            torch.mm(grad_CV, weight_VH, out=grad_hidden_TH[here])
+            torch.mm(grad_CV, weight_VH, out=grad_hidden_TH[part])
             if grad_weight_VH is not None:
                 grad_weight_VH.addmm_(grad_CV.t(), hidden)
         return grad_hidden_TH, grad_weight_VH, None, None, None, None, None, None
@@ -207,18 +207,18 @@ def _logits_to_gradient(
     is_scaled = logits_TV.is_cuda or bool((temperature_T != 1).any())
     size = _rows_at_a_time(logits_TV)
     for place in range(0, len(logits_TV), size):
-        here = slice(place, place + size)
-        grad, temperature, towards = logits_TV[here], temperature_T[here, None], grad_logprobs_T[here, None]
+        part = slice(place, place + size)
+        grad, temperature, towards = logits_TV[part], temperature_T[part, None], grad_logprobs_T[part, None]
         if is_scaled:
             grad /= temperature
-        grad -= normaliser_T[here, None]
+        grad -= normaliser_T[part, None]
         # d logp / d z = onehot - p;  d H / d z = -p (log p + H)
         if grad_entropy_T is None:
             grad.exp_().mul_(-towards)
         else:
             probabilities = grad.exp()
-            grad.add_(entropy_T[here, None]).mul_(grad_entropy_T[here, None]).add_(towards).mul_(probabilities).neg_()
-        grad.scatter_add_(1, labels_T[here, None], towards)
+            grad.add_(entropy_T[part, None]).mul_(grad_entropy_T[part, None]).add_(towards).mul_(probabilities).neg_()
+        grad.scatter_add_(1, labels_T[part, None], towards)
         if is_scaled:
             grad /= temperature
 

@@ -205,10 +205,10 @@ def ranks_of_groups(tokens: Sequence[int], ranks: int, *, at_least: int = 1) -> 
 
 
 def rows_of_ranks(batch: Trajectory, ranks: int, *, at_least: int = 1) -> list[torch.Tensor]:
-    """Row indices of each rank by ``ranks_of_groups``, ascending; without ``group_ids`` each row is a group."""
+    """The rows that each rank trains, by ``ranks_of_groups``, in their order; a row is a group where there are no ``group_ids``."""
     rows = batch["input_ids"].shape[0]
     groups = range(rows) if batch.get("group_ids") is None else batch["group_ids"].tolist()
-    if KEPT in batch:  # shared prefixes are not known here
+    if KEPT in batch:  # what rows share is not known here
         tokens: dict[int, int] = {}
         for group, length in zip(groups, row_lengths(batch).tolist(), strict=True):
             tokens[group] = tokens.get(group, 0) + length

@@ -1,9 +1,9 @@
-"""Several training processes as plain functions: join them, exchange data, and reduce numbers and statistics over them.
+"""Several processes as plain functions: join them, exchange messages, sum numbers and statistics across them.
 
-Tensors of the training use the default process group (NCCL on GPUs, Gloo on CPUs). Everything else uses a control group: Gloo everywhere,
-with a timeout of days, because ranks wait there while rank 0 samples, writes or sends weights.
+Numbers of the training go over the default group (NCCL on GPUs, Gloo on CPUs). Messages go over a control group: Gloo everywhere, with a
+timeout of days, because ranks wait there while the first one samples, writes or sends weights.
 
-With one process every function is the identity.
+With one process, every function is the identity.
 """
 
 from __future__ import annotations
@@ -31,15 +31,15 @@ from rollwright.errors import LostRankError, TrainingError
 #: Timeout of the control group.
 CONTROL_TIMEOUT = timedelta(days=7)
 
-_store: Any = None  # where a rank that fails leaves the cause for the others
-_neighbours: dict[int, int] = {}  # on rank 0: process ids of the ranks on its host
+_store: Any = None  # where a rank that fails writes the cause
+_neighbours: dict[int, int] = {}  # on the first rank: process ids of the ranks on its host
 _control_groups: weakref.WeakKeyDictionary[Any, Any] = (
     weakref.WeakKeyDictionary()
 )  # default group -> control and checkpoint group
 
 
 def environment_ranks() -> int:
-    """Number of ranks that train together, also before they have joined: torchrun's ``WORLD_SIZE``."""
+    """Number of ranks that train together or are about to, by torchrun's ``WORLD_SIZE``."""
     return dist.get_world_size() if dist.is_initialized() else int(os.environ.get("WORLD_SIZE", "1"))
 
 
@@ -93,15 +93,15 @@ def leave_processes() -> None:
 
 
 def _meet_neighbours(size: int) -> None:
-    here = f"{socket.gethostname()} {os.getpid()}"
-    _store.set(f"process/{rank()}", here)
+    own = f"{socket.gethostname()} {os.getpid()}"
+    _store.set(f"process/{rank()}", own)
     if rank() == 0:
-        told = {other: _store.get(f"process/{other}").decode().split() for other in range(1, size)}
-        _neighbours.update({other: int(pid) for other, (host, pid) in told.items() if host == here.split()[0]})
+        processes = {other: _store.get(f"process/{other}").decode().split() for other in range(1, size)}
+        _neighbours.update({other: int(pid) for other, (host, pid) in processes.items() if host == own.split()[0]})
 
 
 def lost_neighbour() -> int | None:
-    """On rank 0: a rank on this host whose process has ended, if any."""
+    """On the first rank: a rank on this host whose process has ended, if any."""
     for other, pid in _neighbours.items():
         try:
             os.kill(pid, 0)
@@ -111,21 +111,21 @@ def lost_neighbour() -> int | None:
 
 
 def is_first_cause(message: str) -> bool:
-    """Report why this rank ends to all ranks. Returns True if no other rank reported a cause before."""
+    """Publish why this rank ends; True if no other rank published a cause before."""
     number, store = os.environ.get("RANK", "0"), _store
     if store is None and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != str(True):
-        return number == "0"  # the ranks have not joined and have no store in common
+        return number == "0"  # they have not met, and have no store in common
     try:
         mine = f"rank {number}: {message}"
         store = store or PrefixStore("rollwright", next(rendezvous("env://"))[0])
         return store.compare_set("cause", "", mine).decode() == mine
-    except RuntimeError:  # the process that holds the store has ended and reported a cause
+    except RuntimeError:  # the process that kept the store has ended, and has said why
         return False
 
 
 @contextlib.contextmanager
 def watched() -> Iterator[None]:
-    """Raise ``LostRankError`` if a collective call inside fails because another rank has ended.
+    """Raise ``LostRankError`` in place of the error that a collective call raises when another rank has ended.
 
     Raises:
         LostRankError: another rank has ended.
@@ -140,12 +140,12 @@ def watched() -> Iterator[None]:
 
 
 def control_group() -> dist.ProcessGroup:
-    """Process group for control messages. The first call is collective."""
+    """The group for messages between ranks. Collective the first time."""
     return _groups_beside()[0]
 
 
 def checkpoint_group() -> dist.ProcessGroup | None:
-    """Process group for checkpoints, so that a background thread can use it while others use the control group. None with one process."""
+    """Process group for checkpoints, so that a background thread can use it while training uses the others. None with one process."""
     return _groups_beside()[1] if world_size() > 1 else None
 
 
@@ -154,7 +154,7 @@ def _groups_beside() -> list[Any]:
     groups = [found() for found in _control_groups.get(world, ())]
     if not groups or None in groups:
         groups = [dist.new_group(backend="gloo", timeout=CONTROL_TIMEOUT) for _ in range(2)]
-        _control_groups[world] = [weakref.ref(group) for group in groups]  # torch holds them until the processes are left
+        _control_groups[world] = [weakref.ref(group) for group in groups]  # torch holds them until ``leave_processes``
     return groups
 
 
@@ -186,41 +186,60 @@ def largest(value: int, device: torch.device) -> int:
 
 
 def wait_for_all() -> None:
-    """Barrier over all ranks."""
+    """Return when every rank has called this."""
     if world_size() > 1:
         dist.barrier(group=control_group())
 
 
 def from_first_rank(make: Callable[[], Any]) -> Any:
-    """Call ``make`` on rank 0 and return its result on every rank. If it fails there, every rank raises.
+    """Call ``make`` on the first rank and return its result on every rank; if it fails there, every rank raises.
 
     Args:
-        make: called on rank 0 only, without a time limit; returns a JSON value.
+        make: called on the first rank only, and takes as long as it takes; returns a JSON value.
 
     Raises:
-        RollwrightError: the error that ``make`` raised, with its type and message; ``TrainingError`` for any other exception.
+        RollwrightError: of the type that ``make`` raised, with its message; ``TrainingError`` for any other failure.
     """
     if world_size() == 1:
         return make()
-    control_group()  # the other ranks wait for this one to make it, too
-    failure: Exception | None = None
-    text = ""
-    if rank() == 0:
-        try:
-            text = json.dumps({"value": make()})
-        except Exception as error:  # whatever it is: the other ranks wait to be told
-            failure, text = error, json.dumps({"error": type(error).__name__, "message": str(error)})
-    told = json.loads(broadcast(text.encode()))
+    control_group()  # before the first rank calls ``make``, because creating it needs all ranks
+    failure, text = _outcome(make) if rank() == 0 else (None, "")
+    return _value_of(json.loads(broadcast(text.encode())), failure, "on the first rank")
+
+
+def on_all_ranks(make: Callable[[], Any]) -> list[Any]:
+    """Call ``make`` on each rank and return the results in rank order on every rank; if it fails on one, every rank raises.
+
+    Args:
+        make: returns a JSON value.
+
+    Raises:
+        RollwrightError: as ``from_first_rank``; the message names the rank.
+    """
+    failure, text = _outcome(make)
+    parts = gathered(text.encode())
+    answers = json.loads(broadcast(json.dumps([json.loads(part) for part in parts or []]).encode()))
+    return [_value_of(answer, failure, f"on rank {number}") for number, answer in enumerate(answers)]
+
+
+def _outcome(make: Callable[[], Any]) -> tuple[Exception | None, str]:
+    try:
+        return None, json.dumps({"value": make()})
+    except Exception as error:  # of any kind: the other ranks wait for an answer
+        return error, json.dumps({"error": type(error).__name__, "message": str(error)})
+
+
+def _value_of(answer: dict[str, Any], failure: Exception | None, where: str) -> Any:
     if failure is not None:
         raise failure
-    if "error" in told:
-        kind = getattr(errors, told["error"], TrainingError)  # ours, else one that the first rank shows in full
-        raise kind(f"on the first rank: {told['message']}")
-    return told["value"]
+    if "error" in answer:
+        kind = getattr(errors, answer["error"], TrainingError)  # ours, or one that the failed rank shows in full
+        raise kind(f"{where}: {answer['message']}")
+    return answer["value"]
 
 
 def broadcast(data: bytes) -> bytes:
-    """Send rank 0's bytes to every rank."""
+    """Send the first rank's bytes to every rank."""
     if world_size() == 1:
         return data
     size = torch.tensor(len(data))
@@ -231,32 +250,8 @@ def broadcast(data: bytes) -> bytes:
     return letters.numpy().tobytes()
 
 
-def on_all_ranks(make: Callable[[], Any]) -> list[Any]:
-    """Call ``make`` on each rank and return the list of results on every rank. If it fails on one, every rank raises.
-
-    Args:
-        make: called on each rank; returns a JSON value.
-
-    Raises:
-        RollwrightError: as for ``from_first_rank``; the message names the rank.
-    """
-    failure: Exception | None = None
-    try:
-        text = json.dumps({"value": make()})
-    except Exception as error:  # whatever it is: the other ranks wait to be told
-        failure, text = error, json.dumps({"error": type(error).__name__, "message": str(error)})
-    parts = gathered(text.encode())
-    answers = json.loads(broadcast(json.dumps([json.loads(part) for part in parts or []]).encode()))
-    if failure is not None:
-        raise failure
-    for number, answer in enumerate(answers):
-        if "error" in answer:
-            raise getattr(errors, answer["error"], TrainingError)(f"on rank {number}: {answer['message']}")
-    return [answer["value"] for answer in answers]
-
-
 def scattered(parts: list[bytes] | None) -> bytes:
-    """Send one part to each rank; returns this rank's part. Only rank 0 passes ``parts``."""
+    """Send each rank its part of ``parts``, which only the first rank gives; returns this rank's part."""
     if world_size() == 1:
         assert parts is not None
         return parts[0]
@@ -272,7 +267,7 @@ def scattered(parts: list[bytes] | None) -> bytes:
 
 
 def gathered(part: bytes) -> list[bytes] | None:
-    """Gather the bytes of every rank, in rank order, on rank 0; None on the others."""
+    """The bytes of every rank in rank order, on the first rank; None on the others."""
     if world_size() == 1:
         return [part]
     sizes = torch.zeros(world_size(), dtype=torch.long)
@@ -290,7 +285,7 @@ def gathered(part: bytes) -> list[bytes] | None:
 
 
 def gathered_rows(value_B: Tensor) -> tuple[Tensor, slice]:
-    """Gather the rows of all ranks in rank order; also returns the slice of this rank's rows. Ranks may have different numbers of rows."""
+    """The rows of all ranks in rank order, and the slice of this rank's. Ranks may have different numbers of rows."""
     if world_size() == 1:
         return value_B, slice(0, value_B.shape[0])
     sizes = torch.zeros(world_size(), dtype=torch.long, device=value_B.device)
@@ -315,7 +310,7 @@ def local_tensor(value: Tensor) -> Tensor:
     return value.to_local() if isinstance(value, DTensor) else value
 
 
-def placed_like(whole: Tensor, target: Tensor) -> Tensor:
+def sharded_like(whole: Tensor, target: Tensor) -> Tensor:
     """Move a whole tensor, which every rank has, to the device of ``target`` and shard it the same way."""
     whole = whole.to(target.device)
     if isinstance(target, DTensor):
@@ -360,7 +355,7 @@ class TokenStatistics:
         self.largest(_NEGATED + name, -values_BL, mask_BL)
 
     def export(self) -> dict[str, float]:
-        """All means and extremes over all ranks; those without any value are left out. Collective."""
+        """Every mean and extreme over all ranks; names without any value are left out."""
         result: dict[str, float] = {}
         if self._sums:
             pairs = summed(torch.stack([torch.stack([self._sums[name], self._counts[name]]) for name in self._sums])).tolist()

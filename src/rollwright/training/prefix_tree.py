@@ -112,8 +112,8 @@ class SortedRows:
         self.order = np.array(sorted(rows, key=lambda row: (first[groups[row]], groups[row], texts[row], row)), dtype=np.int64)
         self.lengths = lengths_B[self.order]
         self._group = np.array(groups)[self.order]
-        here_BLK, pictures_B = keys_BLK[self.order], pictures_B[self.order]
-        equal_BL = (here_BLK[1:] == here_BLK[:-1]).all(-1) & (pictures_B[1:] == pictures_B[:-1])[:, None]
+        sorted_BLK, pictures_B = keys_BLK[self.order], pictures_B[self.order]
+        equal_BL = (sorted_BLK[1:] == sorted_BLK[:-1]).all(-1) & (pictures_B[1:] == pictures_B[:-1])[:, None]
         equal_BL &= columns_L < np.minimum(self.lengths[1:], self.lengths[:-1])[:, None]
         self.shared = np.concatenate([[0], np.logical_and.accumulate(equal_BL, axis=1).sum(1)]).astype(np.int64)
         for row in np.flatnonzero(pictures_B):
@@ -381,8 +381,8 @@ def _stretches(runs: Sequence[TokenRun]) -> tuple[list[list[TokenRun]], list[Tok
         else:
             stretches.append([run])
     long = [part for part in stretches if _COPY_COST * len(part) * part[0].tokens > _CALL_COST]
-    kept = {run.start for part in long for run in part}
-    return long, [run for run in runs if run.start not in kept]
+    own_starts = {run.start for part in long for run in part}
+    return long, [run for run in runs if run.start not in own_starts]
 
 
 def _together(runs: Sequence[TokenRun]) -> list[list[TokenRun]]:

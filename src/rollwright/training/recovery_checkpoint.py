@@ -44,7 +44,7 @@ from rollwright.errors import CheckpointError, LostRankError, RollwrightError
 from rollwright.tracking.logging import getLogger
 from rollwright.training import parallel
 from rollwright.training.fsdp import call_checkpoint
-from rollwright.training.parallel import local_tensor, placed_like
+from rollwright.training.parallel import local_tensor, sharded_like
 
 logger = getLogger("checkpoint")
 
@@ -86,7 +86,7 @@ def fill(pairs: Iterable[tuple[Tensor | SavedTensor, Tensor]]) -> None:
         elif isinstance(value, DTensor):
             local_tensor(target).copy_(local_tensor(value))
         else:
-            target.copy_(placed_like(value, target))
+            target.copy_(sharded_like(value, target))
     for directory, targets in saved.items():
         reader = HuggingFaceStorageReader(str(directory / _PARTS))
         try:
@@ -375,8 +375,8 @@ class RecoverCheckpoints:
         (step, written), self._written = self._written, None
         written.result()
         if parallel.rank() == 0:
-            kept = [each for each in self.steps() if each <= step][-self.keep :]
-            for old in set(self.steps()) - set(kept):
+            newest = [each for each in self.steps() if each <= step][-self.keep :]
+            for old in set(self.steps()) - set(newest):
                 shutil.rmtree(self.path(old))
 
     def load(self, step: int | None = None) -> tuple[int, dict[str, Any]]:

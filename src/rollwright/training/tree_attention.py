@@ -83,9 +83,9 @@ class TreeAttention(torch.autograd.Function):
         for call in shared_calls:
             results = _forward(call, query_THD, key_THD, value_THD, scaling, softcap)
             more_THD, more_TH = (result_NHQ.transpose(1, 2).flatten(0, 1) for result_NHQ in results)
-            here_TH = normaliser_TH[call.queries]
-            out_THD[call.queries].lerp_(more_THD, torch.sigmoid(more_TH - here_TH)[:, :, None].to(out_THD.dtype))
-            torch.logaddexp(here_TH, more_TH, out=here_TH)
+            own_TH = normaliser_TH[call.queries]
+            out_THD[call.queries].lerp_(more_THD, torch.sigmoid(more_TH - own_TH)[:, :, None].to(out_THD.dtype))
+            torch.logaddexp(own_TH, more_TH, out=own_TH)
         if sinks_H is not None:
             sinks_H = sinks_H.to(normaliser_TH.dtype)
             out_THD.mul_(torch.sigmoid(normaliser_TH - sinks_H)[:, :, None].to(out_THD.dtype))
@@ -125,8 +125,8 @@ class TreeAttention(torch.autograd.Function):
 
 def _pieces(call: AttentionCall, places: Tensor | slice, *layouts: Tensor) -> list[Tensor]:
     """Rows of ``[T, H, ...]`` tensors at the places of a call, ``[N, H, L, ...]`` each."""
-    taken = (x[places] for x in layouts)
-    return [(x.unflatten(0, (call.pieces, -1)) if isinstance(places, slice) else x).transpose(1, 2) for x in taken]
+    selected = (x[places] for x in layouts)
+    return [(x.unflatten(0, (call.pieces, -1)) if isinstance(places, slice) else x).transpose(1, 2) for x in selected]
 
 
 def _write(call: AttentionCall, target: Tensor, values_NQH: Tensor) -> None:
