@@ -27,7 +27,7 @@ from report import Report
 
 from rollwright.config.generation import GenerationHyperparameters
 from rollwright.inference.backends.builtin.engine import BuiltinEngine
-from rollwright.inference.backends.builtin.step import sample
+from rollwright.inference.backends.builtin.sampling import sample
 from rollwright.inference.request import ModelRequest
 
 ROWS, PROMPT_LENGTH, STEPS = 32, 32, 96

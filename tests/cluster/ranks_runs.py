@@ -15,7 +15,7 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from rollwright.inference.backends.builtin.rows import counter_uniforms
+from rollwright.inference.backends.builtin.sampling import counter_uniforms
 from rollwright.rollout.seeds import SampleName, request_seed
 from rollwright.rollout.task_group import SAMPLE_BITS
 from rollwright.viewer.run import Run

@@ -1,28 +1,52 @@
-"""OpenMP's worker threads, which every Python thread that computes on CPU has of its own.
+"""Compute threads on CPU: how many are fastest, and OpenMP's workers, which every Python thread that computes has of its own.
 
-While there are more of them in a process than cores, GNU OpenMP lets workers sleep between two operations instead of spinning
-for a moment, and waking them costs more than a second core brings to a decode step: one with 32 rows of a 4M model takes 7.1 ms on
-two cores, 5.9 on one, and 3.8 on two where the trainer's thread has given its workers back. So whoever begins to wait
-gives its workers back; the next operation makes new ones, which takes about 0.1 ms.
+While a process has more workers than cores, GNU OpenMP lets them sleep between two operations instead of spinning for a moment, and
+waking them costs more than a second core brings to a decode step: with 32 rows of a 4M model it takes 7.1 ms on two cores, 5.9 on one,
+and 3.8 on two after the trainer's thread has released its workers. So a thread that begins to wait releases its workers; its next
+operation makes new ones, which takes about 0.1 ms.
 """
 
 from __future__ import annotations
 
 import ctypes
 import functools
+import time
 from collections.abc import Callable
 
-_SOFT = 1  # omp_pause_soft: settings such as the number of threads stay
+_SOFT = 1  # omp_pause_soft keeps settings such as the number of threads
+_MEASURED_CALLS, _MEASURED_SECONDS = 8, 0.1  # most for each number of threads
+_AS_FAST = 1.1  # fewer threads are preferred if they take at most this many times as long: others need processors, too
 
 
 @functools.cache
 def _pause_resources() -> Callable[[int], int] | None:
-    """``omp_pause_resource_all`` of the OpenMP that torch has loaded (OpenMP 5.0, GNU's and LLVM's); None where there is none."""
+    """``omp_pause_resource_all`` of torch's OpenMP (OpenMP 5.0, GNU's and LLVM's); None if it has none."""
     return getattr(ctypes.CDLL(None), "omp_pause_resource_all", None)
 
 
 def release_workers() -> None:
-    """End the OpenMP workers of the calling thread, where it has any. Costs a microsecond where it has none."""
+    """End the OpenMP workers of the calling thread, if any. Costs a microsecond without workers."""
     pause = _pause_resources()
     if pause is not None:
         pause(_SOFT)
+
+
+def fastest_number(compute: Callable[[], object]) -> int:
+    """Measure the smallest number of torch threads that computes about as fast as any other, up to the current number."""
+    import torch
+
+    most, seconds = torch.get_num_threads(), dict[int, float]()
+    try:
+        for count in sorted({1, *(1 << power for power in range(1, most.bit_length())), most}):
+            torch.set_num_threads(count)
+            compute()
+            began, measured = time.perf_counter(), list[float]()
+            while len(measured) < _MEASURED_CALLS and (not measured or time.perf_counter() - began < _MEASURED_SECONDS):
+                start = time.perf_counter()
+                compute()
+                measured.append(time.perf_counter() - start)
+            seconds[count] = min(measured)
+    finally:
+        torch.set_num_threads(most)
+    fastest = min(seconds.values())
+    return next(count for count, value in seconds.items() if value <= _AS_FAST * fastest)

@@ -61,8 +61,8 @@ def regime_lengths(config: Any) -> dict[str, int]:
     """
     text = config.get_text_config()
     found = {name: length for name, key, length in _numbers(text.to_dict(), "") if _LENGTH_KEYS.match(key) and length > 1}
-    if _dynamic_rope(text):
-        found["max_position_embeddings"] = text.max_position_embeddings
+    if (limit := _frequency_limits(text)[1]) is not None:
+        found["max_position_embeddings"] = limit
     return found
 
 
@@ -118,14 +118,13 @@ def frequency_groups(config: Any, lengths: Sequence[int]) -> list[int]:
     Raises:
         ConfigError: the frequencies depend continuously on the length of the forward pass (``rope_type: dynamic``) for a row this long.
     """
-    text = config.get_text_config()
-    if _dynamic_rope(text) and max(lengths, default=0) > text.max_position_embeddings:
+    limits, dynamic_limit = _frequency_limits(config.get_text_config())
+    if dynamic_limit is not None and max(lengths, default=0) > dynamic_limit:
         raise ConfigError(
             f"The model has rope_type=dynamic (rope_parameters in its config.json) and a row of {max(lengths)} tokens, more than its "
-            f"max_position_embeddings={text.max_position_embeddings}: from there on its rotary frequencies depend on the other rows of "
+            f"max_position_embeddings={dynamic_limit}: from there on its rotary frequencies depend on the other rows of "
             "a batch. Shorten the rows, or set another rope_type, such as yarn, in the model's configuration."
         )
-    limits = sorted({rope["original_max_position_embeddings"] for rope in _ropes(text) if rope.get("rope_type") == "longrope"})
     return [bisect_left(limits, length) for length in lengths]
 
 
@@ -135,24 +134,20 @@ def fixed_frequencies(config: Any) -> tuple[str, int] | None:
     In a longer row every token, even the first, has other frequencies. Tokens sampled before the row exceeded the limit then have
     other log-probabilities than a forward pass over the finished row computes.
     """
-    text = config.get_text_config()
-    limits = [
-        ("longrope", rope["original_max_position_embeddings"]) for rope in _ropes(text) if rope.get("rope_type") == "longrope"
-    ]
-    if _dynamic_rope(text):
-        limits.append(("dynamic", text.max_position_embeddings))
-    return min(limits, key=lambda limit: limit[1], default=None)
+    limits, dynamic_limit = _frequency_limits(config.get_text_config())
+    found = [("longrope", limit) for limit in limits]
+    if dynamic_limit is not None:
+        found.append(("dynamic", dynamic_limit))
+    return min(found, key=lambda kind: kind[1], default=None)
 
 
-def _ropes(text_config: Any) -> list[dict[str, Any]]:
-    """Rotary parameters of a model, one dict for each kind of layer if they differ."""
+def _frequency_limits(text_config: Any) -> tuple[list[int], int | None]:
+    """Row lengths at which ``longrope`` changes frequencies, ascending, and the one from which ``dynamic`` does; None if it never does."""
     parameters = getattr(text_config, "rope_parameters", None) or {}
-    nested = [part for part in parameters.values() if isinstance(part, dict)]
-    return nested or [parameters]
-
-
-def _dynamic_rope(text_config: Any) -> bool:
-    return any("dynamic" in str(rope.get("rope_type")) for rope in _ropes(text_config))
+    ropes = [part for part in parameters.values() if isinstance(part, dict)] or [parameters]  # may differ by kind of layer
+    limits = sorted({rope["original_max_position_embeddings"] for rope in ropes if rope.get("rope_type") == "longrope"})
+    is_dynamic = any("dynamic" in str(rope.get("rope_type")) for rope in ropes)
+    return limits, text_config.max_position_embeddings if is_dynamic else None
 
 
 # ------------------------------------------------------------------ probes

@@ -77,7 +77,7 @@ def reference_logprobs(model, prompt: list[int], output: list[int], temperature:
 
 def step(engine, count: int = 1) -> None:
     """Run ``count`` steps of a paused engine in this thread, so that a test decides what happens between them."""
-    from rollwright.inference.backends.builtin.handover import resolve
+    from rollwright.inference.backends.builtin.requests import resolve
 
     for _ in range(count):
         with engine._state:

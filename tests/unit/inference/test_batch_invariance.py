@@ -12,9 +12,9 @@ from builtin_models import VOCABULARY, tiny_model
 
 from rollwright.config.generation import GenerationHyperparameters
 from rollwright.errors import ConfigError, EngineError
-from rollwright.inference.backends.builtin import self_check
-from rollwright.inference.backends.builtin.cache import KVCache
+from rollwright.inference.backends.builtin import batch_invariance
 from rollwright.inference.backends.builtin.engine import BuiltinEngine
+from rollwright.inference.backends.builtin.kv_cache import KVCache
 from rollwright.inference.backends.builtin.model import DOWN, HEAD, QKV
 from rollwright.inference.request import ModelRequest
 
@@ -227,9 +227,9 @@ def test_a_softmax_that_goes_by_its_rows_is_found_by_whole_requests(monkeypatch)
     model = tiny_model("qwen3")
     with start(model, 16) as engine:
         runner = engine._runner
-        assert self_check.differing_request(runner, 2048) is None
+        assert batch_invariance.differing_request(runner, 2048) is None
         monkeypatch.setattr(torch.Tensor, "softmax", lambda x, *a, **k: softmax(x, *a, **k) * (1 + 1e-6 * (len(x) > 40)))
-        assert "gets different bits among" in (self_check.differing_request(runner, 2048) or "")
+        assert "gets different bits among" in (batch_invariance.differing_request(runner, 2048) or "")
 
 
 def test_what_an_engine_finds_does_not_go_by_how_many_requests_it_may_run(monkeypatch):
@@ -286,7 +286,7 @@ def test_keys_and_values_that_change_when_they_are_used_again_are_found(monkeypa
 
     with start(tiny_model("qwen3"), 16) as engine:
         monkeypatch.setattr(KVCache, name, inexact)
-        differs = self_check.differing_request(engine._runner, 2048)
+        differs = batch_invariance.differing_request(engine._runner, 2048)
         assert re.search("among|after its beginning|as a second turn", differs or "")
 
 
@@ -298,7 +298,7 @@ def test_sampling_that_goes_by_its_rows_is_found(monkeypatch, name):
         monkeypatch.setattr(
             torch.Tensor, name, lambda x, *a, **k: original(x, *a, **k) * (1 + 1e-5 * (x.dim() == 2 and len(x) > 2))
         )
-        assert "different bits" in (self_check.differing_request(engine._runner, 2048) or "")
+        assert "different bits" in (batch_invariance.differing_request(engine._runner, 2048) or "")
 
 
 def test_memory_of_keys_and_values_begins_at_a_multiple_of_64_bytes():
@@ -319,8 +319,8 @@ def test_what_is_known_to_go_by_the_batch_is_computed_one_at_a_time(monkeypatch,
 
 def test_engines_over_one_model_try_it_once_for_each_setting(monkeypatch, caplog):
     tried = []
-    original = self_check.differing_request
-    monkeypatch.setattr(self_check, "differing_request", lambda *a: tried.append(a[0].cache.shapes) or original(*a))
+    original = batch_invariance.differing_request
+    monkeypatch.setattr(batch_invariance, "differing_request", lambda *a: tried.append(a[0].cache.shapes) or original(*a))
     model, asked = tiny_model("llama"), requests(6)
     answers = []
     for rows in (4, 8, 4):

@@ -10,8 +10,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from rollwright.config.generation import GenerationHyperparameters
-from rollwright.inference.backends.builtin.cache import KVCache, LayerShape, PrefixCache, PrefixIndex
 from rollwright.inference.backends.builtin.engine import BuiltinEngine
+from rollwright.inference.backends.builtin.kv_cache import KVCache, LayerShape, PrefixCache, PrefixIndex
 from rollwright.inference.request import ModelRequest
 
 

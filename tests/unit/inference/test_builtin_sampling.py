@@ -11,8 +11,7 @@ from hypothesis import strategies as st
 
 from rollwright.config.generation import GenerationHyperparameters
 from rollwright.inference.backends.builtin.engine import BuiltinEngine
-from rollwright.inference.backends.builtin.rows import counter_uniforms
-from rollwright.inference.backends.builtin.step import inverse_cdf, truncated_inverse_cdf
+from rollwright.inference.backends.builtin.sampling import counter_uniforms, inverse_cdf, truncated_inverse_cdf
 from rollwright.inference.request import ModelRequest
 
 EVEN = torch.linspace(0, 1, 20_001)[:-1]  # as uniforms, they meet every token in proportion to its probability

@@ -12,9 +12,10 @@ from builtin_models import VOCABULARY, reference_logprobs, step, tiny_model
 
 from rollwright.config.generation import GenerationHyperparameters
 from rollwright.errors import PromptTooLongError, QueueFullError, RequestAborted
-from rollwright.inference.backends.builtin import step as steps
+from rollwright.inference.backends.builtin import engine as builtin_engine
+from rollwright.inference.backends.builtin.batch import DecodeBatch
 from rollwright.inference.backends.builtin.engine import BuiltinEngine
-from rollwright.inference.backends.builtin.rows import DecodeBatch, StepPlan, counter_uniforms
+from rollwright.inference.backends.builtin.sampling import StepPlan, counter_uniforms
 from rollwright.inference.request import ModelRequest
 
 MODEL = tiny_model("qwen3")
@@ -137,7 +138,7 @@ def test_threads_are_measured_and_nobody_elses_change(monkeypatch):
             forward = engine._runner.forward
             monkeypatch.setattr(engine._runner, "forward", lambda *a: (seen.append(torch.get_num_threads()), forward(*a))[1])
             engine.generate([request(0)])
-            assert set(seen) == {steps.fastest_threads(engine._runner, 4)}
+            assert set(seen) == {builtin_engine.fastest_threads(engine._runner, 4)}
             began = []
             thread = threading.Thread(target=lambda: began.append(torch.get_num_threads()))
             thread.start()

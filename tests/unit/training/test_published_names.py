@@ -11,7 +11,7 @@ from transformers import CONFIG_MAPPING, AutoModelForCausalLM
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES as FAMILIES
 
 from rollwright.errors import WeightUpdateError
-from rollwright.inference.backends.builtin.model import paired
+from rollwright.inference.backends.builtin.loading import paired
 from rollwright.inference.weights.names import as_own, as_published
 from rollwright.inference.weights.stream import WeightStream
 from rollwright.training.fsdp import whole_weights

@@ -18,7 +18,7 @@ from rollwright import __version__
 from rollwright.config.generation import GenerationHyperparameters
 from rollwright.errors import WeightUpdateError
 from rollwright.inference.backends.builtin.engine import BuiltinEngine, OnWeightUpdate
-from rollwright.inference.backends.builtin.model import paired
+from rollwright.inference.backends.builtin.loading import paired
 from rollwright.inference.request import ModelRequest
 from rollwright.inference.server import control_bodies as bodies
 from rollwright.inference.server.exchange import RequestError, Routes

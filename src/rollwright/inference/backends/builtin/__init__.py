@@ -1,5 +1,5 @@
 """The built-in engine: continuous batching of any Hugging Face causal language model on CPU or one GPU.
 
-A step reads schedule -> run -> sample -> postprocess (``step``): ``scheduler`` chooses the sequences, ``batch`` lays their
-tokens out, ``model`` computes logits against ``cache``, ``step`` draws tokens, ``engine`` returns results to callers.
+``engine`` takes requests and owns the thread; ``scheduler`` chooses the sequences of each step and runs it; ``batch`` lays their tokens
+out, ``model`` computes logits with ``kv_cache``, and ``sampling`` draws tokens.
 """

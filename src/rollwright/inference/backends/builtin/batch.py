@@ -1,6 +1,9 @@
-"""What a step works on: sequences, and the tokens of one forward pass.
+"""What a step works on: sequences, the table of decoding rows, and the tokens of one forward pass.
 
-Tokens are packed along one axis, every row's queries at its next columns.
+Tokens are packed along one axis, every row's queries at its next columns. A step takes well under a millisecond with a small model, so
+whatever changes only when a sequence enters or leaves a row is computed then (``RowTable``, ``DecodeBatch``), not at every step. Rows are
+computed in blocks of ``KVCache.row_block`` and keys in blocks of ``KEY_BLOCK``: with few distinct shapes, a row's result depends
+less, or not at all, on its neighbours.
 
 Axes: ``T`` packed tokens, ``n`` rows, ``Q`` padded queries of a row, ``K`` cache columns.
 """
@@ -21,9 +24,30 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from rollwright.experience.branches import sees
-from rollwright.inference.backends.builtin.adjustment import Adjustment
+from rollwright.inference.backends.builtin.kv_cache import INVARIANT_ROWS, KEY_BLOCK, KVCache, in_blocks
+from rollwright.inference.backends.builtin.penalties import Adjustment
 from rollwright.inference.backends.builtin.stop_strings import StopStrings
 from rollwright.inference.request import ModelRequest, ModelResponse, TopTokens
+
+_NO_TOKEN = -1
+
+#: Settings of a row's sequence; they do not change while the sequence is in the row.
+_SETTINGS = np.dtype(
+    [
+        ("max_new_tokens", np.int64),
+        ("min_new_tokens", np.int64),
+        ("seed", np.uint64),
+        ("top_k", np.int64),
+        ("temperature", np.float32),
+        ("top_p", np.float32),
+        ("min_p", np.float32),
+        ("greedy", np.bool_),
+        ("is_plain", np.bool_),  # any token can be sampled, at temperature 1
+        ("has_extras", np.bool_),  # an adjustment, stop strings, a listener or alternatives
+    ],
+    align=True,
+)
+
 
 #: A sampled token, its log-probability and its version: ``(tokens, log-probabilities, versions)`` of an output.
 Sampled = tuple[list[int], list[float], list[int]]
@@ -147,47 +171,135 @@ class Sequence:
 
 @dataclass
 class Chunk:
-    """Tokens ``start .. end-1`` of a sequence, to be computed now."""
+    """Tokens ``start .. end-1`` of a sequence, to be computed now.
+
+    Attributes:
+        length: number of tokens.
+        completes: True if the sequence can be sampled afterwards.
+    """
 
     sequence: Sequence
     start: int
     end: int
 
-    @property
-    def length(self) -> int:
-        """Tokens of the chunk."""
-        return self.end - self.start
+    def __post_init__(self) -> None:
+        self.length = self.end - self.start
+        self.completes = self.end == len(self.sequence.tokens)
 
-    @property
-    def completes(self) -> bool:
-        """True where the sequence can be sampled afterwards."""
-        return self.end == len(self.sequence.tokens)
+
+class RowTable:
+    """State of the decoding rows in arrays, so that a step's bookkeeping is a few numpy calls for any batch size.
+
+    Attributes:
+        settings: ``[rows]`` of the fields above.
+        last_token: ``[rows]``: the newest token. Its keys and values are computed in the next step.
+        cached: ``[rows]``: number of tokens before it.
+        position: ``[rows]``: its rotary position.
+        generated: ``[rows]``: number of output tokens.
+        flushed: ``[rows]``: number of output tokens that the sequence object already holds.
+        stop_ids: ``[rows, most stop ids]``, padded with -1.
+        tokens, logprobs, versions: ``[rows, most tokens]``: the output since ``flushed``.
+        changes: number of times that a sequence entered or left a row.
+    """
+
+    def __init__(self, rows: int) -> None:
+        rows = in_blocks(rows, INVARIANT_ROWS)
+        self.settings = np.zeros(rows, dtype=_SETTINGS)
+        self._counts = np.zeros((5, rows), dtype=np.int64)
+        self.last_token, self.cached, self.position, self.generated, self.flushed = self._counts
+        self.stop_ids = np.full((rows, 2), _NO_TOKEN, dtype=np.int64)
+        self.tokens = np.zeros((rows, 64), dtype=np.int64)
+        self.logprobs = np.zeros((rows, 64), dtype=np.float32)
+        self.versions = np.zeros((rows, 64), dtype=np.int32)
+        self.changes = 0
+
+    def enter(self, row: int, sequence: Sequence, vocabulary: int) -> None:
+        """Put ``sequence`` in ``row``, ready for ``append``: the keys and values of all its tokens are in the cache."""
+        gconfig, stop_ids, length = sequence.request.gconfig, sequence.stop_ids, len(sequence.tokens)
+        max_new_tokens, generated = sequence.length_limit - sequence.prompt_length, len(sequence.logprobs)
+        top_k = gconfig.top_k if 0 < gconfig.top_k < vocabulary else 0
+        extras = sequence.adjustment, sequence.stop_strings, sequence.on_token, sequence.request.top_logprobs
+        self.settings[row] = (
+            max_new_tokens,
+            min(gconfig.min_new_tokens, max_new_tokens),
+            sequence.seed & 0xFFFFFFFFFFFFFFFF,
+            top_k,
+            gconfig.effective_temperature,
+            gconfig.top_p,
+            gconfig.min_p,
+            gconfig.is_greedy,
+            not gconfig.is_greedy and gconfig.temperature == 1.0 and not top_k and gconfig.top_p >= 1.0 and not gconfig.min_p,
+            extras != (None, None, None, None),
+        )
+        position = sequence.position_ids()[-1] if sequence.has_own_layout else length - 1
+        self._counts[:, row] = (sequence.tokens[-1], length - 1, position, generated, generated)
+        if (missing := len(stop_ids) - self.stop_ids.shape[1]) > 0:
+            self.stop_ids = np.pad(self.stop_ids, ((0, 0), (0, missing)), constant_values=_NO_TOKEN)
+        self.stop_ids[row] = _NO_TOKEN
+        self.stop_ids[row, : len(stop_ids)] = stop_ids
+        self.changes += 1
+
+    def append(self, first: int, last: int, tokens: np.ndarray, logprobs: np.ndarray, version: int) -> None:
+        """Add one sampled token to each of rows ``first .. last-1``."""
+        columns = self.generated[first:last] - self.flushed[first:last]
+        if int(columns.max()) >= self.tokens.shape[1]:  # double the width; the contents of the new half are overwritten
+            self.tokens, self.logprobs, self.versions = (np.tile(a, 2) for a in (self.tokens, self.logprobs, self.versions))
+        places = np.arange(first, last) * self.tokens.shape[1] + columns
+        self.tokens.reshape(-1)[places] = tokens
+        self.logprobs.reshape(-1)[places] = logprobs
+        self.versions.reshape(-1)[places] = version
+        self.last_token[first:last] = tokens
+        self._counts[1:4, first:last] += 1  # cached, position, generated
+
+    def leave(self, row: int, last: int, sequence: Sequence) -> None:
+        """Give the row's output to its ``sequence``, which leaves; the sequence in row ``last`` moves into the gap."""
+        count = int(self.generated[row] - self.flushed[row])
+        sequence.tokens += self.tokens[row, :count].tolist()
+        sequence.logprobs += self.logprobs[row, :count].tolist()
+        sequence.versions += self.versions[row, :count].tolist()
+        self.changes += 1
+        if row != last:
+            self._counts[:, row] = self._counts[:, last]
+            for array in (self.settings, self.stop_ids, self.tokens, self.logprobs, self.versions):
+                array[row] = array[last]
+        self._counts[:, last] = 0  # padding rows are computed with token 0 at position 0
+
+    def clear(self) -> None:
+        """Empty all rows."""
+        self.changes += 1
+        self._counts[:] = 0
+
+
+#: Attention of the queries ``[T, H, D]`` over a layer's cached keys and values ``[rows, G, length, D]``: ``[T, H * D]``.
+PromptAttention = Callable[[Tensor, Tensor, Tensor], Tensor]
 
 
 @dataclass
 class ForwardBatch:
-    """What a model needs to know of one pass.
+    """Input of one forward pass.
 
     Attributes:
         token_ids, positions, rows, columns: ``[T]``: the token, its rotary position, its cache row and column.
+        padded_tokens, padded_positions: ``token_ids`` and ``positions`` followed by padding, which is also computed.
         position_limit: one more than the largest position.
         first_row, row_count: the contiguous rows ``first_row .. first_row + row_count - 1``, in packed order.
         query_length: most tokens of a row (``Q``).
         kv_length: columns that attention reads (``K``).
-        visible: ``[n, Q, K]`` bool, queries padded on the left; None where plain causal attention over the queries alone
-            gives the same (every row begins at column 0 and all have one length).
-        is_query: ``[n, Q]`` bool, false on padding, which is on the left so that last tokens are in the last column; None
-            where all rows have one length.
-        last_tokens: ``[n]``: index in ``T`` of each row's last token; None while decoding, where a row has one token.
+        visible: ``[n, Q, K]`` bool, queries padded on the left. None if plain causal attention over the queries alone
+            gives the same result (every row begins at column 0 and all have the same length).
+        is_query: ``[n, Q]`` bool, false on padding, which is on the left so that last tokens are in the last column. None
+            if all rows have the same length.
+        last_tokens: ``[n]``: index in ``T`` of each row's last token; None while decoding, when each row has one token.
         scores_all: return the logits of all tokens, ``[T, vocabulary]``, not only those of each row's last token.
-        padded_tokens, padded_positions: ``token_ids`` and ``positions`` followed by the padding, which is computed too.
-        chunks: set if queries are computed in whole blocks, in place of ``visible``.
         multi_modal: processor outputs of the sequence if the pass is a multi-modal prompt.
         branched: row (counted from ``first_row``) -> positions of a branched sequence's first tokens; later tokens continue from the last.
+        attention: computes the attention of prompts in place of the usual one with ``visible``.
     """
 
     token_ids: Tensor
     positions: Tensor
+    padded_tokens: Tensor
+    padded_positions: Tensor
     rows: Tensor
     columns: Tensor
     position_limit: int
@@ -201,21 +313,16 @@ class ForwardBatch:
     scores_all: bool = False
     multi_modal: dict[str, Any] | None = None
     branched: dict[int, Tensor] = field(default_factory=dict)
-    padded_tokens: Tensor = field(init=False)
-    padded_positions: Tensor = field(init=False)
-    chunks: list[Chunk] | None = None
-
-    def __post_init__(self) -> None:
-        self.padded_tokens, self.padded_positions = self.token_ids, self.positions
+    attention: PromptAttention | None = None
 
     @property
     def computed_rows(self) -> int:
-        """Rows that a model's own forward is given."""
+        """Number of rows passed to a model's own forward."""
         return self.row_count
 
     @property
     def read_length(self) -> int:
-        """Columns that it is given of each row."""
+        """Number of columns of each row passed to a model's own forward."""
         return self.kv_length
 
     def pad(self, packed: Tensor) -> Tensor:
@@ -235,6 +342,8 @@ class ForwardBatch:
             yield ForwardBatch(
                 token_ids=self.token_ids[tokens],
                 positions=self.positions[tokens],
+                padded_tokens=self.token_ids[tokens],
+                padded_positions=self.positions[tokens],
                 rows=self.rows[tokens],
                 columns=self.columns[tokens],
                 position_limit=self.position_limit,
@@ -269,11 +378,17 @@ class ForwardBatch:
         return padded.flatten(0, 1) if self.is_query is None else padded[self.is_query]
 
 
-def prefill_batch(chunks: list[Chunk], first_row: int, device: torch.device, block: int = 1) -> ForwardBatch:
-    """Prompt tokens of several sequences, which are in the rows from ``first_row`` on in this order.
+def prefill_batch(
+    chunks: list[Chunk],
+    first_row: int,
+    device: torch.device,
+    invariant_attention: Callable[[ForwardBatch, list[Chunk]], PromptAttention] | None = None,
+) -> ForwardBatch:
+    """Lay out prompt tokens of several sequences, which are in consecutive rows starting at ``first_row``.
 
     Args:
-        block: of tokens and queries, where those beside one must not change its bits; 1: they may.
+        invariant_attention: makes the batch's attention if a token's result must not depend on the other tokens; the
+            batch is then padded to whole blocks.
     """
     lengths = np.array([chunk.length for chunk in chunks])
     query_length, kv_length = int(lengths.max()), max(chunk.end for chunk in chunks)
@@ -283,36 +398,125 @@ def prefill_batch(chunks: list[Chunk], first_row: int, device: torch.device, blo
         positions = np.concatenate([chunk.sequence.position_ids()[chunk.start : chunk.end] for chunk in chunks])
     is_ragged = int(lengths.min()) != query_length
     is_query = np.arange(query_length) >= (query_length - lengths)[:, None]
+    token_ids = torch.tensor([token for c in chunks for token in c.sequence.tokens[c.start : c.end]], device=device)
     batch = ForwardBatch(
-        token_ids=torch.tensor([token for c in chunks for token in c.sequence.tokens[c.start : c.end]], device=device),
-        positions=to_tensor(positions, device),
-        rows=to_tensor(np.repeat(np.arange(first_row, first_row + len(chunks)), lengths), device),
-        columns=to_tensor(columns, device),
+        token_ids=token_ids,
+        positions=(position_ids := torch.as_tensor(positions, device=device)),
+        padded_tokens=token_ids,
+        padded_positions=position_ids,
+        rows=torch.as_tensor(np.repeat(np.arange(first_row, first_row + len(chunks)), lengths), device=device),
+        columns=torch.as_tensor(columns, device=device),
         position_limit=int(positions.max()) + 1,
         first_row=first_row,
         row_count=len(chunks),
         query_length=query_length,
         kv_length=kv_length,
-        is_query=to_tensor(is_query, device) if is_ragged else None,
-        last_tokens=to_tensor(lengths.cumsum() - 1, device),
+        is_query=torch.as_tensor(is_query, device=device) if is_ragged else None,
+        last_tokens=torch.as_tensor(lengths.cumsum() - 1, device=device),
         scores_all=chunks[0].sequence.next_scored is not None,
         multi_modal=chunks[0].sequence.request.multi_modal,
     )
-    if block > 1:
-        padding = (0, -len(columns) % block)
-        batch.chunks = chunks
-        batch.padded_tokens, batch.padded_positions = (F.pad(t, padding) for t in (batch.token_ids, batch.positions))
+    if invariant_attention is not None:
+        padding = (0, -len(columns) % INVARIANT_ROWS)
+        batch.padded_tokens, batch.padded_positions = F.pad(token_ids, padding), F.pad(position_ids, padding)
+        batch.attention = invariant_attention(batch, chunks)
         return batch
     branched = [(index, c) for index, c in enumerate(chunks) if c.sequence.request.branch_ids is not None]
     if branched or is_ragged or any(chunk.start for chunk in chunks):
         batch.visible = torch.arange(kv_length, device=device) <= batch.pad(batch.columns)[:, :, None]
         for index, chunk in branched:
-            branches = to_tensor(chunk.sequence.branch_ids()[: chunk.end], device)
+            branches = torch.as_tensor(chunk.sequence.branch_ids()[: chunk.end], device=device)
             batch.visible[index, -chunk.length :, : chunk.end] &= sees(branches[chunk.start :], branches)
-            batch.branched[index] = to_tensor(chunk.sequence.position_ids()[: chunk.end], device)
+            batch.branched[index] = torch.as_tensor(chunk.sequence.position_ids()[: chunk.end], device=device)
     return batch
 
 
-def to_tensor(array: np.ndarray, device: torch.device) -> Tensor:
-    """An array on the device."""
-    return torch.from_numpy(np.ascontiguousarray(array)).to(device)
+class DecodeBatch(ForwardBatch):
+    """One new token for each running sequence, for as long as the same sequences are in the same slots.
+
+    Padding rows follow the running ones: they are computed, but neither cached nor sampled. Call ``begin_step`` before each
+    forward pass.
+
+    Args:
+        table: state of the rows, as the previous step left it.
+        running: the sequences by row.
+        cache: their slots.
+        device: of the model.
+
+    Attributes:
+        padded_count: number of computed rows; a multiple of the cache's ``row_block`` if the cache has that many rows.
+    """
+
+    def __init__(self, table: RowTable, running: list[Sequence], cache: KVCache, device: torch.device) -> None:
+        count = len(running)
+        padded = in_blocks(count, cache.row_block)
+        self.padded_count = padded if padded <= cache.rows else count
+        self.row_count = count
+        self._table, self._cache, self._device = table, cache, device
+        self._hidden = [(row, s.hidden) for row, s in enumerate(running) if s.hidden is not None]
+        self._bias: Tensor | None = None
+        super().__init__(
+            **self._read_table(),
+            rows=torch.arange(count, device=device),
+            position_limit=int(table.position[:count].max()),
+            first_row=0,
+            row_count=count,
+            query_length=1,
+            kv_length=int(table.cached[:count].max()),
+            branched={
+                row: torch.tensor(s.request.position_ids, device=device)
+                for row, s in enumerate(running)
+                if s.request.branch_ids is not None and s.request.position_ids is not None
+            },
+        )
+
+    def _read_table(self) -> dict[str, Tensor]:
+        """The next tokens, as tensors of the table's arrays; on CPU they share its memory and follow its changes."""
+        table, count, padded = self._table, self.row_count, self.padded_count
+        arrays = table.last_token[:padded], table.position[:padded], table.cached[:count]
+        tokens, positions, columns = (torch.as_tensor(array, device=self._device) for array in arrays)
+        return {
+            "token_ids": tokens[:count],
+            "positions": positions[:count],
+            "padded_tokens": tokens,
+            "padded_positions": positions,
+            "columns": columns,
+        }
+
+    def begin_step(self) -> None:
+        """Continue with the tokens that the previous step left in the table."""
+        self.position_limit += 1
+        self.kv_length += 1
+        if self._device.type != "cpu":
+            vars(self).update(self._read_table())
+        if self._hidden:  # without them plain causal attention gives the same
+            columns = torch.arange(self.kv_length, device=self._device)
+            self.visible = (columns <= self.columns[:, None])[:, None]
+            for row, hidden in self._hidden:
+                self.visible[row, 0, : len(hidden)] &= ~hidden
+
+    @property
+    def computed_rows(self) -> int:
+        return self.padded_count if self._cache.invariant else self.row_count
+
+    @property
+    def read_length(self) -> int:
+        return in_blocks(self.kv_length, KEY_BLOCK) if self._cache.invariant else self.kv_length
+
+    def bias(self, heads: int, dtype: torch.dtype) -> Tensor:
+        """Attention bias ``[padded_count * heads, 1, K]``: 0 if a row sees a column, else -inf.
+
+        ``K`` is ``kv_length`` rounded up to whole blocks, at most the length of the cache.
+        """
+        length, count = min(in_blocks(self.kv_length, KEY_BLOCK), self._cache.length), self.row_count
+        if self._bias is not None and self._bias.shape[2] == length:
+            self._bias.view(-1).index_fill_(0, (self._bias_starts + self.columns[:, None]).view(-1), 0.0)
+            return self._bias
+        is_seen = torch.arange(length, device=self._device) <= self.columns[:, None]
+        for row, hidden in self._hidden:
+            is_seen[row, : len(hidden)] &= ~hidden
+        bias = torch.zeros(self.padded_count, heads, length, dtype=dtype, device=self._device)
+        bias[:count].masked_fill_(~is_seen[:, None], float("-inf"))
+        self._bias_starts = torch.arange(count * heads, device=self._device).view(count, heads) * length
+        self._bias = bias.view(-1, 1, length)
+        return self._bias

@@ -1,9 +1,9 @@
-"""The built-in engine: requests in from any thread or event loop, one thread that steps, weights that change between steps.
+"""The built-in engine: takes requests from any thread or event loop, steps in one thread, and changes weights between steps.
 
 Invariants:
 
-* weights, versions and queues change only between steps, so a token's version is the one whose weights sampled it;
-* after ``pause`` returns no step runs until ``resume``;
+* weights, versions and queues change only between steps, so a token's version is that of the weights that sampled it;
+* after ``pause`` returns, no step runs until ``resume``;
 * every submitted request ends: with a response, with the exception that broke its step, or with ``RequestAborted``.
 """
 
@@ -30,13 +30,13 @@ from rollwright.errors import (
     RequestAborted,
     WeightUpdateError,
 )
-from rollwright.inference.backends.builtin.batch import Sequence
-from rollwright.inference.backends.builtin.handover import Batches, Outbox, resolve, stream
-from rollwright.inference.backends.builtin.intake import RequestIntake
-from rollwright.inference.backends.builtin.model import ModelRunner, cache_bytes_by_default, load_model_for_inference, paired
-from rollwright.inference.backends.builtin.self_check import invariant_runner
-from rollwright.inference.backends.builtin.step import Finished, Stepper, answer_apart, fastest_threads
-from rollwright.inference.compute_threads import release_workers
+from rollwright.inference.backends.builtin.batch import DecodeBatch, RowTable, Sequence
+from rollwright.inference.backends.builtin.batch_invariance import invariant_runner
+from rollwright.inference.backends.builtin.loading import cache_bytes_by_default, load_model_for_inference, paired
+from rollwright.inference.backends.builtin.model import ModelRunner
+from rollwright.inference.backends.builtin.requests import Batches, Outbox, RequestIntake, resolve, stream
+from rollwright.inference.backends.builtin.scheduler import Finished, Stepper, answer
+from rollwright.inference.compute_threads import fastest_number, release_workers
 from rollwright.inference.engine import InferenceEngine
 from rollwright.inference.request import ModelRequest, ModelResponse
 from rollwright.inference.weights.stream import WeightStream
@@ -45,7 +45,8 @@ from rollwright.tracking.logging import getLogger
 
 logger = getLogger(__name__)
 
-_IDLE_SECONDS = 0.002  # without a step, after which other threads of the process have the cores
+_IDLE_SECONDS = 0.002  # after this long without a step, other threads of the process get the cores
+_MEASURED_ROWS, _MEASURED_TOKENS = 32, 64  # of the decode step that is timed with each number of threads
 
 OnWeightUpdate = Literal["recompute", "keep", "wait"]
 
@@ -54,27 +55,27 @@ class BuiltinEngine(InferenceEngine):
     """Continuous batching of a Hugging Face causal language model in this process.
 
     Args:
-        model_or_path: a model, whose weights are then shared with whoever trains it (unless ``dtype`` is another), or a directory
-            or name.
-        tokenizer: decodes for stop strings and names the end token; a tokenizer, a path, or None: that of the path.
+        model_or_path: a model, a directory or a name. The weights of a model are shared with its trainer unless ``dtype`` differs.
+        tokenizer: decodes for stop strings and names the end token: a tokenizer or a path. None loads that of the model's path.
         max_running_requests: most sequences decoded at once; others wait.
-        context_length: most tokens of prompt and output together; None: the model's own limit.
-        kv_cache_bytes: most memory for keys and values, running and kept together; None: a quarter of the memory that is
-            free, at most 4 GiB on CPU; half of the free memory on a GPU.
-        prefix_cache: keep finished sequences' keys and values, so that a conversation's next turn begins from them.
-        device: of a model that is loaded from a path; a live model stays on its own.
-        dtype: of the weights. A live model of another type is copied in this one, and whoever trains it sends new weights to the
-            copy; ``auto``: a live model is shared as it is.
+        context_length: most tokens of prompt and output together. None uses the model's own limit.
+        kv_cache_bytes: most memory for keys and values of running and finished sequences together. None uses a quarter of the
+            free memory, at most 4 GiB, on CPU, and half of the free memory on a GPU.
+        prefix_cache: keep finished sequences' keys and values, so that a conversation's next turn can start from them.
+        device: device of a model that is loaded from a path; a live model stays on its own.
+        dtype: type of the weights. A live model of another type is copied, and the trainer sends new weights to the copy.
+            ``auto`` shares a live model as it is.
         on_weight_update: what happens to running requests when weights change: ``recompute`` their cache and go on, ``keep``
             the old cache and go on, or ``wait`` until they end (new ones are held) before the change.
-        max_waiting: most requests in the queue beyond those that can run; one more is refused with ``QueueFullError``. None:
-            no bound.
-        prefill_tokens: most prompt tokens computed between two decode steps: long prompts do not stall what runs.
-        seed: of requests that bring no seed, in order of submission.
-        version: of the weights at the start.
-        threads: that compute, on CPU; None: as many as decode fastest, measured at the start; torch's with ``batch_invariant``.
+        max_waiting: most requests in the queue beyond those that can run; further ones are refused with ``QueueFullError``. None
+            sets no bound.
+        prefill_tokens: most prompt tokens computed between two decode steps, so that long prompts do not stall running requests.
+        seed: for requests without a seed, in order of submission.
+        version: version of the weights at the start.
+        threads: number of compute threads on CPU. None uses the fastest number for decoding, measured at the start, or torch's
+            number with ``batch_invariant``.
         batch_invariant: a request is answered with the same bits alone and among any others (docs/determinism.md).
-        trust_remote_code: run code that a model directory brings.
+        trust_remote_code: run code from the model's directory.
     """
 
     context_length: int
@@ -121,6 +122,8 @@ class BuiltinEngine(InferenceEngine):
         self._max_running = max_running_requests
         self._intake = RequestIntake(self._runner, self.tokenizer, seed)
 
+        self._prober: tuple[tuple[int, int], Stepper] | None = None  # answers probes of one size
+
         # ``_state`` guards the fields below. ``_control`` is held by the one caller that changes weights or queues.
         self._state = threading.Condition()
         self._control = threading.RLock()
@@ -132,13 +135,13 @@ class BuiltinEngine(InferenceEngine):
         self._is_paused = False
         self._is_closed = False
         threads = threads or fastest_threads(self._runner, max_running_requests)
-        release_workers()  # of this thread, which measured
+        release_workers()  # this thread measured
         is_set, own_threads = threading.Event(), torch.get_num_threads()
         self._thread = threading.Thread(target=self._run, args=(threads, is_set), name="rollwright-engine", daemon=True)
         self._thread.start()
         is_set.wait()
-        torch.set_num_threads(own_threads)  # torch gives the number that was set last to threads that begin to compute later
-        atexit.register(self.destroy)  # a thread that computes in torch while Python ends would abort the process
+        torch.set_num_threads(own_threads)  # threads that begin to compute later get the number that was set last
+        atexit.register(self.destroy)  # a thread that computes in torch while Python exits would abort the process
 
     # ------------------------------------------------------------------ requests
 
@@ -148,8 +151,8 @@ class BuiltinEngine(InferenceEngine):
         """Queue requests together, in this order: no step runs between them.
 
         Args:
-            requests: what is asked.
-            on_token: called in the engine's thread for each token that is sampled, see ``Sequence``.
+            requests: the requests.
+            on_token: called in the engine's thread for each sampled token; see ``Sequence``.
 
         Raises:
             RequestAborted: the engine is closed.
@@ -171,13 +174,13 @@ class BuiltinEngine(InferenceEngine):
         """Queue each batch, whole or not at all; no step runs between them.
 
         Returns:
-            For each, why it was not queued.
+            For each batch why it was refused, or None.
         """
-        release_workers()  # a thread that computed and now asks is going to wait
-        errors = list[EngineError | None]()
+        release_workers()  # a thread that computed and now sends requests is going to wait
+        errors, scheduler = list[EngineError | None](), self._stepper.scheduler
         with self._state:
             for sequences in batches:
-                unfinished = len(self._inbox) + self._stepper.scheduler.unfinished
+                unfinished = len(self._inbox) + len(scheduler.waiting) + len(scheduler.active())
                 if self._is_closed:
                     errors.append(RequestAborted("The engine is closed; start another."))
                 elif self._max_waiting is not None and unfinished + len(sequences) > self._max_running + self._max_waiting:
@@ -213,7 +216,7 @@ class BuiltinEngine(InferenceEngine):
                     self._cancelled.append(sequence)
 
     async def astream(self, request: ModelRequest) -> AsyncGenerator[ModelResponse, None]:
-        """The response as it grows: each holds all tokens of the one before it, and the last is complete.
+        """Yield the growing response: each has all tokens of the one before, and the last is complete.
 
         Leaving the iteration early frees the request's row.
         """
@@ -231,18 +234,27 @@ class BuiltinEngine(InferenceEngine):
                 future.cancel()
 
     def probe(self, request: ModelRequest) -> dict[str, ModelResponse]:
-        """What the engine samples for one request with its present weights, by the engine's name in messages.
+        """Sample one request with the current weights; the key is the engine's name in messages.
 
-        It is computed between two steps, apart from what runs and waits, so that a paused engine answers, too.
+        The request is computed between two steps, with a cache of its own, so that a paused engine can answer too.
         """
         sequence = self._intake.sequence(request)
+        size = len(sequence.tokens), sequence.length_limit
         with self._between_steps():
-            return {"The built-in engine": answer_apart(self._runner, sequence, self.get_version())}
+            known, self._prober = self._prober, None  # a step that fails may leave its sequence behind
+            if known is None or known[0] != size:
+                known = size, Stepper(self._runner.with_cache_for(1, size[1]), 1, 0, size[0], 0)
+            stepper = known[1]
+            stepper.version = self.get_version()
+            ((_, response),) = answer(stepper, [sequence])
+            assert isinstance(response, ModelResponse)
+            self._prober = known
+            return {"The built-in engine": response}
 
     # ------------------------------------------------------------------ the thread
 
     def _run(self, threads: int, is_set: threading.Event) -> None:
-        torch.get_num_threads()  # a thread that asks for the first time is given the process's number
+        torch.get_num_threads()  # on its first call, a thread gets the process's number
         torch.set_num_threads(threads)
         is_set.set()
         while True:
@@ -257,7 +269,7 @@ class BuiltinEngine(InferenceEngine):
             finished: list[Finished] = []
             try:
                 self._stepper.step(finished)
-            except BaseException as error:  # whatever it is: requests end with it, and the thread goes on
+            except BaseException as error:  # requests end with any error, and the thread goes on
                 logger.exception("A step of the engine failed; its requests fail with it.")
                 failure = EngineStepError(f"The engine's step failed: {type(error).__name__}: {error}")
                 failure.__cause__ = error
@@ -268,12 +280,12 @@ class BuiltinEngine(InferenceEngine):
             resolve(finished)
 
     def _has_to_go_on(self) -> bool:
-        """The thread has a step to make, or to end (under ``_state``)."""
+        """True if the thread has a step to run or has to end (under ``_state``)."""
         can_step = not (self._is_paused or self._controllers)
         return self._is_closed or (can_step and bool(self._inbox or self._cancelled or self._stepper.has_work))
 
     def _take_inbox(self) -> None:
-        """Hand new requests to the scheduler and take cancelled ones from it (under ``_state``)."""
+        """Pass new requests to the scheduler and remove cancelled ones from it (under ``_state``)."""
         while self._inbox:
             self._stepper.scheduler.waiting.append(self._inbox.popleft())
         while self._cancelled:
@@ -299,7 +311,7 @@ class BuiltinEngine(InferenceEngine):
     # ------------------------------------------------------------------ control
 
     def pause(self) -> None:
-        """Stop sampling; returns when no step runs any more. With ``on_weight_update="wait"`` running requests end first."""
+        """Stop sampling; returns when no step runs. With ``on_weight_update="wait"`` running requests end first."""
         if self._on_weight_update == "wait":
             self._drain()
         with self._state:
@@ -323,7 +335,7 @@ class BuiltinEngine(InferenceEngine):
             self._state.wait_for(lambda: self._is_closed or (not self._is_stepping and not scheduler.active()))
 
     def abort(self, rid: str | None = None) -> None:
-        """End the requests of one conversation, or all; they return what they have, with stop_reason "abort"."""
+        """End the requests of one conversation, or all; they return their output so far, with stop_reason "abort"."""
         with self._between_steps():
             finished = self._stepper.abort(rid)
         resolve(finished)
@@ -383,13 +395,13 @@ class BuiltinEngine(InferenceEngine):
         """See ``WeightReceiver.publish``.
 
         Raises:
-            WeightUpdateError: the version goes back.
+            WeightUpdateError: the version is lower than the current one.
         """
         self._update(version)
 
     @property
     def local_model(self) -> torch.nn.Module:
-        """The model, whose weights may be shared with whoever trains it."""
+        """The model, whose weights may be shared with its trainer."""
         return self.model
 
     def update_weights(
@@ -403,7 +415,7 @@ class BuiltinEngine(InferenceEngine):
         """Copy weights into the model and publish them as ``version``; see ``WeightReceiver.update_weights``.
 
         Args:
-            weights: tensors under their names in the model's ``state_dict`` or in its checkpoints; tied ones may be left out.
+            weights: tensors under their names in the model's ``state_dict`` or in its checkpoints; tied tensors may be omitted.
 
         Raises:
             WeightUpdateError: a name or shape does not match the model; no weight has changed.
@@ -411,11 +423,11 @@ class BuiltinEngine(InferenceEngine):
         self._update(version, paired(self.model, WeightStream.of(weights)))
 
     def go_back(self, version: int, *, finish: bool = False) -> None:
-        """End all requests, as versions only grow within a request, and give the present weights an earlier version.
+        """Give the current weights an earlier version; all requests end, because versions only grow within a request.
 
         Args:
-            version: of the weights that are loaded next.
-            finish: wait until what runs has ended by itself, and keep what has not begun for those weights.
+            version: version of the weights that are loaded next.
+            finish: wait until running requests have ended by themselves, and keep waiting ones for those weights.
         """
         if finish:
             self._drain()
@@ -425,7 +437,7 @@ class BuiltinEngine(InferenceEngine):
         resolve(finished)
 
     def _update(self, version: int, copies: Iterable[tuple[Tensor, Tensor]] = ()) -> None:
-        """Copy the second tensor of each pair into the first, and publish ``version``."""
+        """Copy the second tensor of each pair into the first, and make ``version`` current."""
         if version < self.get_version():
             raise WeightUpdateError(f"Version {version} cannot follow {self.get_version()}: versions only grow.")
         was_paused = self._is_paused
@@ -436,7 +448,9 @@ class BuiltinEngine(InferenceEngine):
                 with torch.no_grad():
                     for destination, source in copies:
                         destination.copy_(source)
-                self._stepper.publish(version, recompute=self._on_weight_update == "recompute")
+                self._runner.forward.share_weights()
+                self._stepper.scheduler.weights_changed(recompute=self._on_weight_update == "recompute")
+                self._stepper.version = version
         finally:
             if not was_paused:
                 with self._state:
@@ -444,5 +458,41 @@ class BuiltinEngine(InferenceEngine):
                     self._state.notify_all()
 
     def stats(self) -> dict[str, float]:
-        """Counts since the start, and what runs and waits now."""
+        """Return counts since the start, and the numbers of running and waiting requests."""
         return {**self._stepper.stats(), "queued": len(self._inbox)}
+
+
+#: Results of ``fastest_threads`` by model.
+_fastest_threads: weakref.WeakKeyDictionary[Any, int] = weakref.WeakKeyDictionary()
+
+
+@torch.inference_mode()
+def fastest_threads(runner: ModelRunner, rows: int) -> int:
+    """Return the number of threads that decode fastest on CPU, measured once for each model.
+
+    If the measurement fails (out of memory, a forward that raises), this is torch's number; the first request then reports the error.
+
+    Args:
+        runner: the model.
+        rows: most sequences at once.
+    """
+    most = torch.get_num_threads()
+    if most == 1 or runner.device.type != "cpu":
+        return most
+    if (known := _fastest_threads.get(runner.model)) is not None and known <= most:
+        return known
+    rows = min(rows, _MEASURED_ROWS)
+    runner, table = runner.with_cache_for(rows, _MEASURED_TOKENS), RowTable(rows)
+    runner.cache.make_room(rows, _MEASURED_TOKENS, [])
+    ids = [0] * (_MEASURED_TOKENS // 2)
+    sequences = [Sequence(ModelRequest(ids), tokens=ids, prompt_length=len(ids), length_limit=len(ids)) for _ in range(rows)]
+    for row, sequence in enumerate(sequences):
+        table.enter(row, sequence, runner.vocabulary)
+    batch = DecodeBatch(table, sequences, runner.cache, runner.device)
+    batch.begin_step()
+    try:
+        number = fastest_number(lambda: runner.forward(batch, runner.cache))
+    except Exception as error:
+        logger.warning("the fastest number of threads could not be measured (%s); %d compute", error, most)
+        return most
+    return _fastest_threads.setdefault(runner.model, number)

@@ -19,7 +19,7 @@ from transformers.cache_utils import Cache, CacheLayerMixin
 
 from rollwright.errors import EngineError, RollwrightError
 from rollwright.inference.backends.builtin.batch import ForwardBatch
-from rollwright.inference.backends.builtin.cache import KVCache, LayerShape
+from rollwright.inference.backends.builtin.kv_cache import KVCache, LayerShape
 from rollwright.inference.backends.builtin.proof import Difference, prove
 from rollwright.inference.model_facts import ordinary_tokens
 from rollwright.inference.request import ModelRequest

@@ -1,22 +1,20 @@
-"""Loads a model and computes it over batches of packed tokens: the runner with its cache, and the Llama family's forward.
+"""Runs a model over batches of packed tokens: the runner with its KV cache, the Llama family's forward, and its attention.
 
 Llama, Mistral, Qwen2 and Qwen3 are one architecture with switches: RMSNorm before attention and MLP, rotary positions,
 grouped-query attention, SwiGLU; Qwen2 adds biases to query, key and value, Qwen3 a norm on each query and key head. Query,
-key and value weights are fused into one tensor, gate and up into another, which own the storage of the Hugging Face model's
-parameters: these become views of them. Nothing is stored twice, an optimizer step in place is seen at once, and the model
-saves and loads as before, as each parameter is contiguous and overlaps no other. Other models: ``general_model``.
+key and value weights are fused into one tensor, gate and up into another. The fused tensors own the storage, and the Hugging Face
+model's parameters become views of them: nothing is stored twice, an in-place optimizer step takes effect at once, and the model
+saves and loads as before because each parameter is contiguous and overlaps no other. Other models: ``general_model``.
 
-Axes: ``T`` packed tokens, ``n`` rows, ``Q`` queries of a row, ``K`` cache columns, ``H`` heads, ``D`` head size.
+Axes: ``T`` packed tokens, ``n`` rows, ``Q`` queries of a row, ``K`` cache columns, ``H`` heads, ``G`` key-value heads, ``D`` head size.
 """
 
 from __future__ import annotations
 
 import copy
-import functools
 import itertools
 import logging
-import os
-from collections.abc import Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
 from types import SimpleNamespace
 from typing import Any
@@ -24,31 +22,20 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText
 
-from rollwright.data.tokenizer import load_tokenizer
-from rollwright.errors import ConfigError, WeightUpdateError
-from rollwright.inference.backends.builtin.attention import InvariantPrefill, decode_attention, prefill_attention
-from rollwright.inference.backends.builtin.batch import ForwardBatch
-from rollwright.inference.backends.builtin.cache import INVARIANT_ROWS, LENGTH_STEP, KVCache, LayerShape, Shapes, in_blocks
+from rollwright.errors import ConfigError
+from rollwright.inference.backends.builtin.batch import Chunk, DecodeBatch, ForwardBatch, PromptAttention
 from rollwright.inference.backends.builtin.general_model import GeneralModel, attends_both_ways
-from rollwright.inference.backends.builtin.rows import DecodeBatch
-from rollwright.inference.model_facts import fixed_frequencies, note_attention
-from rollwright.inference.weights.names import as_own
-from rollwright.inference.weights.stream import WeightStream
+from rollwright.inference.backends.builtin.kv_cache import INVARIANT_ROWS, LENGTH_STEP, KVCache, LayerShape, Shapes, in_blocks
+from rollwright.inference.backends.builtin.loading import log_once, position_limit, why_not_llama_family
 from rollwright.tracking.logging import getLogger
-from rollwright.tracking.progress import without_progress_bars
 
 logger = getLogger(__name__)
 
-#: The matrices that are multiplied with.
+SUMMED = 384  # most columns that one product sums over: MKL splits longer sums in parts whose size depends on their number
+
+#: Names of the weight matrices, as used in messages.
 QKV, OUTPUT, GATE_UP, DOWN, HEAD = "query, key and value", "the output of attention", "gate and up", "down", "the head"
-
-_CLASSES = ("LlamaForCausalLM", "MistralForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM")
-
-
-#: Logs what is the same for every engine over a model: sequence processing starts one for each call.
-_log_once = functools.cache(logger.log)
 
 
 class ModelRunner:
@@ -60,19 +47,25 @@ class ModelRunner:
         context_length: most tokens of a sequence. None uses the smaller of the model's limit and the cache's capacity.
         cache_bytes: limit of the cache's memory.
         shapes: shapes of the computation. With ``BLOCKS`` and ``ONE_ROW`` a row's result does not depend on other rows, provided
-            that the processor and its libraries comply (``self_check``).
+            that the processor and its libraries comply (``batch_invariance``).
+        invariant_attention: attention of prompts with ``BLOCKS``; see ``prefill_batch``.
 
     Attributes:
         prompts_alone: each prompt is computed by itself, from its beginning, in shapes that depend only on the prompt.
         most_rows: most sequences that can be computed at once, regardless of ``max_rows``.
-        prefill_block: tokens and queries of prompts that are computed together.
 
     Raises:
         ConfigError: the cache cannot hold one sequence of ``context_length``.
     """
 
     def __init__(
-        self, model: Any, max_rows: int, context_length: int | None, cache_bytes: int, shapes: Shapes = Shapes.FREE
+        self,
+        model: Any,
+        max_rows: int,
+        context_length: int | None,
+        cache_bytes: int,
+        shapes: Shapes = Shapes.FREE,
+        invariant_attention: Callable[[ForwardBatch, list[Chunk]], PromptAttention] | None = None,
     ) -> None:
         self.model = model
         self.device: torch.device = next(model.parameters()).device
@@ -84,17 +77,17 @@ class ModelRunner:
         self.vocabulary: int = config.vocab_size
         name, reason = type(model).__name__, why_not_llama_family(model, context_length or limit)
         self.forward = LlamaFamily(model) if reason is None else GeneralModel(model)
-        way = (
+        computed_by = (
             "the built-in Llama-family forward, on its own weights"
             if reason is None
             else (f"its own Hugging Face forward over the built-in cache: {reason}")
         )
-        _log_once(logging.DEBUG if reason is None else logging.INFO, f"{name} is computed by {way}.")
+        log_once(logging.DEBUG if reason is None else logging.INFO, f"{name} is computed by {computed_by}.")
         self.takes_multi_modal = reason is not None and "image_token_id" in model.config.to_dict()
         self.sees_pictures_causally = not (self.takes_multi_modal and attends_both_ways(model))
         is_general, in_whole_blocks = isinstance(self.forward, GeneralModel), shapes is Shapes.BLOCKS
         self.prompts_alone = shapes is Shapes.ONE_ROW or (in_whole_blocks and is_general)
-        self.prefill_block = INVARIANT_ROWS if in_whole_blocks and not is_general else 1
+        self.invariant_attention = None if is_general else invariant_attention
         # a forward pass that cannot be split always gets the same number of rows
         self.most_rows = int(shapes) if self.prompts_alone else 1 << 62
         max_rows = min(max_rows, self.most_rows)
@@ -116,74 +109,27 @@ class ModelRunner:
             logger.info("context_length is %d: what kv_cache_bytes holds (the model has %d).", self.context_length, limit)
 
     def with_cache_for(self, rows: int, tokens: int) -> ModelRunner:
-        """The same model and forward over a small cache of its own, for ``rows`` sequences of at most ``tokens`` tokens."""
+        """A runner of the same model with a small cache of its own, for ``rows`` sequences of at most ``tokens`` tokens."""
         runner, cache = copy.copy(self), self.cache
         size = in_blocks(rows, cache.row_block) * in_blocks(tokens, LENGTH_STEP) * cache.bytes_per_token
         runner.cache = KVCache(self.forward.layer_shapes, size, rows, self.model.dtype, self.device, cache.shapes)
         return runner
 
     def shallow(self, vocabulary: int) -> ModelRunner:
-        """The first layer and the first tokens of the vocabulary: enough to see how rows are computed."""
+        """A runner of only the first layer and the first tokens of the vocabulary, enough to check how rows are computed."""
         assert isinstance(self.forward, LlamaFamily)
         runner = copy.copy(self)
         runner.forward, runner.vocabulary = self.forward.shallow(vocabulary), vocabulary
         return runner
 
 
-def position_limit(model: Any, limit: int, context_length: int | None) -> int:
-    """Longest row, at most ``limit`` tokens, whose rotary positions do not depend on its final length.
-
-    Raises:
-        ConfigError: ``context_length`` exceeds it.
-    """
-    kind, fixed = fixed_frequencies(model.config) or ("", limit)
-    if fixed >= limit:
-        return limit
-    said = f"{type(model).__name__} changes the rotary positions ({kind}) of all tokens of a row when it has more than {fixed}"
-    if context_length is not None and context_length > fixed:
-        raise ConfigError(
-            f"context_length={context_length} is too much for the built-in engine: {said}, so tokens sampled earlier had other "
-            f"log-probabilities than the finished row. Set context_length to {fixed} or less."
-        )
-    if context_length is None:
-        _log_once(logging.INFO, f"The built-in engine limits the context to {fixed} tokens: {said}.")
-    return fixed
-
-
-def why_not_llama_family(model: Any, context_length: int) -> str | None:
-    """The reason why this forward cannot compute ``model``; None where it can."""
-    config = model.config
-    if type(model).__name__ not in _CLASSES or not type(model).__module__.startswith("transformers."):
-        return f"{type(model).__name__} is not of the Llama family"
-    if config.hidden_act not in ("silu", "swish"):
-        return f"its activation is {config.hidden_act}"
-    if config.rope_parameters["rope_type"] not in ("default", "linear", "llama3", "yarn"):
-        return f"its rotary positions are {config.rope_parameters['rope_type']}"
-    window = getattr(config, "sliding_window", None)
-    layer_types = getattr(config, "layer_types", None)
-    slides = "sliding_attention" in layer_types if layer_types else window is not None
-    if slides and window is not None and window < context_length:
-        return f"its attention slides over {window} tokens"
-    if getattr(config, "is_causal", True) is False:
-        return "its tokens attend to later ones"
-    for module in model.modules():
-        if isinstance(module, nn.Linear) and type(module) is not nn.Linear:
-            return f"a projection is a {type(module).__name__}"
-        if not isinstance(module, nn.Linear) and type(module).__module__.startswith("peft."):
-            return "it carries adapters"
-    layer = model.model.layers[0]
-    if layer.self_attn.o_proj.bias is not None or layer.mlp.down_proj.bias is not None:
-        return "its output projections have biases"
-    return None
-
-
 @dataclass(frozen=True)
 class Matrix:
-    """A weight that rows are multiplied with.
+    """A weight matrix that rows are multiplied with.
 
     Attributes:
         weight: ``[outputs, inputs]``.
-        is_added: the product is added to what is there.
+        is_added: the product is added to a tensor in place.
     """
 
     name: str
@@ -192,10 +138,10 @@ class Matrix:
     is_added: bool = False
 
     def product(self, rows: Tensor) -> Tensor:
-        """What a layer computes of rows, all at once."""
+        """The product as a layer computes it, with all rows at once."""
         if not self.is_added:
             return F.linear(rows, self.weight, self.bias)
-        present = rows[:, :1].repeat(1, len(self.weight))  # not 0, to which some orders of adding up come out alike
+        present = rows[:, :1].repeat(1, len(self.weight))  # adding to 0 could hide a different order of summation
         return present.addmm_(rows, self.weight.t())
 
 
@@ -206,7 +152,7 @@ class LlamaFamily:
         model: the Hugging Face model; its query, key, value, gate and up parameters become views of fused tensors.
 
     Attributes:
-        most_rows: by the name of a matrix, the most rows that are multiplied with it at once; more are cut.
+        most_rows: name of a matrix -> most rows that are multiplied with it at once; larger batches are split.
     """
 
     def __init__(self, model: Any) -> None:
@@ -224,7 +170,7 @@ class LlamaFamily:
         self.share_weights()
 
     def share_weights(self) -> None:
-        """Fuse the parameters, or fuse them again where something (``model.to``, a load) put new storage under them."""
+        """Fuse the parameters, also again if something (``model.to``, a load) has replaced their storage."""
         model = self._model
         self._layers: list[SimpleNamespace] = []  # each layer's tensors: the parameters, or the storage under them
         for module in model.model.layers:
@@ -253,7 +199,7 @@ class LlamaFamily:
             self._norm_of_head = torch.tensor(kinds, device=fused.device)
 
     def shallow(self, vocabulary: int) -> LlamaFamily:
-        """The same with one layer and the first tokens of the vocabulary."""
+        """A copy with one layer and the first tokens of the vocabulary."""
         forward = copy.copy(self)
         forward._layers, forward.layer_shapes = self._layers[:1], self.layer_shapes[:1]
         forward._head, forward.most_rows = self._head[:vocabulary], self.most_rows | {HEAD: INVARIANT_ROWS}
@@ -272,9 +218,9 @@ class LlamaFamily:
         ]
 
     def _norm(self, x: Tensor, weight: Tensor) -> Tensor:
-        """RMSNorm over the last axis; ``weight`` may be spread over the axes before it.
+        """RMSNorm over the last axis; ``weight`` is broadcast over the axes before it.
 
-        torch has one kernel for it on a GPU, and on CPU seven operators. Four take half of their time in a short step.
+        torch runs one kernel on a GPU, but seven operators on CPU. These four take half the time in a short step.
         """
         if x.device.type != "cpu" or x.dtype != torch.float32:
             return torch.rms_norm(x, x.shape[-1:], None, self._eps).mul_(weight)
@@ -296,12 +242,9 @@ class LlamaFamily:
         """Logits ``[n, vocabulary]`` of each row's last token, or ``[T, vocabulary]`` of all; keys and values go into the cache."""
         H, G, D, norm, most = self._heads, self._kv_heads, self._head_size, self._norm, self.most_rows
         count, tokens, positions = len(batch.columns), batch.padded_tokens, batch.padded_positions
-        prefill = None
         if isinstance(batch, DecodeBatch):
             bias = batch.bias(G, self._embedding.dtype)
             read = cache.read(batch.padded_count, bias.shape[2])
-        elif batch.chunks is not None:
-            prefill = InvariantPrefill(batch)
         cos, sin = self._rope(positions, batch.position_limit)
         head_norms = self._head_norms.index_select(1, self._norm_of_head) if self._has_head_norm else None
         places = cache.places(batch.rows, batch.columns)
@@ -318,8 +261,8 @@ class LlamaFamily:
             if isinstance(batch, DecodeBatch):
                 keys, values = read[index]
                 attended = decode_attention(qk[:, :H], keys, values, bias)
-            elif prefill is not None:
-                attended = prefill(qk[:, :H], cache.keys[index], cache.values[index])
+            elif batch.attention is not None:
+                attended = batch.attention(qk[:, :H], cache.keys[index], cache.values[index])
             else:
                 attended = prefill_attention(batch, qk[:, :H], new, cache.keys[index], cache.values[index])
             add_product(x, attended, layer.output_weight_t, most[OUTPUT])
@@ -327,7 +270,7 @@ class LlamaFamily:
             add_product(x, F.silu(gate).mul_(up), layer.down_weight_t, most[DOWN])
         if batch.last_tokens is not None and not batch.scores_all:
             last, count = batch.last_tokens, len(batch.last_tokens)
-            x = x.index_select(0, last if prefill is None else F.pad(last, (0, -count % INVARIANT_ROWS)))
+            x = x.index_select(0, last if batch.attention is None else F.pad(last, (0, -count % INVARIANT_ROWS)))
         return linear(norm(x, self._final_norm), self._head, self._head_bias, most[HEAD])[:count]
 
 
@@ -367,71 +310,51 @@ def fuse_rows(parameters: list[nn.Parameter]) -> Tensor:
     return fused
 
 
-def paired(model: Any, weights: WeightStream) -> Iterator[tuple[Tensor, Tensor]]:
-    """Pair each of a model's tensors with its new value, lazily.
+def decode_attention(q: Tensor, keys: Tensor, values: Tensor, bias: Tensor) -> Tensor:
+    """One query for each row over the cache: two batched products, which are faster than the fused kernel on CPU.
+
+    The shapes are whole blocks, so in float32 on CPU a query's bits do not depend on the other rows or on masked columns. The fused
+    kernel (``prefill_attention``) is faster for long prompts but rounds by how its threads divide the queries.
 
     Args:
-        model: a Hugging Face model.
-        weights: new tensors under the names of its ``state_dict`` or of its checkpoints.
-
-    Raises:
-        WeightUpdateError: a name or shape does not match the model.
+        q: ``[n, H, D]``.
+        keys, values: of the rows' key-value heads, ``[n * G, D, K]`` and ``[n * G, K, D]``.
+        bias: ``[n * G, 1, K]``.
     """
-    state, weights = model.state_dict(keep_vars=True), as_own(model, weights)
-    for name, tensor in weights.described:
-        if name not in state or state[name].shape != tensor.shape:
-            there = f"has shape {tuple(state[name].shape)}" if name in state else "is not in the model"
-            raise WeightUpdateError(f"Weight {name} of shape {tuple(tensor.shape)} {there}: it belongs to another model.")
-    return ((state[name], tensor) for name, tensor in weights)
+    rows, D = len(q), q.shape[-1]
+    scores = torch.baddbmm(bias, q.reshape(len(keys), -1, D), keys, alpha=D**-0.5)
+    weights = scores.softmax(-1, dtype=torch.float32)
+    if weights.dtype != values.dtype:
+        weights = weights.to(values.dtype)
+    return weighted_sum(weights, values).view(rows, -1)
 
 
-def load_model_for_inference(
-    model_or_path: Any, tokenizer: Any, device: str | torch.device, dtype: str | torch.dtype, trust_remote_code: bool
-) -> tuple[Any, Any]:
-    """The model, on its device (``auto``: a GPU where there is one), and the tokenizer; None where a live model has none.
+def weighted_sum(weights: Tensor, values: Tensor) -> Tensor:
+    """``weights @ values``, summed in column order ``SUMMED`` columns at a time, so that trailing columns of weight 0 change no bit."""
+    if weights.shape[2] <= SUMMED:
+        return torch.bmm(weights, values)
+    total = torch.bmm(weights[:, :, :SUMMED], values[:, :SUMMED])
+    for begin in range(SUMMED, weights.shape[2], SUMMED):
+        total.baddbmm_(weights[:, :, begin : begin + SUMMED], values[:, begin : begin + SUMMED])
+    return total
 
-    A live model stays where it is. It is copied where ``dtype`` is another type than its weights have.
+
+def prefill_attention(batch: ForwardBatch, q: Tensor, new: Tensor, cached_keys: Tensor, cached_values: Tensor) -> Tensor:
+    """Many queries for each row: causal over the queries themselves if rows begin at 0, otherwise over the rows' cache.
+
+    Args:
+        q: ``[T, H, D]``.
+        new: ``[T, 2 * G, D]``: the tokens' keys and values.
+        cached_keys, cached_values: of all rows, ``[rows, G, length, D]``.
     """
-    if isinstance(tokenizer, (str, os.PathLike)):
-        tokenizer = load_tokenizer(os.fspath(tokenizer), trust_remote_code=trust_remote_code)
-    if not isinstance(model_or_path, (str, os.PathLike)):
-        wanted = getattr(torch, dtype) if isinstance(dtype, str) and dtype != "auto" else dtype
-        if isinstance(wanted, torch.dtype) and wanted != next(model_or_path.parameters()).dtype:
-            return copied_in(model_or_path, wanted), tokenizer
-        return model_or_path, tokenizer
-    path = os.fspath(model_or_path)
-    if tokenizer is None:
-        tokenizer = load_tokenizer(path, trust_remote_code=trust_remote_code)
-    config = AutoConfig.from_pretrained(path, trust_remote_code=trust_remote_code)
-    loader = AutoModelForImageTextToText if hasattr(config, "vision_config") else AutoModelForCausalLM
-    with without_progress_bars():
-        model: Any = loader.from_pretrained(path, dtype=dtype, trust_remote_code=trust_remote_code)
-    if device == "auto":
-        device = "cuda" if torch.cuda.is_available() else "cpu"
-    note_attention(model, "sdpa")
-    return model.to(device).eval(), tokenizer
-
-
-def copied_in(model: Any, dtype: torch.dtype) -> Any:
-    """A copy of a model that samples with weights of another type; those that are no floating-point numbers keep theirs.
-
-    Each weight is cast as it is copied, so no second copy in the model's own type exists. Buffers keep their type: rotary
-    frequencies have to stay exact. A forward pass that was put on a single layer was chosen for the type that it had, and is left
-    behind.
-    """
-    cast: dict[int, Any] = {}  # as copy.deepcopy notes what it has copied; tied weights are one entry
-    for parameter in model.parameters():
-        values = parameter.detach().to(dtype if parameter.is_floating_point() else parameter.dtype, copy=True)
-        cast[id(parameter)] = torch.nn.Parameter(values, requires_grad=False)
-    copied = copy.deepcopy(model, cast).eval()
-    for module in copied.modules():
-        module.__dict__.pop("forward", None)
-    return copied
-
-
-def cache_bytes_by_default(device: torch.device) -> int:
-    """Half of a GPU's free memory; a quarter of the CPU's, at most 4 GiB."""
-    if device.type == "cuda":
-        return torch.cuda.mem_get_info(device)[0] // 2
-    free = os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-    return min(4 << 30, free // 4)
+    visible, heads = batch.visible, cached_keys.shape[1]
+    if visible is None:
+        k, v = batch.pad(new).transpose(1, 2).split(heads, 1)
+    else:
+        rows = slice(batch.first_row, batch.first_row + batch.row_count)
+        k, v = cached_keys[rows, :, : batch.kv_length], cached_values[rows, :, : batch.kv_length]
+        visible = visible[:, None]
+    attended = F.scaled_dot_product_attention(
+        batch.pad(q).transpose(1, 2), k, v, attn_mask=visible, is_causal=visible is None, enable_gqa=q.shape[1] > heads
+    )
+    return batch.unpad(attended.transpose(1, 2)).flatten(1)

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from rollwright.inference.backends.builtin.batch import Chunk, ForwardBatch, Sequence, prefill_batch
-from rollwright.inference.backends.builtin.cache import KVCache, LayerShape
+from rollwright.inference.backends.builtin.kv_cache import KVCache, LayerShape
 from rollwright.inference.model_facts import regime_lengths
 from rollwright.inference.request import ModelRequest
 

@@ -1,21 +1,173 @@
-"""Who runs: the queue, admission, chunks of prompts to compute, rows, and preemption when the cache is full.
+"""The engine's step (schedule, run, sample, postprocess) and its scheduler: queue, admission, prompt chunks, rows and preemption.
 
-Rows ``0 .. len(running) - 1`` decode. At most one sequence is in the middle of its prompt, in the row after them. First
-come, first served; a preempted sequence goes back to the head of the queue with the tokens it has.
+Rows ``0 .. len(running) - 1`` decode. At most one sequence is in the middle of its prompt, in the row after them. Requests are served
+first come, first served; a preempted sequence returns to the head of the queue with the tokens it has.
 """
 
 from __future__ import annotations
 
+import time
 from collections import deque
 from dataclasses import dataclass, field
 
-from rollwright.inference.backends.builtin.batch import Chunk, Sequence
-from rollwright.inference.backends.builtin.cache import KeptPrefix, KVCache, PrefixCache, PrefixIndex
-from rollwright.inference.backends.builtin.rows import RowTable
+import torch
+from torch import Tensor
+
+from rollwright.inference.backends.builtin.batch import Chunk, DecodeBatch, RowTable, Sequence, prefill_batch
+from rollwright.inference.backends.builtin.kv_cache import KeptPrefix, PrefixCache, PrefixIndex
+from rollwright.inference.backends.builtin.model import ModelRunner
+from rollwright.inference.backends.builtin.sampling import StepPlan, most_likely, sample, score_prompts
+from rollwright.inference.request import ModelResponse
+
+Finished = tuple[Sequence, ModelResponse | BaseException]
 
 #: Most prompt tokens that are scored in one pass: their logits are in memory together.
 _SCORED_TOKENS = 512
 _HEADROOM = 64  # columns beyond its tokens that a sequence must find free when not all it may need fits
+
+
+class Stepper:
+    """Runs the steps: computes prompts and next tokens of the scheduled sequences. Used by one thread at a time.
+
+    Args:
+        runner: the model and its cache.
+        max_rows: most sequences at once.
+        kept_bytes: most memory for finished sequences' keys and values.
+        prefill_tokens: most prompt tokens in one step.
+        version: version of the weights.
+    """
+
+    def __init__(self, runner: ModelRunner, max_rows: int, kept_bytes: int, prefill_tokens: int, version: int) -> None:
+        self._runner = runner
+        self._table = RowTable(max_rows)
+        self.scheduler = Scheduler(runner, self._table, kept_bytes, prefill_tokens)
+        self.version = version
+        self._decode: tuple[DecodeBatch, StepPlan] | None = None  # of the previous step
+        self._decode_layout = 0, 0  # changes of the table and of the cache when ``_decode`` was made
+        self._counts = dict.fromkeys(("steps", "prefill_tokens", "generated_tokens", "finished", "aborted"), 0)
+
+    @property
+    def has_work(self) -> bool:
+        """True if a step would compute something."""
+        scheduler = self.scheduler
+        return bool(scheduler.running or scheduler.partial or (scheduler.waiting and not scheduler.holding))
+
+    @torch.inference_mode()
+    def step(self, finished: list[Finished]) -> None:
+        """Compute some prompt tokens and one new token for every running sequence.
+
+        Args:
+            finished: receives the sequences that end, with their responses. If the step fails, those in it have ended nonetheless.
+        """
+        runner = self._runner
+        self._counts["steps"] += 1
+        prefill = self.scheduler.schedule_prefill()
+        if prefill.groups:
+            first = len(self.scheduler.running)
+            logits: list[Tensor] = []
+            for group in prefill.groups:
+                batch = prefill_batch(group, group[0].sequence.row, runner.device, runner.invariant_attention)
+                group_logits = runner.forward(batch, runner.cache)
+                if batch.scores_all and batch.last_tokens is not None:
+                    score_prompts(group, group_logits)
+                    group_logits = group_logits[batch.last_tokens]
+                if group[0].completes:
+                    logits.append(group_logits)
+                self._counts["prefill_tokens"] += sum(chunk.length for chunk in group)
+            self.scheduler.prefilled(prefill)
+            if prefill.followers:
+                logits.append(torch.cat(logits)[[leader.row - first for _, leader in prefill.followers]])
+            if logits:
+                plan = StepPlan(self._table, self.scheduler.running, first, runner.vocabulary, runner.device)
+                self._sample(torch.cat(logits) if len(logits) > 1 else logits[0], plan, finished)
+        if running := self.scheduler.schedule_decode():
+            layout = self._table.changes, runner.cache.layouts
+            if self._decode is None or self._decode_layout != layout:
+                plan = StepPlan(self._table, running, 0, runner.vocabulary, runner.device)
+                self._decode = DecodeBatch(self._table, running, runner.cache, runner.device), plan
+                self._decode_layout = layout
+            batch, plan = self._decode
+            batch.begin_step()
+            self._sample(runner.forward(batch, runner.cache), plan, finished)
+
+    def _sample(self, logits: Tensor, plan: StepPlan, finished: list[Finished]) -> None:
+        """Draw a token for each of the plan's rows, and take out the sequences that end with it."""
+        running, first = self.scheduler.running, plan.first
+        tokens, logprobs = sample(logits, plan)
+        for index, adjustment in plan.adjusted:
+            adjustment.take(int(tokens[index]))
+        if plan.steps == 0 and plan.begins:
+            now = time.monotonic()
+            for sequence in plan.begins:
+                sequence.first_token_at = now
+        self._table.append(first, plan.last, tokens, logprobs, self.version)
+        plan.steps += 1
+        self._counts["generated_tokens"] += len(tokens)
+        for index, sequence, count in plan.detailed:
+            logprobs_V = (logits[index].float() / sequence.request.gconfig.effective_temperature).log_softmax(-1)
+            sequence.top_logprobs.append(most_likely(logprobs_V, count))
+        for index, sequence in plan.heard:
+            if sequence.on_token is not None:
+                sequence.on_token(sequence, int(tokens[index]), float(logprobs[index]), self.version)
+
+        stops, exhausted = plan.ended(tokens)
+        matches: dict[int, str] = {}
+        for index, watch in plan.watched:
+            if (match := watch.find(int(tokens[index]), bool(plan.until_minimum[index] <= plan.steps))) is not None:
+                matches[index] = match
+        failed = {index: error for index, adjustment in plan.adjusted if (error := adjustment.error)}
+        if stops is None and exhausted is None and not matches and not failed:
+            return
+        ends = {*matches, *failed}
+        for ended in (stops, exhausted):
+            if ended is not None:
+                ends.update(ended.nonzero()[0].tolist())
+        responses: list[Finished] = []
+        for index in sorted(ends, reverse=True):  # from the last row down, so that fewer rows move, and none that ends
+            sequence = running[first + index]
+            match = int(tokens[index]) if stops is not None and stops[index] else matches.get(index)
+            self.scheduler.remove(sequence, keep=True)
+            response = sequence.response("length" if match is None else "stop", match)
+            responses.append((sequence, failed.get(index) or response))
+        self._counts["finished"] += len(responses)
+        finished += responses[::-1]
+
+    # ------------------------------------------------------------------ between steps
+
+    @torch.inference_mode()
+    def abort(self, rid: str | None) -> list[Finished]:
+        """Take out the sequences of one conversation, or all; each gets a response with the output so far."""
+        scheduler = self.scheduler
+        chosen = [s for s in [*scheduler.active(), *scheduler.waiting] if rid is None or s.request.rid == rid]
+        for sequence in chosen:
+            scheduler.remove(sequence)
+        self._counts["aborted"] += len(chosen)
+        return [(sequence, sequence.response("abort")) for sequence in chosen]
+
+    def stats(self) -> dict[str, float]:
+        """Return counts since the start, and the numbers of running and waiting requests."""
+        scheduler = self.scheduler
+        return {
+            **self._counts,
+            "running": len(scheduler.active()),
+            "waiting": len(scheduler.waiting),
+            "version": self.version,
+            "preemptions": scheduler.preemptions,
+            "reused_tokens": scheduler.reused_tokens,
+            "kept_bytes": scheduler.kept.bytes,
+            "kept_sequences": len(scheduler.kept),
+            "cache_rows": self._runner.cache.rows,
+            "cache_length": self._runner.cache.length,
+        }
+
+
+def answer(stepper: Stepper, sequences: list[Sequence]) -> list[Finished]:
+    """Run sequences together, on a stepper without other requests; returns them with their responses, as they end."""
+    stepper.scheduler.waiting.extend(sequences)
+    finished = list[Finished]()
+    while stepper.has_work:
+        stepper.step(finished)
+    return finished
 
 
 @dataclass
@@ -32,61 +184,50 @@ class Prefill:
 
 
 class Scheduler:
-    """Queue and rows.
+    """The queue, and which sequence is in which row.
 
     Args:
-        cache: the slots.
+        runner: the model and its cache, whose rows are scheduled.
         table: per-row arrays, moved along with the rows.
-        kept: keys and values of finished sequences.
+        kept_bytes: most memory for finished sequences' keys and values.
         prefill_tokens: most prompt tokens computed in one step.
-        vocabulary: of the model.
-        prompts_alone: each prompt is computed by itself, from its beginning, and cut in one way.
 
     Attributes:
-        holding: True: nothing new is admitted.
+        kept: keys and values of finished sequences.
+        waiting: the queue.
+        running: sequences that decode, by row.
+        partial: the sequence in the middle of its prompt, if any.
+        holding: True if no request is admitted.
     """
 
-    def __init__(
-        self,
-        cache: KVCache,
-        table: RowTable,
-        kept: PrefixCache,
-        prefill_tokens: int,
-        vocabulary: int,
-        prompts_alone: bool = False,
-    ) -> None:
-        self._prompts_alone = prompts_alone
-        self.kept = kept
-        self._cache = cache
+    def __init__(self, runner: ModelRunner, table: RowTable, kept_bytes: int, prefill_tokens: int) -> None:
+        self._prompts_alone = runner.prompts_alone
+        self._cache = runner.cache
+        self._vocabulary = runner.vocabulary
         self._table = table
         self._prefill_tokens = prefill_tokens
-        self._vocabulary = vocabulary
         self._active_prefixes = PrefixIndex()
+        self.kept = PrefixCache(kept_bytes)
         self.waiting: deque[Sequence] = deque()
         self.running: list[Sequence] = []
         self.partial: Sequence | None = None
-        self._admitted: list[Sequence] = []  # taken from the queue in this step; they decode, or are partial, after it
+        self._admitted: list[Sequence] = []  # sequences taken from the queue in this step; they decode or are partial after it
         self.holding = False
         self.preemptions = 0
         self.reused_tokens = 0
 
     def active(self) -> list[Sequence]:
-        """All sequences that are in rows, in row order."""
+        """Return all sequences in rows, in row order."""
         return self.running + ([self.partial] if self.partial else [])
 
-    @property
-    def unfinished(self) -> int:
-        """How many sequences run or wait."""
-        return len(self.waiting) + len(self.running) + (self.partial is not None)
-
     def _used(self) -> list[int]:
-        """Tokens in the cache of each row in use."""
+        """Return the number of cached tokens of each row in use."""
         return self._table.cached[: len(self.running)].tolist() + ([self.partial.cached] if self.partial else [])
 
     # ------------------------------------------------------------------ admission
 
     def schedule_prefill(self) -> Prefill:
-        """Admit what fits and return which prompt tokens to compute now."""
+        """Admit the requests that fit and return the prompt tokens to compute now."""
         if self.partial is None and (self.holding or not self.waiting):
             return Prefill()
         chunks: list[Chunk] = []
@@ -97,14 +238,14 @@ class Scheduler:
             budget -= chunks[0].length
             if not chunks[0].completes:
                 return Prefill([chunks])
-        if self.waiting and not self.holding:  # lay the cache out for all that these may need, where the memory allows it
+        if self.waiting and not self.holding:  # lay out the cache for all that these may need, if the memory allows it
             active = self.active()
             queued = list(self.waiting)[: self._cache.max_rows - len(active)]
             longest = max((sequence.length_limit for sequence in active + queued), default=0)
             if longest:
                 self._cache.make_room(min(self._cache.max_rows, len(active) + len(self.waiting)), longest, self._used())
         leaders: dict[tuple, Sequence] = {}
-        needed, used = 0, self._used()  # sequences admitted in this step hold nothing in the cache yet
+        needed, used = 0, self._used()  # sequences admitted in this step have nothing in the cache yet
         while self.waiting and not self.holding and budget > 0:
             sequence = self.waiting[0]
             least = sequence.length_limit if self._cache.invariant else len(sequence.tokens) + _HEADROOM
@@ -127,9 +268,9 @@ class Scheduler:
         return Prefill(self._place(chunks, followers), followers)
 
     def _find_prefix(self, sequence: Sequence) -> None:
-        """Note where a prefix of the sequence was computed before; it is copied once the sequence has its row."""
+        """Find a computed prefix of the sequence; it is copied once the sequence has its row."""
         sequence.cached, sequence.prefix_source = 0, None
-        # the last token must be computed, and the one before each that is scored: they give logits
+        # the last token, and the one before each scored token, must be computed for their logits
         limit = min(sequence.shareable_length, (sequence.next_scored or len(sequence.tokens)) - 1)
         if limit <= 0 or self._prompts_alone:
             return
@@ -148,8 +289,8 @@ class Scheduler:
         """Assign rows: completing chunks by length, then followers, then the chunk that does not complete.
 
         Returns:
-            The chunks in row order, in groups: they are cut where padding to one length would waste more than half. (Attention in
-            whole blocks pads to no common length.)
+            The chunks in row order, in groups that are split if padding to one length would waste more than half. (Attention in
+            whole blocks does not pad to a common length.)
         """
         resumed = [chunk for chunk in chunks if chunk.completes and chunk.sequence is self.partial]
         begun = sorted((c for c in chunks if c.completes and c.sequence is not self.partial), key=lambda c: c.length)
@@ -190,7 +331,7 @@ class Scheduler:
     # ------------------------------------------------------------------ rows
 
     def prefilled(self, prefill: Prefill) -> None:
-        """The keys and values of all chunks are in the cache; sequences whose prompt is complete begin to decode."""
+        """Let sequences whose prompt is complete decode; the keys and values of all chunks are in the cache now."""
         chunks = [chunk for group in prefill.groups for chunk in group]
         for chunk in chunks:
             chunk.sequence.cached = chunk.end
@@ -208,7 +349,7 @@ class Scheduler:
         self._admitted.clear()
 
     def schedule_decode(self) -> list[Sequence]:
-        """The sequences that get a token, each with a free column for it; the youngest are preempted where memory ends."""
+        """Return the sequences that get a token, each with a free column for it. Preempts the youngest if memory runs out."""
         while self.running:
             grown = needed = int(self._table.cached[: len(self.running)].max()) + 1
             if needed > self._cache.length:
@@ -229,28 +370,27 @@ class Scheduler:
         self.preemptions += 1
 
     def remove(self, sequence: Sequence, keep: bool = False) -> None:
-        """Take a sequence out wherever it is; one that has ended is nowhere. The last row fills the hole of a row that decodes.
+        """Take a sequence out of the queue or its row, if it has not ended. The last decoding row moves into the gap.
 
         Args:
-            keep: its keys and values are kept for a later request.
+            keep: keep its keys and values for later requests.
         """
         if sequence is self.partial:
             self.partial = None
         elif sequence.row >= 0:
             row, last = sequence.row, len(self.running) - 1
-            cached = int(self._table.cached[row])
-            self._table.flush(row, sequence)
+            cached, cached_of_last = int(self._table.cached[row]), int(self._table.cached[last])
+            self._table.leave(row, last, sequence)
             self._active_prefixes.discard(sequence)
             is_plain = not sequence.has_own_layout and not sequence.request.multi_modal
             if keep and is_plain and sequence.is_current and self.kept.capacity_bytes:
-                # decoding rounds otherwise than the pass of a prompt: whether a prefix is found must not be seen in what follows
+                # decoding rounds differently from a prompt's pass, and a found prefix must not change any later bit
                 kept = sequence.prefilled if self._cache.invariant else cached
                 self.kept.keep(sequence.tokens[:kept], self._cache.extract(row, kept))
             if row != last:
                 mover = self.running[last]
-                self._cache.copy(last, row, int(self._table.cached[last]))
+                self._cache.copy(last, row, cached_of_last)
                 self.running[row], mover.row = mover, row
-            self._table.leave(row, last)
             self.running.pop()
             if self.partial is not None:
                 self._cache.copy(self.partial.row, last, self.partial.cached)
@@ -260,7 +400,7 @@ class Scheduler:
         sequence.row, sequence.cached, sequence.is_current = -1, 0, True
 
     def remove_all(self) -> list[Sequence]:
-        """Take out everything, in order; nothing in the cache is valid afterwards."""
+        """Take out everything, in order, and return it. Nothing in the cache is valid afterwards."""
         sequences = list(dict.fromkeys([*self.active(), *self._admitted, *self.waiting]))
         for sequence in sequences:
             sequence.row = -1
@@ -269,11 +409,12 @@ class Scheduler:
             holder.clear()
         return sequences
 
+    @torch.inference_mode()
     def weights_changed(self, recompute: bool) -> None:
-        """No later sequence may use keys and values computed so far.
+        """Let no later sequence use the keys and values computed so far.
 
         Args:
-            recompute: every sequence goes back to the queue, in order, to compute its own again.
+            recompute: return every sequence to the queue, in order, to compute its own again.
         """
         if recompute:
             for sequence in reversed(self.active()):

@@ -1,9 +1,8 @@
-"""Keys and values: the slots of running sequences, and those that were computed before and can be used again.
+"""The KV cache: slots for the keys and values of running sequences, and the prefix cache of finished ones.
 
-``KVCache`` has one row for each running sequence, rows kept contiguous, within a limit in bytes. The memory is allocated
-once. How it is cut into rows (many short ones or few long ones) changes with the requests: the cache is laid out again when
-a longer row is needed, within the same bytes. ``PrefixIndex`` and ``PrefixCache`` find prefixes among running and finished
-sequences.
+``KVCache`` has one contiguous row for each running sequence, within a limit in bytes. The memory is allocated once. How it is divided
+into rows (many short ones or few long ones) changes with the requests: the cache is laid out again, within the same bytes, when a longer
+row is needed. ``PrefixIndex`` and ``PrefixCache`` find prefixes among running and finished sequences.
 """
 
 from __future__ import annotations
@@ -22,8 +21,8 @@ from rollwright.errors import ConfigError
 
 #: Rows that are computed together.
 ROW_BLOCK = 8
-#: The same where a row's bits must not depend on the others: in float32 on CPU a linear layer gives a row the same bits in any
-#: number of whole blocks of 16; a single block of 8 the library multiplies in another way.
+#: The same if a row's bits must not depend on the others: in float32 on CPU a linear layer gives a row the same bits in any
+#: number of whole blocks of 16, but the library multiplies a single block of 8 differently.
 INVARIANT_ROWS = 16
 KEY_BLOCK = 32  # columns of the cache that attention reads
 LENGTH_STEP = 64
@@ -46,7 +45,7 @@ class Shapes(enum.IntEnum):
 
 
 def in_blocks(count: int, block: int) -> int:
-    """The least multiple of ``block`` that is not below ``count``."""
+    """Round ``count`` up to a multiple of ``block``."""
     return -(-count // block) * block
 
 
@@ -71,11 +70,11 @@ class KVCache:
 
     Attributes:
         row_block: rows that are computed together.
-        rows, length: the present layout.
+        rows, length: the current layout.
         keys, values: of each layer, ``[rows, heads, length, size]``.
-        layouts: how often it was laid out.
-        flat: where all keys and values have one shape, their memory as ``[vectors, size]``: writing whole vectors at flat
-            places takes half the time of indexing by row and column, and keys and values are written together.
+        layouts: number of times it was laid out.
+        flat: if all keys and values have the same shape, their memory as ``[vectors, size]``. Writing whole vectors at flat
+            indices takes half the time of indexing by row and column, and keys and values are written together.
     """
 
     def __init__(
@@ -99,9 +98,9 @@ class KVCache:
             )
         self.max_rows = max_rows
         self.rows = self.length = 0
-        # One flat buffer for all slabs of one shape (a layer's keys are a slab, its values another): an operation on all
-        # layers is one call where they are alike. Zeros, as a masked column's weight of 0 times garbage that happens to be
-        # NaN would be NaN; on CPU untouched zero pages, which take no memory until they are written.
+        # One flat buffer for all slabs of one shape (a layer's keys are a slab, its values another), so that an operation on all
+        # layers is one call if they are alike. It starts as zeros because the weight 0 of a masked column times an uninitialised
+        # NaN would be NaN; on CPU these are zero pages, which take no memory until they are written.
         of_slabs = [(s.heads, s.key_size) for s in layers] + [(s.heads, s.value_size) for s in layers]
         slabs: dict[tuple[int, int], list[int]] = {}
         for index, shape in enumerate(of_slabs):
@@ -125,25 +124,25 @@ class KVCache:
         self._read: tuple[tuple[int, int], list[tuple[Tensor, Tensor]]] = (0, 0), []
 
     def bytes_for(self, length: int) -> int:
-        """Bytes that the fewest rows of ``length`` tokens take."""
+        """Bytes of the smallest number of rows of ``length`` tokens."""
         return (self.row_block * in_blocks(length, LENGTH_STEP) if self.invariant else length) * self.bytes_per_token
 
     @property
     def longest_row(self) -> int:
-        """Tokens that a sequence can have."""
+        """Most tokens of a sequence."""
         if not self.invariant:
             return self.capacity_tokens
         return self.capacity_tokens // self.row_block // LENGTH_STEP * LENGTH_STEP
 
     def make_room(self, rows: int, length: int, used: SequenceOf[int]) -> bool:
-        """Ensure that ``rows`` rows of ``length`` tokens exist; what is in use is kept.
+        """Ensure that ``rows`` rows of ``length`` tokens exist, and keep the rows in use.
 
         Args:
-            rows, length: what is needed.
-            used: tokens held by rows 0, 1, ...; empty where nothing is to be kept.
+            rows, length: needed size.
+            used: number of tokens to keep of rows 0, 1, ...
 
         Returns:
-            False where the memory limit does not allow it (then nothing has changed).
+            False if the memory limit does not allow it; then nothing has changed.
         """
         if rows > self.max_rows:
             return False
@@ -171,14 +170,14 @@ class KVCache:
             slab_ids = torch.arange(len(slabs)).view(2, -1).t().flatten()
             starts = slab_ids[:, None] * (self.capacity_tokens * heads) + torch.arange(heads) * wanted
             self._offsets = starts.view(len(self.keys), 1, -1).to(self.flat.device)
-        # Rows only move up, so from the last row down none is overwritten before it is moved.
+        # Rows only move up, so in descending order none is overwritten before it has moved.
         for row in reversed(range(len(used))):
             for shape, view in self._views.items():
                 view[:, row, :, : used[row]] = old_views[shape][:, row, :, : used[row]].clone()
         return True
 
     def places(self, rows: Tensor, columns: Tensor) -> tuple[Tensor, ...]:
-        """Where tokens go in ``flat``, for each layer: ``[T * 2 * heads]``, a token's keys before its values.
+        """Indices of tokens in ``flat``, for each layer: ``[T * 2 * heads]``, a token's keys before its values.
 
         Args:
             rows, columns: ``[T]``.
@@ -188,7 +187,7 @@ class KVCache:
         return places.view(len(self.keys), -1).unbind(0)
 
     def read(self, rows: int, length: int) -> list[tuple[Tensor, Tensor]]:
-        """Of each layer, the keys ``[rows * heads, size, length]`` and values ``[rows * heads, length, size]`` of the first rows."""
+        """Views of the first rows for each layer: keys ``[rows * heads, size, length]`` and values ``[rows * heads, length, size]``."""
         if self._read[0] != (rows, length):
             views = [
                 (keys[:rows].flatten(0, 1)[:, :length].transpose(1, 2), values[:rows].flatten(0, 1)[:, :length])
@@ -203,26 +202,35 @@ class KVCache:
             view[:, destination, :, :length] = view[:, source, :, :length]
 
     def extract(self, row: int, length: int) -> list[Tensor]:
-        """Copies of the first ``length`` tokens of a row."""
+        """Return copies of the first ``length`` tokens of a row."""
         return [view[:, row, :, :length].clone() for view in self._views.values()]
 
     def insert(self, row: int, tensors: SequenceOf[Tensor], length: int) -> None:
-        """Write the first ``length`` tokens of what ``extract`` returned into a row."""
+        """Write the first ``length`` tokens of an ``extract`` result into a row."""
         for view, tensor in zip(self._views.values(), tensors, strict=True):
             view[:, row, :, :length] = tensor[:, :, :length]
 
 
 class PrefixIndex:
-    """Longest common prefix among token sequences, found by chained hashes of blocks and confirmed token by token."""
+    """Longest common prefix among token sequences, found by chained hashes of blocks and confirmed token by token.
+
+    Attributes:
+        bytes: total size of the holders.
+    """
 
     def __init__(self) -> None:
         self._holders: dict[int, dict[Any, None]] = {}  # block hash -> holders in order of insertion
-        self._known: dict[Any, tuple[SequenceOf[int], list[int]]] = {}  # holder -> its tokens and block hashes
+        self._known: dict[Any, tuple[SequenceOf[int], list[int], int]] = {}  # holder -> its tokens, block hashes and bytes
+        self.bytes = 0
+
+    def __len__(self) -> int:
+        return len(self._known)
 
     def clear(self) -> None:
         """Forget everything."""
         self._holders.clear()
         self._known.clear()
+        self.bytes = 0
 
     @staticmethod
     def _chain(tokens: SequenceOf[int]) -> list[int]:
@@ -232,16 +240,18 @@ class PrefixIndex:
             chain.append(previous)
         return chain
 
-    def add(self, holder: Any, tokens: SequenceOf[int]) -> None:
-        """Register ``holder`` as having the keys and values of ``tokens``."""
+    def add(self, holder: Any, tokens: SequenceOf[int], size: int = 0) -> None:
+        """Register ``holder``, of ``size`` bytes, as having the keys and values of ``tokens``."""
         chain = self._chain(tokens)
-        self._known[holder] = tokens, chain
+        self._known[holder] = tokens, chain, size
+        self.bytes += size
         for block in chain:
             self._holders.setdefault(block, {})[holder] = None
 
     def discard(self, holder: Any) -> None:
         """Forget ``holder``."""
-        _, chain = self._known.pop(holder, ((), ()))
+        _, chain, size = self._known.pop(holder, ((), (), 0))
+        self.bytes -= size
         for block in chain:
             if holders := self._holders.get(block):
                 holders.pop(holder, None)
@@ -249,7 +259,7 @@ class PrefixIndex:
                     del self._holders[block]
 
     def find(self, tokens: SequenceOf[int]) -> tuple[Any, int]:
-        """The holder that shares the longest prefix with ``tokens``, and that prefix's length; ``(None, 0)`` if none does."""
+        """Return the holder that shares the longest prefix with ``tokens``, and that prefix's length; ``(None, 0)`` if none does."""
         best: dict[Any, None] | None = None
         for block in self._chain(tokens):
             if block not in self._holders:
@@ -268,11 +278,10 @@ class KeptPrefix:
 
     tokens: list[int]
     tensors: list[Tensor]
-    bytes: int
 
 
 class PrefixCache(PrefixIndex):
-    """Finished sequences' keys and values; the least recently used are dropped first.
+    """Keys and values of finished sequences; the least recently used are dropped first.
 
     Args:
         capacity_bytes: most bytes kept; 0 keeps nothing.
@@ -281,37 +290,22 @@ class PrefixCache(PrefixIndex):
     def __init__(self, capacity_bytes: int) -> None:
         super().__init__()
         self.capacity_bytes = capacity_bytes
-        self.bytes = 0
-
-    def __len__(self) -> int:
-        return len(self._known)
-
-    def clear(self) -> None:
-        """Forget everything."""
-        super().clear()
-        self.bytes = 0
-
-    def discard(self, holder: KeptPrefix) -> None:
-        """Forget one sequence that is kept."""
-        super().discard(holder)
-        self.bytes -= holder.bytes
 
     def keep(self, tokens: list[int], tensors: list[Tensor]) -> None:
-        """Keep a sequence; an entry that it extends is dropped, as it holds all that the entry holds."""
-        entry = KeptPrefix(tokens, tensors, sum(t.numel() * t.element_size() for t in tensors))
-        if entry.bytes > self.capacity_bytes:
+        """Keep a sequence. An entry that it extends is dropped."""
+        size = sum(t.numel() * t.element_size() for t in tensors)
+        if size > self.capacity_bytes:
             return
         holder, length = super().find(tokens)
         if holder is not None and length == len(holder.tokens):
             self.discard(holder)
-        while self.bytes + entry.bytes > self.capacity_bytes:
+        while self.bytes + size > self.capacity_bytes:
             self.discard(next(iter(self._known)))
-        self.add(entry, tokens)
-        self.bytes += entry.bytes
+        self.add(KeptPrefix(tokens, tensors), tokens, size)
 
     def find(self, tokens: SequenceOf[int]) -> tuple[KeptPrefix | None, int]:
-        """The kept sequence that shares the longest prefix with ``tokens``, and that prefix's length."""
+        """Return the kept sequence that shares the longest prefix with ``tokens``, and that prefix's length."""
         entry, length = super().find(tokens)
         if entry is not None:
-            self._known[entry] = self._known.pop(entry)  # now the most recently used
+            self._known[entry] = self._known.pop(entry)  # the order of eviction: this one is now the last
         return entry, length

@@ -1,10 +1,20 @@
-"""Requests in: each is checked and made a sequence, or refused by name."""
+"""Requests in and responses out: checks each request, and passes both between event loops and the engine's thread.
+
+Each crossing between threads wakes a thread that then competes for the interpreter. Samples of one batch often ask in the same turn of
+their loop, and many of them are answered by the same step, so they cross together, once in each direction.
+"""
 
 from __future__ import annotations
 
+import asyncio
+import contextlib
+import contextvars
 import marshal
 import math
 import random
+from collections.abc import AsyncGenerator, Callable
+from collections.abc import Sequence as SequenceOf
+from concurrent.futures import Future, InvalidStateError
 from dataclasses import fields
 from numbers import Integral, Real
 from typing import Any
@@ -14,17 +24,20 @@ import torch
 from rollwright.config.generation import GenerationHyperparameters
 from rollwright.errors import EngineError, PromptTooLongError
 from rollwright.experience.branches import sees
-from rollwright.inference.backends.builtin.adjustment import Adjustment
 from rollwright.inference.backends.builtin.batch import Sequence
 from rollwright.inference.backends.builtin.general_model import GeneralModel
 from rollwright.inference.backends.builtin.grammar import grammar_of
 from rollwright.inference.backends.builtin.model import ModelRunner
+from rollwright.inference.backends.builtin.penalties import Adjustment
+from rollwright.inference.backends.builtin.scheduler import Finished
 from rollwright.inference.backends.builtin.stop_strings import StopStrings
-from rollwright.inference.request import ModelRequest
+from rollwright.inference.request import ModelRequest, ModelResponse
+
+Batches = SequenceOf[list[Sequence]]
 
 _KNOWN_ARGUMENTS = 64
 
-#: Numbers among the generation arguments: whether only whole ones make sense, and the limits that their config has.
+#: Numeric generation arguments: whether they must be whole, and the limits of their config.
 _NUMBERS: dict[str, tuple[bool, Any]] = {
     field.name: (str(field.type).startswith("int"), field.metadata)
     for field in fields(GenerationHyperparameters)
@@ -33,14 +46,14 @@ _NUMBERS: dict[str, tuple[bool, Any]] = {
 
 
 class RequestIntake:
-    """Turns requests into sequences, and refuses what the engine cannot serve as asked.
+    """Turns requests into sequences, and refuses those that the engine cannot serve as asked.
 
-    A step computes many requests together, so a request that would break it must not reach it: it would end all of them.
+    A step computes many requests together, so a request that breaks the step would end all of them.
 
     Args:
-        runner: knows what the model can take.
+        runner: the model.
         tokenizer: for stop strings and the end token; may be None.
-        seed: of requests that bring none, in order of submission.
+        seed: for requests without a seed, in order of submission.
     """
 
     def __init__(self, runner: ModelRunner, tokenizer: Any, seed: int) -> None:
@@ -57,7 +70,7 @@ class RequestIntake:
         """Check a request and make it a sequence.
 
         Raises:
-            PromptTooLongError: no room for a new token.
+            PromptTooLongError: there is no room for a new token.
             EngineError: the request cannot be served as asked.
         """
         gconfig, runner, length = request.gconfig, self._runner, len(request.input_ids)
@@ -96,15 +109,15 @@ class RequestIntake:
         return sequence
 
     def _stop_ids(self, gconfig: GenerationHyperparameters) -> tuple[int, ...]:
-        """The tokens that end a request, its generation arguments checked; those of a batch are alike and checked once."""
+        """Check generation arguments and return the tokens that end the request; equal arguments are checked once."""
         try:
             content = marshal.dumps(vars(gconfig), 2)
-        except ValueError:  # a type that is not Python's own, such as a numpy number
+        except ValueError:  # not a builtin type, such as a numpy number
             content = b""
         if (known := self._known_stop_ids.get(content)) is not None:
             return known
         check_sampling(gconfig, self._runner.vocabulary)
-        possible = {i for i in gconfig.stop_token_ids if 0 <= i < self._runner.vocabulary}  # what is no token ends nothing
+        possible = {i for i in gconfig.stop_token_ids if 0 <= i < self._runner.vocabulary}
         stop_ids = tuple(sorted(possible - self._end_ids if gconfig.ignore_eos else possible | self._end_ids))
         if content:
             if len(self._known_stop_ids) >= _KNOWN_ARGUMENTS:
@@ -113,7 +126,7 @@ class RequestIntake:
         return stop_ids
 
     def _check_inputs(self, request: ModelRequest) -> None:
-        """Refuse tokens, positions, branches, images and adapters that the model or the engine does not take."""
+        """Refuse tokens, positions, branches, images and adapters that the model or the engine does not support."""
         runner, length = self._runner, len(request.input_ids)
         if (largest := max(request.input_ids)) >= runner.vocabulary:
             raise EngineError(
@@ -181,3 +194,100 @@ def check_sampling(gconfig: GenerationHyperparameters, vocabulary: int) -> None:
             raise EngineError(f"logit_bias names {token!r}, which is no token id: they are 0 to {vocabulary - 1}.")
         if isinstance(bias, bool) or not isinstance(bias, Real) or not math.isfinite(bias):
             raise EngineError(f"logit_bias of token {token} is {bias!r}; it has to be a finite number.")
+
+
+class Outbox:
+    """Collects the requests of one event loop until the end of its turn.
+
+    Args:
+        queue: queues batches of requests in the engine; returns for each why it was refused, or None.
+        most: number of requests that are sent at once, so that requests that can run do not wait for the rest of a long turn.
+    """
+
+    def __init__(self, queue: Callable[[Batches], list[EngineError | None]], most: int) -> None:
+        self._queue = queue
+        self._most = most
+        self._batches: list[list[Sequence]] = []
+        self._count = 0
+
+    def send(self, sequences: list[Sequence]) -> list[asyncio.Future[ModelResponse]]:
+        """Queue requests together; returns futures of the running loop."""
+        loop = asyncio.get_running_loop()
+        futures = [loop.create_future() for _ in sequences]
+        for sequence, future in zip(sequences, futures, strict=True):
+            sequence.future = future
+        if not self._batches:
+            loop.call_soon(self._flush, context=contextvars.Context())
+        self._batches.append(sequences)
+        self._count += len(sequences)
+        if self._count >= self._most:
+            self._flush()
+        return futures
+
+    def _flush(self) -> None:
+        if not self._batches:
+            return
+        batches = [[s for s in sequences if not s.future.done()] for sequences in self._batches]
+        self._batches, self._count = [], 0
+        for sequences, error in zip(batches, self._queue(batches), strict=True):
+            if error is not None and sequences:
+                sequences[0].future.set_exception(error)  # whoever awaits it cancels the others
+
+
+def resolve(finished: list[Finished]) -> None:
+    """Pass responses and errors to those who wait for them; each event loop is woken once."""
+    by_loop: dict[asyncio.AbstractEventLoop, list[tuple[asyncio.Future[ModelResponse], ModelResponse | BaseException]]] = {}
+    for sequence, outcome in finished:
+        future = sequence.future
+        if isinstance(future, asyncio.Future):
+            by_loop.setdefault(future.get_loop(), []).append((future, outcome))
+        else:
+            _settle([(future, outcome)])
+    for loop, outcomes in by_loop.items():
+        with contextlib.suppress(RuntimeError):  # the loop is closed
+            loop.call_soon_threadsafe(_settle, outcomes, context=contextvars.Context())
+
+
+def _settle(
+    outcomes: SequenceOf[tuple[Future[ModelResponse] | asyncio.Future[ModelResponse], ModelResponse | BaseException]],
+) -> None:
+    for future, outcome in outcomes:
+        # A future may be cancelled at any moment by whoever waits for it.
+        with contextlib.suppress(InvalidStateError, asyncio.InvalidStateError):
+            if isinstance(outcome, BaseException):
+                future.set_exception(outcome)
+            else:
+                future.set_result(outcome)
+
+
+async def stream(
+    submit: Callable[..., list[Future[ModelResponse]]], request: ModelRequest
+) -> AsyncGenerator[ModelResponse, None]:
+    """The response to ``request`` as it grows; see ``BuiltinEngine.astream``.
+
+    Args:
+        submit: the engine's.
+        request: the request.
+    """
+    loop, news = asyncio.get_running_loop(), asyncio.Event()
+    sampled: list[tuple[Sequence, int, float, int]] = []
+
+    def note(*token: Any) -> None:
+        sampled.append(token)
+        with contextlib.suppress(RuntimeError):  # the loop is closed
+            loop.call_soon_threadsafe(news.set)
+
+    future = asyncio.wrap_future(submit([request], note)[0])
+    future.add_done_callback(lambda _: news.set())
+    given = 0
+    try:
+        while not future.done():
+            await news.wait()
+            news.clear()
+            if len(sampled) > given and not future.done():
+                given = len(sampled)
+                _, tokens, logprobs, versions = zip(*sampled[:given], strict=True)
+                yield sampled[0][0].response(sampled=(list(tokens), list(logprobs), list(versions)))
+        yield future.result()
+    finally:
+        future.cancel()

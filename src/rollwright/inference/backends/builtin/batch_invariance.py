@@ -1,9 +1,14 @@
-"""Check that a row's result on this machine does not depend on the rest of the batch, as ``batch_invariant`` requires.
+"""Batch invariance: a request gets the same bits alone and among any others (``batch_invariant``).
 
-Libraries do not guarantee this: the order of summation may depend on matrix sizes. So the engine measures it at startup, with its own
+``InvariantPrefill`` computes prompts in shapes of whole blocks, as decoding does. In float32 on CPU a query's bits are then the same
+whatever is computed beside it, however its prompt is cut into chunks, and however many columns are masked after it.
+
+Libraries do not guarantee this: the order of summation may depend on matrix sizes. So the engine checks it at startup, with its own
 weights and threads: how many rows each matrix of a layer can be multiplied with at once, and whether whole requests then get identical
 answers, with one layer and part of the vocabulary. If not, it computes one request at a time and checks again; if that fails too, it
 raises. The outcome does not depend on ``max_running_requests``, so changing that setting does not change results.
+
+Axes: ``T`` packed tokens, ``n`` rows, ``Q`` queries of a row, ``K`` cache columns, ``H`` heads, ``G`` key-value heads, ``D`` head size.
 """
 
 from __future__ import annotations
@@ -15,25 +20,28 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from rollwright.config.generation import GenerationHyperparameters
 from rollwright.errors import EngineError
-from rollwright.inference.backends.builtin.batch import Sequence
-from rollwright.inference.backends.builtin.cache import INVARIANT_ROWS, Shapes
-from rollwright.inference.backends.builtin.model import LlamaFamily, Matrix, ModelRunner
-from rollwright.inference.backends.builtin.step import Finished, Stepper
+from rollwright.experience.branches import sees
+from rollwright.inference.backends.builtin.batch import Chunk, ForwardBatch, Sequence
+from rollwright.inference.backends.builtin.kv_cache import INVARIANT_ROWS, KEY_BLOCK, Shapes, in_blocks
+from rollwright.inference.backends.builtin.model import LlamaFamily, Matrix, ModelRunner, weighted_sum
+from rollwright.inference.backends.builtin.scheduler import Stepper, answer
 from rollwright.inference.request import ModelRequest, TopTokens
 from rollwright.tracking.logging import getLogger
 
 logger = getLogger(__name__)
 
 _MOST_ROWS = 256  # at once: more gain nothing, and each number of rows up to it is tried
-_OPERATIONS = 5e10  # of the trial of a matrix, after which fewer rows have to do: half a second on two cores
+_OPERATIONS = 5e10  # most for the check of a matrix, about half a second on two cores; then fewer rows have to do
 _VOCABULARY = 1024
 _PROMPTS = (3, 16, 30, 62, 100, 230, 450)  # tokens; some answers cross a block of keys
 _NEW_TOKENS = 4
-_BESIDE = 21  # other requests
+_BESIDE = 21  # other requests in the batch
 _NO_LIMIT = 1 << 40
+_QUERIES_AT_ONCE = 256  # the scores of a block of queries are in memory for all columns
 
 
 def invariant_runner(
@@ -51,14 +59,14 @@ def invariant_runner(
         EngineError: results on this machine vary even if requests are computed one at a time.
     """
     reason = why_not_in_blocks(model)
-    runner = ModelRunner(model, *limits, shapes=Shapes.FREE if reason else Shapes.BLOCKS)
-    known = _tried.setdefault(model, {})
+    runner = ModelRunner(model, *limits, shapes=Shapes.FREE if reason else Shapes.BLOCKS, invariant_attention=InvariantPrefill)
+    known = _results.setdefault(model, {})
     setting = threads, prefill_tokens, runner.context_length, runner.device, model.dtype
     if setting not in known:
         own_threads = torch.get_num_threads()
         torch.set_num_threads(threads)
         try:
-            known[setting] = _try(runner, limits, prefill_tokens, reason)
+            known[setting] = _check(runner, limits, prefill_tokens, reason)
         finally:
             torch.set_num_threads(own_threads)
     found = known[setting]
@@ -82,7 +90,7 @@ def invariant_runner(
 
 
 @dataclass(frozen=True)
-class _Found:
+class _CheckResult:
     """Result of the check for one model.
 
     Attributes:
@@ -97,15 +105,15 @@ class _Found:
 
 
 #: Results by model and setting, so that repeated engine starts check once.
-_tried: weakref.WeakKeyDictionary[torch.nn.Module, dict[tuple[Any, ...], _Found]] = weakref.WeakKeyDictionary()
+_results: weakref.WeakKeyDictionary[torch.nn.Module, dict[tuple[Any, ...], _CheckResult]] = weakref.WeakKeyDictionary()
 
 
-def _try(runner: ModelRunner, limits: tuple[int, int | None, int], prefill_tokens: int, reason: str | None) -> _Found:
+def _check(runner: ModelRunner, limits: tuple[int, int | None, int], prefill_tokens: int, reason: str | None) -> _CheckResult:
     reason = reason or cut_products(runner) or differing_request(runner, prefill_tokens)
     if reason is None:
-        return _Found(None, dict(runner.forward.most_rows) if isinstance(runner.forward, LlamaFamily) else {})
+        return _CheckResult(None, dict(runner.forward.most_rows) if isinstance(runner.forward, LlamaFamily) else {})
     alone = ModelRunner(runner.model, *limits, shapes=Shapes.ONE_ROW)
-    return _Found(reason, differs_alone=differing_request(alone, prefill_tokens))
+    return _CheckResult(reason, differs_alone=differing_request(alone, prefill_tokens))
 
 
 def why_not_in_blocks(model: torch.nn.Module) -> str | None:
@@ -121,13 +129,13 @@ def why_not_in_blocks(model: torch.nn.Module) -> str | None:
 
 @torch.inference_mode()
 def cut_products(runner: ModelRunner) -> str | None:
-    """Have each matrix multiplied with as many rows at once as give each row the bits that it has in a block by itself.
+    """Limit the rows that each matrix is multiplied with at once, so that each row gets the same bits as in a block by itself.
 
     Args:
         runner: computes in whole blocks.
 
     Returns:
-        The matrix that gives a row other bits in any way, in words; None: there is none.
+        A description of a matrix for which no limit helps; None if there is none.
     """
     if not isinstance(runner.forward, LlamaFamily):
         return None
@@ -145,7 +153,7 @@ def cut_products(runner: ModelRunner) -> str | None:
 
 
 def _alike_up_to(matrix: Matrix, most: int) -> int:
-    """The most rows, in whole blocks, up to which every number of them gives each row the same bits; 0: one block does not."""
+    """The largest number of rows, in whole blocks, up to which each row gets the same bits; 0 if even one block fails."""
     block, generator = INVARIANT_ROWS, torch.Generator().manual_seed(0)
     inputs = torch.randn(most, matrix.weight.shape[1], generator=generator)
     alone = torch.cat([matrix.product(rows) for rows in inputs.split(block)])
@@ -240,8 +248,106 @@ def _answers(stepper: Stepper, requests: list[ModelRequest], longest: int) -> li
         tokens, gconfig = list(request.input_ids), request.gconfig
         length_limit = min(len(tokens) + gconfig.max_new_tokens, longest)
         sequences.append(Sequence(request, tokens, len(tokens), length_limit, seed=request.seed or 0))
-    stepper.scheduler.waiting.extend(sequences)
-    finished = list[Finished]()
-    while stepper.has_work:
-        stepper.step(finished)
+    answer(stepper, sequences)
     return [(s.tokens[s.prompt_length :], s.logprobs, s.prompt_logprobs) for s in sequences]
+
+
+@dataclass
+class _Queries:
+    """Queries ``begin .. end - 1`` of a prompt, starting at the packed token ``first``."""
+
+    chunk: Chunk
+    row: int
+    first: int
+    begin: int
+    end: int
+
+    @property
+    def count(self) -> int:
+        return self.end - self.begin
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        """Number of computed queries and columns."""
+        return in_blocks(self.count, INVARIANT_ROWS), in_blocks(self.end, KEY_BLOCK)
+
+
+@dataclass
+class _Block:
+    """Queries of one prompt, or of several prompts in neighbouring rows, that are computed together.
+
+    Attributes:
+        rows: rows of the cache.
+        tokens: range of the packed tokens.
+        places: ``[tokens]``: their indices among the ``n * Q`` padded queries; None without padding.
+        hidden: ``[n, 1, Q, 1, K]``: the columns that a query must not see.
+    """
+
+    rows: slice
+    tokens: slice
+    places: Tensor | None
+    hidden: Tensor
+
+
+class InvariantPrefill:
+    """Causal attention of the prompts in a batch, each query in whole blocks of queries and columns.
+
+    Args:
+        batch: a batch of prompts.
+        chunks: the prompts' tokens, in row order.
+    """
+
+    def __init__(self, batch: ForwardBatch, chunks: list[Chunk]) -> None:
+        self._device = batch.columns.device
+        self._padded_count = len(batch.padded_tokens)
+        parts: list[list[_Queries]] = []
+        first = 0
+        for row, chunk in enumerate(chunks, batch.first_row):
+            for begin in range(chunk.start, chunk.end, _QUERIES_AT_ONCE):
+                part = _Queries(chunk, row, first + begin - chunk.start, begin, min(begin + _QUERIES_AT_ONCE, chunk.end))
+                before = parts[-1] if parts else []
+                is_next = bool(before) and before[-1].row + 1 == row and before[0].shape == part.shape
+                if is_next and (len(before) + 1) * part.shape[0] <= _QUERIES_AT_ONCE:
+                    before.append(part)
+                else:
+                    parts.append([part])
+            first += chunk.length
+        self._blocks = [self._block(together) for together in parts]
+
+    def _block(self, parts: list[_Queries]) -> _Block:
+        (queries, length), device = parts[0].shape, self._device
+        columns, hidden, places = torch.arange(length, device=device), [], []
+        for number, part in enumerate(parts):
+            own = columns > torch.arange(part.begin, part.begin + queries, device=device)[:, None]
+            if part.chunk.sequence.request.branch_ids is not None:
+                branches = torch.as_tensor(part.chunk.sequence.branch_ids()[: part.end], device=device)
+                own[: part.count, : part.end] |= ~sees(branches[part.begin :], branches)
+            hidden.append(own)
+            places.append(torch.arange(part.count, device=device) + number * queries)
+        tokens = slice(parts[0].first, parts[-1].first + parts[-1].count)
+        is_full = all(part.count == queries for part in parts)
+        rows = slice(parts[0].row, parts[-1].row + 1)
+        return _Block(rows, tokens, None if is_full else torch.cat(places), torch.stack(hidden)[:, None, :, None])
+
+    def __call__(self, q: Tensor, cached_keys: Tensor, cached_values: Tensor) -> Tensor:
+        """Attend from the queries ``[T, H, D]``; returns ``[T, H * D]``, 0 for padding.
+
+        Args:
+            q: queries, followed by padding.
+            cached_keys, cached_values: ``[rows, G, length, D]`` of all rows, including the batch's own.
+        """
+        H, D, G = q.shape[1], q.shape[2], cached_keys.shape[1]
+        attended = q.new_zeros(self._padded_count, H * D)
+        q = q * D**-0.5  # here, because the library applies a factor before or after summing, depending on the size
+        for block in self._blocks:
+            n, _, Q, _, K = block.hidden.shape
+            part = q[block.tokens]
+            if block.places is not None:
+                part = q.new_zeros(n * Q, H, D).index_copy_(0, block.places, part)
+            keys, values = (c[block.rows, :, :K].flatten(0, 1) for c in (cached_keys, cached_values))
+            part = part.view(n, Q, G, -1, D).transpose(1, 2).reshape(n * G, -1, D)
+            scores = torch.bmm(part, keys.transpose(1, 2))
+            scores.view(n, G, Q, -1, K).masked_fill_(block.hidden, float("-inf"))
+            read = weighted_sum(scores.softmax(-1), values).view(n, G, Q, -1, D).transpose(1, 2).reshape(n * Q, -1)
+            attended[block.tokens] = read if block.places is None else read[block.places]
+        return attended
