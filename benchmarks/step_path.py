@@ -1,8 +1,8 @@
-"""How much code one training step runs through: distinct project files and functions.
+"""Count the project files and functions that one training step runs through.
 
-One process, the default config, a single-turn workflow on two-digit sums, evaluation and saving off. After a few warm-up steps every
-call of a project function is noted in every thread, from the end of one optimizer step to the end of the next. A comprehension or a
-lambda belongs to the function around it.
+One process, the default config, a single-turn workflow on two-digit sums, no evaluation, no saving. After a few warm-up steps, the
+script records every call of a project function in every thread, from the end of one optimizer step to the end of the next.
+Comprehensions and lambdas belong to the function around them.
 
     python benchmarks/step_path.py            # both counts
     python benchmarks/step_path.py --json     # {"files": n, "functions": n}
@@ -45,46 +45,63 @@ stages:
 """
 
 _called: set[CodeType] = set()
-_noting = False
+_recording = False
+_steps = 0
 
 
-def _note(frame: FrameType, event: str, argument: Any) -> None:
-    if _noting and event == "call":
+def _record(frame: FrameType, event: str, argument: Any) -> None:
+    if _recording and event == "call":
         _called.add(frame.f_code)
 
 
 def _watch_optimizer() -> None:
-    """Note calls from the end of optimizer step ``WARM_UP_STEPS`` to the end of the next."""
+    """Record calls from the end of optimizer step ``WARM_UP_STEPS`` to the end of the next."""
     import torch
 
-    plain_step, done = torch.optim.AdamW.step, 0
+    plain_step = torch.optim.AdamW.step
 
     def step(*args: Any, **kwargs: Any) -> Any:
-        nonlocal done
-        global _noting
+        global _recording, _steps
         result = plain_step(*args, **kwargs)
-        done += 1
-        _noting = done == WARM_UP_STEPS
+        _steps += 1
+        _recording = _steps == WARM_UP_STEPS
         return result
 
     torch.optim.AdamW.step = step  # type: ignore[method-assign]
 
 
 def measure() -> dict[str, set[str]]:
-    """Run the steps; the functions called, by project file."""
-    threading.setprofile(_note)
-    sys.setprofile(_note)
+    """Run the steps and return the functions called, by project file. Exits with the reason if there is no step to see."""
+    import rollwright
+
+    if not str(rollwright.__file__).startswith(SOURCE):
+        sys.exit(
+            f"This checkout's package is in {SOURCE}, but Python imports rollwright from {Path(str(rollwright.__file__)).parent}. Install "
+            "the checkout (pip install -e .), or run with PYTHONPATH=src."
+        )
+    threading.setprofile(_record)
+    sys.setprofile(_record)
     from rollwright.cli.main import main
 
     _watch_optimizer()
+    output, status = io.StringIO(), None
     with tempfile.TemporaryDirectory() as root:
         config = Path(root) / "step_path.yaml"
         config.write_text(CONFIG.format(root=root, steps=WARM_UP_STEPS + 2))
         sys.argv = ["rollwright", "run", str(config)]
-        with contextlib.redirect_stdout(io.StringIO()), contextlib.suppress(SystemExit):
-            main()
+        with contextlib.redirect_stdout(output):
+            try:
+                main()
+            except SystemExit as end:
+                status = end.code
     sys.setprofile(None)
     threading.setprofile(None)
+    if _steps <= WARM_UP_STEPS:
+        print(output.getvalue(), file=sys.stderr)
+        sys.exit(
+            f"The run ended after {_steps} steps of torch's AdamW (exit status {status}), and {WARM_UP_STEPS + 1} are needed. Its output is "
+            "above; if it trained, its optimizer is another one."
+        )
     functions: dict[str, set[str]] = defaultdict(set)
     for code in _called:
         if code.co_filename.startswith(SOURCE):
@@ -94,14 +111,12 @@ def measure() -> dict[str, set[str]]:
 
 
 def run() -> None:
-    """The command line."""
+    """Run the command line."""
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--json", action="store_true", help="print one JSON object")
     parser.add_argument("--list", action="store_true", help="print every function, by file")
     arguments = parser.parse_args()
     functions = measure()
-    if not functions:
-        sys.exit("No step was seen: the run failed, or its optimizer is not torch's AdamW. Run it with its output shown.")
     counts = {"files": len(functions), "functions": sum(map(len, functions.values()))}
     if arguments.list:
         for file, names in sorted(functions.items()):

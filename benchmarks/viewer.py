@@ -38,8 +38,8 @@ def write_run(directory: Path, samples: int, steps: int) -> None:
     from rollwright.data.tokenizer import build_word_tokenizer
     from rollwright.experience.journal.records import Checkpoint, GroupEnd, Phase, Published, Trained
     from rollwright.experience.journal.writing import Journal
-    from rollwright.tracking.metrics_file import JSONLSink
     from rollwright.tracking.run_directory import RunDirectory
+    from rollwright.tracking.sinks import JSONLSink
 
     random.seed(1)
     letters = "bcdfghklmnprst"

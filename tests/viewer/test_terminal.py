@@ -13,7 +13,7 @@ from test_safety import ESCAPE, HOSTILE
 from written_runs import WrittenRun
 
 from rollwright.viewer.terminal import Viewer
-from rollwright.viewer.terminal_tokens import Tokens
+from rollwright.viewer.terminal_samples import TokenView
 
 PICTURE = Path(__file__).parents[2] / "docs" / "images" / "viewer-terminal.png"
 MARKUP = "[bold red]red[/] [@click=app.quit]leave[/] [link=https://example.com]x[/link] [/]"
@@ -67,7 +67,7 @@ async def look_at_all(root, said):
                 for strip in strips(app):
                     assert not CONTROLS.search(strip.text), (key, strip.text)
                     assert not any(has_link(segment) for segment in strip), (key, strip.text)
-            shown = "".join(piece for line in app.screen.query_one(Tokens).lines for _, piece, _ in line)
+            shown = "".join(piece for line in app.screen.query_one(TokenView).lines for _, piece, _ in line)
             text = said[int(key.partition("/")[0]) * 4 + int(key.partition("/")[2])]
             if text is MARKUP:
                 assert MARKUP in shown

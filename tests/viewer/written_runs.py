@@ -23,7 +23,7 @@ from rollwright.experience.journal.records import (
     pack_value,
 )
 from rollwright.experience.journal.writing import Journal
-from rollwright.tracking.metrics_file import JSONLSink
+from rollwright.tracking.sinks import JSONLSink
 
 GROUP = 4
 SPECIAL = ["<|im_start|>", "<|im_end|>"]

@@ -1,4 +1,4 @@
-"""``metrics.jsonl``: the metrics of each step, read by plots, resume and model cards.
+"""Reads ``metrics.jsonl``, the metrics of each step, for plots, resume, model cards and the viewer. ``sinks`` writes it.
 
 Each line ends with a ``checksum`` of its content and its line number, which reveals damaged digits and lost lines. Lines of older
 versions have none.
@@ -7,22 +7,14 @@ versions have none.
 from __future__ import annotations
 
 import json
-import math
-import time
-from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from rollwright.atomic import line_with_checksum, number_of_line, remedy_of, write_text
+from rollwright.atomic import number_of_line
 from rollwright.errors import CheckpointError
 from rollwright.tracking.logging import getLogger
 
 logger = getLogger("metrics")
-
-
-def _json_number(value: Any) -> float | int | None:
-    number = value if isinstance(value, int) else float(value)
-    return number if math.isfinite(number) else None
 
 
 _MOST_LOST = 10_000  # consecutive lines
@@ -97,70 +89,3 @@ def read_metrics(path: str | Path) -> list[dict[str, Any]]:
     for first, last in reader.lost:
         logger.warning("%s lacks its original lines %d to %d; they are skipped.", path, first, last)
     return records
-
-
-class JSONLSink:
-    """One JSON object a line: ``step``, ``time`` (seconds since the run began), ``unix_time``, then the metrics.
-
-    Each line is flushed as it is written. Numbers that are not finite become null, which every JSON reader takes.
-
-    Args:
-        path: the file.
-        resume_step: the last step that the resumed checkpoint contains. Lines of later steps are cut off, so that a
-            resumed run leaves one curve; None begins a new file.
-
-    Raises:
-        CheckpointError: a new file is asked for where one with content exists.
-    """
-
-    def __init__(self, path: str | Path, resume_step: int | None = None) -> None:
-        self.path = Path(path)
-        self.path.parent.mkdir(parents=True, exist_ok=True)
-        earlier, self._lines, self._last = 0.0, 0, 0
-        if self.path.exists() and self.path.stat().st_size:
-            if resume_step is None:
-                raise CheckpointError(
-                    f"{self.path} already holds metrics of a run: resume that run (recover.mode=resume) or choose another trial_name."
-                )
-            earlier = self._cut_after(resume_step)
-        if resume_step and self._last < resume_step:
-            logger.warning(
-                "%s %s, and the run continues after step %d: the curves lack the steps between.",
-                self.path,
-                f"ends with step {self._last}" if self._last else "is missing or empty",
-                resume_step,
-            )
-        self._started = time.time() - earlier
-        self._file = self.path.open("ab", buffering=0)  # unbuffered, so close() has nothing left to write
-
-    def _cut_after(self, resume_step: int) -> float:
-        kept = [record for record in read_metrics(self.path) if record["step"] <= resume_step]
-        write_text(
-            self.path, "".join(line_with_checksum(record, number) for number, record in enumerate(kept, 1)), durable=True
-        )
-        self._lines, self._last = len(kept), max((record["step"] for record in kept), default=0)
-        return max((record.get("time", 0.0) for record in kept), default=0.0)
-
-    def write(self, step: int, metrics: Mapping[str, float]) -> None:
-        """Append one line.
-
-        Raises:
-            CheckpointError: the file cannot be written.
-        """
-        now = time.time()
-        record = {"step": step, "time": round(now - self._started, 3), "unix_time": round(now, 3)}
-        record.update({name: _json_number(value) for name, value in metrics.items()})
-        line = line_with_checksum(record, self._lines + 1).encode()
-        try:
-            written = self._file.write(line)
-            while written < len(line):
-                written += self._file.write(line[written:])
-        except OSError as error:
-            raise CheckpointError(
-                f"{self.path} cannot be written ({error}): {remedy_of(error)}, then start the run again, which goes on from its last checkpoint."
-            ) from error
-        self._lines += 1
-
-    def close(self) -> None:
-        """Closes the file."""
-        self._file.close()

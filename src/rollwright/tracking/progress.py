@@ -8,9 +8,8 @@ from __future__ import annotations
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
-from itertools import pairwise
 from typing import TextIO
 
 from rich.console import Console, Group, RenderableType
@@ -25,8 +24,8 @@ from rich.text import Text
 from rollwright.errors import ConfigError
 from rollwright.tracking import logging
 from rollwright.tracking.metrics import PhaseTimer
+from rollwright.tracking.readable import sparkline, stopwatch
 
-_BLOCKS = "▁▂▃▄▅▆▇█"
 _PHASE_COLOURS = {
     "generate": "dodger_blue2",
     "reward": "gold3",
@@ -38,43 +37,6 @@ _PHASE_COLOURS = {
 #: A plain line comes every so many steps, or after so many seconds.
 LINE_STEPS, LINE_SECONDS = 10, 30.0
 _OTHER_COLOURS = ("deep_pink4", "slate_blue1", "khaki3", "grey62")
-
-
-def sparkline(values: Sequence[float], width: int = 40, low: float | None = None, high: float | None = None) -> str:
-    """A curve in at most ``width`` block characters: one for each point, or for the mean of neighbours where there are more.
-
-    ``low`` and ``high`` are the values of the lowest and highest block (None: those of the points). Values that are not
-    finite are blank.
-    """
-    if not values:
-        return ""
-    points = list(values)
-    if len(points) > width:
-        edges = [round(index * len(points) / width) for index in range(width + 1)]
-        buckets = [points[start:end] for start, end in pairwise(edges)]
-        points = [sum(bucket) / len(bucket) for bucket in buckets]
-    finite = [point for point in points if abs(point) < float("inf")]
-    if not finite:
-        return " " * len(points)
-    bottom = min(finite) if low is None else low
-    span = (max(finite) if high is None else high) - bottom
-    characters = []
-    for point in points:
-        if not abs(point) < float("inf"):
-            characters.append(" ")
-        else:
-            share = (point - bottom) / span if span > 0 else 0.0
-            characters.append(_BLOCKS[min(len(_BLOCKS) - 1, max(0, int(share * len(_BLOCKS))))])
-    return "".join(characters)
-
-
-def format_duration(seconds: float) -> str:
-    """``48s``, ``3:07`` or ``2:14:09``."""
-    whole = max(0, round(seconds))
-    if whole < 60:
-        return f"{whole}s"
-    hours, rest = divmod(whole, 3600)
-    return f"{hours}:{rest // 60:02d}:{rest % 60:02d}" if hours else f"{rest // 60}:{rest % 60:02d}"
 
 
 class ProgressDisplay:
@@ -221,8 +183,8 @@ class ProgressDisplay:
         named = " ".join(f"{name} {spent:.1f}s" for name, spent in times.items() if spent >= 0.05)
         parts.append(f"{sum(durations) / count:.1f}s a step" + (f" ({named})" if named else ""))
         eta = self._eta()
-        left = "" if eta is None else f", left {format_duration(eta)}"
-        self._print(" | ".join([*parts, f"elapsed {format_duration(now - self._began)}{left}"]))
+        left = "" if eta is None else f", left {stopwatch(eta)}"
+        self._print(" | ".join([*parts, f"elapsed {stopwatch(now - self._began)}{left}"]))
 
     def _print(self, line: str) -> None:
         print(line, file=self._stream or sys.stdout, flush=True)
@@ -258,8 +220,8 @@ class ProgressDisplay:
         eta = self._eta()
         left = None if eta is None else max(0.0, eta - (time.monotonic() - self._step_began))
         numbers = f"{self._step}/{self._total}"
-        clock = f"{format_duration(elapsed)}" + (
-            "" if left is None or self._end or self._step >= self._total else f"  {format_duration(left)} left"
+        clock = f"{stopwatch(elapsed)}" + (
+            "" if left is None or self._end or self._step >= self._total else f"  {stopwatch(left)} left"
         )
         grid = Table.grid(padding=(0, 2))
         grid.add_column(no_wrap=True)

@@ -1,7 +1,7 @@
-"""Rollout dumps: trajectories of a step, readable by people and by machines.
+"""Rollout dumps: the trajectories of a step as files for people and programs.
 
-For every dumped step there is ``<run>/rollouts/step-000012.txt`` to read. Where no journal holds the same (evaluations of their own),
-``step-000012.jsonl`` beside it has all tokens, masks, log-probabilities and versions, one row a line, for programs.
+Each dumped step has a readable file ``<run>/rollouts/step-000012.txt``. If no journal has the same data (separate evaluations),
+``step-000012.jsonl`` has all tokens, masks, log-probabilities and versions, one row on each line, for programs.
 """
 
 from __future__ import annotations
@@ -14,8 +14,6 @@ from typing import Any
 
 from rollwright.atomic import write_text
 
-#: Keys of the trajectory that the machine-readable form names itself; others of shape ``[B]`` are added as they are.
-_TOKEN_KEYS = ("input_ids", "attention_mask", "loss_mask", "logprobs", "versions")
 _RULE = "─" * 100
 
 
@@ -53,8 +51,8 @@ def trajectory_records(batch: Mapping[str, Any]) -> list[dict[str, Any]]:
 
 
 def format_record(record: Mapping[str, Any], tokenizer: Any) -> str:
-    """A record of :func:`trajectory_records` as text: the prompt, then what the policy sampled, with what it did not sample
-    (tool results, environment text) between ``⟦`` and ``⟧``."""
+    """A record of :func:`trajectory_records` as text: the prompt, then the completion. Text that the policy did not sample (tool results,
+    environment text) is between ``⟦`` and ``⟧``."""
     prompt_tokens = record["prompt_tokens"]
     ids, mask = record["input_ids"], record["loss_mask"]
     versions = sorted({version for version, sampled in zip(record.get("versions", []), mask, strict=False) if sampled})
@@ -77,18 +75,12 @@ def format_record(record: Mapping[str, Any], tokenizer: Any) -> str:
 
 
 def marked_text(ids: Sequence[int], loss_mask: Sequence[int], tokenizer: Any) -> str:
-    """Text of token ids, with what the policy did not sample between ``⟦`` and ``⟧``."""
+    """Decode token ids, with text that the policy did not sample between ``⟦`` and ``⟧``."""
     parts = []
     for sampled, run in groupby(zip(loss_mask, ids, strict=True), key=lambda pair: pair[0]):
         text = str(tokenizer.decode([token for _, token in run], skip_special_tokens=False))
         parts.append(text if sampled else f"⟦{text}⟧")
     return "".join(parts)
-
-
-def _spread(count: int, limit: int) -> list[int]:
-    if limit < 0 or limit >= count:
-        return list(range(count))
-    return [index * count // limit for index in range(limit)]
 
 
 class RolloutDumper:
@@ -97,8 +89,9 @@ class RolloutDumper:
     Args:
         directory: ``RunDirectory.rollouts``.
         tokenizer: decodes the tokens.
-        limit: rows of a step, spread evenly over the batch so that several groups are seen; 0: none, -1: all.
-        for_programs: also as JSON lines; not needed where the run keeps a journal (``rollwright.Run``).
+        limit: number of rows for each step, spread evenly over the batch so that several groups are included. 0 disables dumps,
+            -1 writes all rows.
+        for_programs: also write JSON lines; not needed if the run has a journal (``rollwright.Run``).
     """
 
     def __init__(self, directory: str | Path, tokenizer: Any, limit: int = 4, *, for_programs: bool = True) -> None:
@@ -114,20 +107,21 @@ class RolloutDumper:
         name: str = "step",
         fetch: Callable[[dict[str, Any]], dict[str, Any]] = dict,
     ) -> Path | None:
-        """Writes rows of a batch to ``<name>-<step>.txt`` (and ``.jsonl``); returns the first, or None where nothing is dumped.
+        """Write rows of a batch to ``<name>-<step>.txt`` (and ``.jsonl``); returns the first path, or None if nothing is dumped.
 
         An earlier dump of the same step (before a resume) is replaced.
 
         Args:
             step: its number.
-            batch: a trajectory, or an outline of one.
-            name: of the files.
-            fetch: gives the tokens of the rows that were chosen of an outline.
+            batch: a trajectory, or one whose tokens are elsewhere.
+            name: beginning of the file names.
+            fetch: returns the chosen rows with their tokens.
         """
-        rows = _spread(len(batch["input_ids"]), self._limit)
-        if not rows:
-            return None
         count = len(batch["input_ids"])
+        chosen_count = count if self._limit < 0 else min(self._limit, count)
+        if not chosen_count:
+            return None
+        rows = [index * count // chosen_count for index in range(chosen_count)]
         chosen = {
             key: [value[row] for row in rows] if isinstance(value, list) else value[rows]
             for key, value in batch.items()

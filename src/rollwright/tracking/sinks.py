@@ -1,12 +1,13 @@
 """Sinks: where the metrics of a step are written.
 
-``metrics.jsonl`` in the run directory is always written and is what plots and resume read. TensorBoard,
-Weights & Biases, Trackio, MLflow and sinks that users register in ``SINKS`` take the same numbers.
+``metrics.jsonl`` in the run directory is always written; plots and resume read it. TensorBoard, Weights & Biases, Trackio, MLflow
+and sinks that users register in ``SINKS`` get the same numbers.
 """
 
 from __future__ import annotations
 
 import importlib
+import math
 import re
 import time
 from collections.abc import Callable, Iterable, Mapping
@@ -14,36 +15,109 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
 
-from rollwright.errors import ConfigError
+from rollwright.atomic import line_with_checksum, remedy_of, write_text
+from rollwright.errors import CheckpointError, ConfigError
 from rollwright.registry import Registry
-from rollwright.tracking.metrics_file import JSONLSink
+from rollwright.tracking.logging import getLogger
+from rollwright.tracking.metrics_file import read_metrics
+
+logger = getLogger("metrics")
 
 
 class MetricsSink(Protocol):
-    """What takes the metrics of a step."""
+    """Receives the metrics of each step."""
 
     def write(self, step: int, metrics: Mapping[str, float]) -> None:
-        """Takes the numbers of one step; a step may be written several times (evaluation adds to it)."""
+        """Write the metrics of one step. A step may be written several times, because evaluation adds to it."""
         ...
 
     def close(self) -> None:
-        """Flushes and lets go."""
+        """Flush and release resources."""
         ...
 
 
 @dataclass(frozen=True)
 class SinkRun:
-    """What a sink is told of the run when it is opened."""
+    """Facts about the run for a sink that is opened."""
 
     directory: Path  # of the run or stage
     project: str
     name: str  # usually ``<experiment>/<trial>``
-    config: Mapping[str, Any]  # resolved, to show
-    resume_step: int | None  # the last step that the resumed checkpoint contains; None: a new run
+    config: Mapping[str, Any]  # resolved
+    resume_step: int | None  # last step of the resumed checkpoint; None for a new run
+
+
+class JSONLSink:
+    """Writes ``metrics.jsonl``: one JSON object a line with ``step``, ``time`` (seconds since the run began), ``unix_time`` and the metrics.
+
+    Each line is flushed as it is written. Numbers that are not finite become null, which every JSON reader accepts.
+
+    Args:
+        path: the file.
+        resume_step: last step of the resumed checkpoint. Lines of later steps are removed, so that a resumed run leaves one
+            curve. None starts a new file.
+
+    Raises:
+        CheckpointError: a new file is wanted, but one with content exists.
+    """
+
+    def __init__(self, path: str | Path, resume_step: int | None = None) -> None:
+        self.path = Path(path)
+        self.path.parent.mkdir(parents=True, exist_ok=True)
+        earlier, self._lines, self._last = 0.0, 0, 0
+        if self.path.exists() and self.path.stat().st_size:
+            if resume_step is None:
+                raise CheckpointError(
+                    f"{self.path} already holds metrics of a run: resume that run (recover.mode=resume) or choose another trial_name."
+                )
+            earlier = self._cut_after(resume_step)
+        if resume_step and self._last < resume_step:
+            logger.warning(
+                "%s %s, and the run continues after step %d: the curves lack the steps between.",
+                self.path,
+                f"ends with step {self._last}" if self._last else "is missing or empty",
+                resume_step,
+            )
+        self._started = time.time() - earlier
+        self._file = self.path.open("ab", buffering=0)  # unbuffered, so close() has nothing left to write
+
+    def _cut_after(self, resume_step: int) -> float:
+        kept = [record for record in read_metrics(self.path) if record["step"] <= resume_step]
+        write_text(
+            self.path, "".join(line_with_checksum(record, number) for number, record in enumerate(kept, 1)), durable=True
+        )
+        self._lines, self._last = len(kept), max((record["step"] for record in kept), default=0)
+        return max((record.get("time", 0.0) for record in kept), default=0.0)
+
+    def write(self, step: int, metrics: Mapping[str, float]) -> None:
+        """Append one line.
+
+        Raises:
+            CheckpointError: the file cannot be written.
+        """
+        now = time.time()
+        record: dict[str, Any] = {"step": step, "time": round(now - self._started, 3), "unix_time": round(now, 3)}
+        for name, value in metrics.items():
+            number = value if isinstance(value, int) else float(value)
+            record[name] = number if math.isfinite(number) else None
+        line = line_with_checksum(record, self._lines + 1).encode()
+        try:
+            written = self._file.write(line)
+            while written < len(line):
+                written += self._file.write(line[written:])
+        except OSError as error:
+            raise CheckpointError(
+                f"{self.path} cannot be written ({error}): {remedy_of(error)}, then start the run again, which goes on from its last checkpoint."
+            ) from error
+        self._lines += 1
+
+    def close(self) -> None:
+        """Closes the file."""
+        self._file.close()
 
 
 class TensorBoardSink:
-    """Event files below ``<run>/tensorboard``; on resume, later points are purged."""
+    """Event files in ``<run>/tensorboard``; on resume, later points are purged."""
 
     def __init__(self, run: SinkRun) -> None:
         _require("tensorboard", "tensorboard")
@@ -64,7 +138,7 @@ class TensorBoardSink:
 
 
 class _SteppedRun:
-    """A run at a tracker whose ``log`` takes the numbers of a step."""
+    """A run of a tracker with ``log(metrics, step=...)``."""
 
     def __init__(self, run: Any, finish: Callable[[], Any]) -> None:
         self._run, self._finish = run, finish
@@ -95,7 +169,7 @@ def wandb_sink(run: SinkRun) -> MetricsSink:
 
 
 def trackio_sink(run: SinkRun) -> MetricsSink:
-    """A Trackio run: Hugging Face's local tracker; look at it with ``trackio show``."""
+    """A run of Trackio, Hugging Face's local tracker; view it with ``trackio show``."""
     trackio = _require("trackio", "trackio")
     resume = "never" if run.resume_step is None else "allow"
     opened = trackio.init(project=run.project, name=run.name, config=dict(run.config), resume=resume)
@@ -105,7 +179,7 @@ def trackio_sink(run: SinkRun) -> MetricsSink:
 class MLflowSink:
     """A run of MLflow, in the experiment ``project``; a resumed trial continues the same run.
 
-    Where it goes says ``MLFLOW_TRACKING_URI``; without, it is the database ``mlflow.db`` in the working directory.
+    ``MLFLOW_TRACKING_URI`` sets the destination; by default it is the database ``mlflow.db`` in the working directory.
     """
 
     def __init__(self, run: SinkRun) -> None:
@@ -128,7 +202,7 @@ class MLflowSink:
     def write(self, step: int, metrics: Mapping[str, float]) -> None:
         """Log one step."""
         now = int(time.time() * 1000)
-        # MLflow allows no other characters in names.
+        # MLflow does not allow other characters in names
         points = [self._metric(re.sub(r"[^\w\-. :/]", "_", name), float(value), now, step) for name, value in metrics.items()]
         self._client.log_batch(self.run_id, metrics=points)
 
@@ -147,7 +221,7 @@ def _require(module: str, extra: str) -> Any:
         ) from None
 
 
-#: Sinks by name: what is called with a :class:`SinkRun` and returns a :class:`MetricsSink`.
+#: Sinks by name: callables that take a :class:`SinkRun` and return a :class:`MetricsSink`.
 SINKS: Registry[Callable[[SinkRun], MetricsSink]] = Registry(
     "metric sink",
     ConfigError,
@@ -166,12 +240,12 @@ class MetricsLogger:
 
     Args:
         sinks: names registered in ``SINKS``, or import paths.
-        project, run_name: at the sinks; the name is usually ``<experiment>/<trial>``.
-        config: the resolved config, shown by the sinks.
+        project, run_name: names for the sinks; the run name is usually ``<experiment>/<trial>``.
+        config: the resolved config, for the sinks.
         resume_step: see :class:`JSONLSink`.
 
     Raises:
-        ConfigError: a sink is not known, or its package is not installed.
+        ConfigError: a sink is unknown, or its package is not installed.
     """
 
     def __init__(
@@ -196,7 +270,7 @@ class MetricsLogger:
             raise
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
-        """Write the metrics of a step everywhere."""
+        """Write the metrics of a step to all sinks."""
         for sink in self._sinks:
             sink.write(step, metrics)
 

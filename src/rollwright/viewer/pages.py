@@ -17,9 +17,9 @@ import jinja2
 from fastapi import Request
 from fastapi.responses import HTMLResponse, Response
 
+from rollwright.tracking.readable import FILTERS, visible
 from rollwright.viewer.run import Run
 from rollwright.viewer.runs import Runs
-from rollwright.viewer.shown import FILTERS, visible
 
 _STATIC = files("rollwright.viewer") / "static"
 #: What a table program takes for a formula where a cell begins with it.

@@ -14,9 +14,9 @@ from typing import Any
 
 from rollwright.errors import DataError, JournalError
 from rollwright.tracking.logging import getLogger
-from rollwright.viewer import frames, reading, search
+from rollwright.viewer import reading, search
 from rollwright.viewer.index import Index
-from rollwright.viewer.messages import chat_of
+from rollwright.viewer.reading import chat_of
 from rollwright.viewer.run_files import RunFiles
 from rollwright.viewer.samples import NOT_UNDONE, Samples
 from rollwright.viewer.timeline import timeline
@@ -28,6 +28,19 @@ logger = getLogger("viewer")
 _FOLLOWED_EVERY = 1.0  # seconds between two looks at the files
 _COMPARED = 16  # samples of a group with a higher reward, the best of them
 _WORKED_FOR = 0.5  # seconds of a transaction, after which readers see more
+
+FRAMES = ("samples", "tokens", "metrics", "publications")
+#: Columns of the frame ``tokens``: name in a row -> name in the frame.
+_TOKEN_COLUMNS = {
+    "ids": "token",
+    "texts": "text",
+    "mask": "trained",
+    "logprobs": "logprob",
+    "versions": "version",
+    "advantages": "advantage",
+    "trainer_logprobs": "trainer_logprob",
+    "entropies": "entropy",
+}
 
 
 class Run(RunFiles):
@@ -376,7 +389,7 @@ class Run(RunFiles):
         Raises:
             DataError: ``what`` is none of these, or pandas is not installed.
         """
-        pandas = frames.import_pandas(what)
+        pandas = _import_pandas(what)
         if what == "metrics":
             series = {name: pandas.Series(dict(self.curves.points(name))) for name in self.curves.names()}
             return pandas.DataFrame(series).rename_axis("step")
@@ -392,7 +405,7 @@ class Run(RunFiles):
 
     def _tokens_of(self, key: str) -> Iterable[dict[str, Any]]:
         _, places, trained = self._samples.find(key)
-        return frames.tokens_of(key, self._rows(self._episode(key, places), trained))
+        return _token_lines(key, self._rows(self._episode(key, places), trained))
 
     def last_samples(self, limit: int = 50, *, undone: bool = False) -> list[dict[str, Any]]:
         """The newest finished samples, for a run that has not trained yet; ``undone`` includes those that a resume undid."""
@@ -416,3 +429,27 @@ def _neighbours(sample: Mapping[str, Any], group: Sequence[Mapping[str, Any]]) -
         "best": rewarded[-1]["key"] if rewarded else None,
         "worst": rewarded[0]["key"] if rewarded else None,
     }
+
+
+def _import_pandas(what: str) -> Any:
+    """Import pandas for a frame of ``what``.
+
+    Raises:
+        DataError: there is no such frame, or pandas is not installed.
+    """
+    if what not in FRAMES:
+        raise DataError(f"there is no frame of {what!r}: choose from {', '.join(FRAMES)}.")
+    try:
+        import pandas
+    except ModuleNotFoundError:
+        raise DataError("frames need pandas: pip install pandas; run.steps(), run.search() and run.sample() do not.") from None
+    return pandas
+
+
+def _token_lines(key: str, rows: Sequence[Mapping[str, Any]]) -> Iterable[dict[str, Any]]:
+    """Lines of the frame ``tokens``: one for each token of a sample's ``rows``."""
+    for number, row in enumerate(rows):
+        columns = {name: row[column] or [None] * len(row["ids"]) for column, name in _TOKEN_COLUMNS.items()}
+        for position, values in enumerate(zip(*columns.values(), strict=True)):
+            place = {"key": key, "step": row["step"], "row": number, "position": position}
+            yield {**place, **dict(zip(columns, values, strict=True))}

@@ -10,7 +10,7 @@ from typing import Any
 from fastapi import APIRouter, Request
 from fastapi.responses import PlainTextResponse, Response
 
-from rollwright.viewer.drawings import range_box, sparkline, swimlanes
+from rollwright.tracking.readable import count, counted, number, seconds, share, visible
 from rollwright.viewer.pages import (
     Pages,
     address,
@@ -22,9 +22,9 @@ from rollwright.viewer.pages import (
     wants_file,
     wants_undone,
 )
+from rollwright.viewer.pictures import curve_points, range_box, swimlanes
 from rollwright.viewer.run import Run
 from rollwright.viewer.runs import config_difference
-from rollwright.viewer.shown import count, counted, number, seconds, share, visible
 
 #: Rows of a table on one page.
 ROWS = 200
@@ -50,7 +50,7 @@ def add_routes(router: APIRouter, pages: Pages) -> None:
         if wants_file(request):
             return as_file(request, "runs", entries)
         for entry in entries:
-            entry["line"] = sparkline(entry["sparkline"] or [])
+            entry["line"] = curve_points(entry["sparkline"] or [])
         return pages.page(
             "runs.html",
             title="Runs",

@@ -10,12 +10,12 @@ from fastapi import APIRouter, Request
 from fastapi.responses import Response
 
 from rollwright.errors import DataError
+from rollwright.tracking.readable import as_json, clipped, count, counted, number, seconds, signed
 from rollwright.viewer import sample_view
-from rollwright.viewer.drawings import histogram, prefix_tree, shade
 from rollwright.viewer.pages import Pages, address, as_file, key_in_address, offset_of, pager, wants_file, wants_undone, without
+from rollwright.viewer.pictures import histogram, prefix_tree, shade
 from rollwright.viewer.run import Run
 from rollwright.viewer.search import ASKED, filters, span
-from rollwright.viewer.shown import as_json, clipped, count, counted, number, seconds, signed
 
 #: Results on one page of the search, and samples of one file of it.
 RESULTS, IN_FILE = 50, 10_000

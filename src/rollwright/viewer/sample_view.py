@@ -8,8 +8,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from rollwright.inference.server.tool_calls import tool_convention
-from rollwright.viewer.drawings import lanes_of_sample, shade, signed_shade
-from rollwright.viewer.shown import as_json, as_text, clipped, number, seconds, signed, visible
+from rollwright.tracking.readable import as_json, as_text, clipped, number, seconds, signed, visible
+from rollwright.viewer.pictures import lanes_of_sample, shade, signed_shade
 
 #: Tokens of a page, and lines of its table, before "Show all".
 TOKENS_SHOWN, LINES_SHOWN = 2000, 500

@@ -1,24 +1,25 @@
-"""Finding samples: by what they say, and by what the index has of each."""
+"""Finding samples: by their text, and by what the index has of each."""
 
 from __future__ import annotations
 
-import json
+import contextlib
 import math
 import re
-import subprocess
-import sys
+import sqlite3
 import threading
+import time
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+import regex
+
 from rollwright.errors import DataError
-from rollwright.viewer import patterns
 from rollwright.viewer.index import Index
 from rollwright.viewer.samples import NOT_UNDONE, SELECT, Samples
 from rollwright.viewer.texts import SNIPPET, marked_snippet, match_query
 
-#: Orders of what is found; ``-`` before one turns it around.
+#: Orders of results; a leading ``-`` reverses one.
 ORDERS = {
     "step": "step, samples.id",
     "reward": "reward, advantage, samples.id",
@@ -31,11 +32,14 @@ ORDERS = {
 WHERES = ("any", "given", "said")
 _RANGES = {"step": "step", "reward": "reward", "tokens": "tokens", "length": "length", "advantage": "advantage"}
 _LONGEST_PATTERN = 1_000
-_PATTERN_SECONDS = 0.8  # in which texts are looked through for a pattern
-_FRAME_SECONDS = 60.0  # the same where all samples are asked for
-_WAITED = 10.0  # for a process to start, or another one to end
-_PROCESSES = threading.BoundedSemaphore(2)  # that look for patterns at once
+_LARGEST_PATTERN = 100_000  # parts after its counted repeats are written out, as compiling does; about 60 MiB
+_PATTERN_SECONDS = 0.8  # time limit of a search for a pattern
+_FRAME_SECONDS = 60.0  # its time limit if all samples are wanted
+_WAIT_SECONDS = 10.0  # for another search to end
+_SEARCHES = threading.BoundedSemaphore(2)  # for patterns at the same time
 _AT_ONCE = 10_000
+_AROUND = 60  # characters shown before and after a match
+_LONGEST_MATCH = 400  # characters shown of it
 
 Bounds = int | float | tuple[float | None, float | None] | None
 
@@ -79,11 +83,11 @@ class Query:
 
 
 def search(index: Index, samples: Samples, query: Query) -> dict[str, Any]:
-    """The samples that a query finds.
+    """Find samples.
 
     Returns:
-        ``total`` (None where texts were not looked through to the end), ``samples`` with a ``snippet`` each, and ``scanned`` (how many
-        samples' texts a pattern was looked for in), ``is_cut``: the time was over before there was enough.
+        ``total`` (None if not all texts were searched), ``samples`` with a ``snippet`` each, ``scanned`` (number of samples whose text
+        was searched for a pattern), and ``is_cut`` (True if the time limit ended the search before enough were found).
 
     Raises:
         DataError: a filter, an order or a pattern is wrong; the message says which.
@@ -165,16 +169,39 @@ def _order(given: str) -> str:
     return ", ".join(f"{part}{turned} NULLS LAST" for part in order.split(", "))
 
 
-def _pattern(query: Query, match: str | None) -> re.Pattern[str] | None:
-    """What texts are looked through for: the pattern, or words that the full-text search has no token for."""
-    if query.regex:
-        if len(query.regex) > _LONGEST_PATTERN:
-            raise DataError(f"the pattern has {len(query.regex)} characters; at most {_LONGEST_PATTERN} are taken.")
-        try:
-            return re.compile(query.regex)
-        except (re.error, RecursionError, OverflowError) as error:
-            raise DataError(f"{query.regex!r} is no regular expression: {error}.") from None
-    return re.compile(re.escape(query.text)) if query.text and match is None else None
+def _pattern(query: Query, match: str | None) -> regex.Pattern[str] | None:
+    """The pattern to search texts for: the query's, or its words if the full-text search has no token for them."""
+    if not query.regex:
+        return regex.compile(regex.escape(query.text)) if query.text and match is None else None
+    if len(query.regex) > _LONGEST_PATTERN:
+        raise DataError(f"the pattern has {len(query.regex)} characters; at most {_LONGEST_PATTERN} are taken.")
+    try:
+        re.compile(query.regex)  # the dialect that is promised, and its messages
+        if _expanded_size(query.regex) > _LARGEST_PATTERN:
+            raise DataError(
+                f"{query.regex!r} repeats too much: its counted repeats come to more than {_LARGEST_PATTERN:,} parts."
+            )
+        return regex.compile(query.regex)
+    except (re.error, regex.error, RecursionError, OverflowError) as error:
+        raise DataError(f"{query.regex!r} is no regular expression: {error}.") from None
+
+
+_PARTS = re.compile(r"\\.|\[\^?\]?(?:\\.|[^]\\])*\]|\{(?P<least>\d*)(?:,(?P<most>\d*))?\}|.", re.DOTALL)
+
+
+def _expanded_size(pattern: str) -> int:
+    """Number of parts of a pattern after its counted repeats are written out; ``(?:a{100}){100}`` has 10,000."""
+    groups, last = [0], 0
+    for part in _PARTS.finditer(pattern):
+        times = part["most"] or part["least"]
+        if times:
+            groups[-1] += last * (int(times) - 1)
+        elif part[0] == "(":
+            groups.append(0)
+        else:
+            last = groups.pop() if part[0] == ")" and len(groups) > 1 else 1
+            groups[-1] += last
+    return sum(groups)
 
 
 def _scan(
@@ -184,64 +211,74 @@ def _scan(
     conditions: list[str],
     values: list[Any],
     match: str | None,
-    pattern: re.Pattern[str],
+    pattern: regex.Pattern[str],
     order: str,
 ) -> dict[str, Any]:
-    """Look through the texts in the order that is asked for, until there are enough or the time is over."""
+    """Search the texts, in the requested order, until there are enough matches or the time is over."""
     tables = " JOIN texts ON texts.id = samples.id"
     if match is not None:
         tables += " JOIN found ON found.rowid = samples.id"
         conditions, values = ["found MATCH ?", *conditions], [match, *values]
     where = f" WHERE {' AND '.join(conditions)}" if conditions else ""
     is_limited = query.limit >= 0
-    lines = _looked_through(
-        {
-            "index": str(index.path),
-            "select": f"SELECT samples.id, texts.given, texts.said FROM samples{tables}{where} ORDER BY {order}",
-            "values": values,
-            "pattern": pattern.pattern,
-            "where": query.where,
-            "enough": query.offset + query.limit + 1 if is_limited else None,
-            "seconds": _PATTERN_SECONDS if is_limited else _FRAME_SECONDS,
-        }
-    )
-    hits = [(line["hit"], line["snippet"]) for line in lines if "hit" in line]
-    is_whole = any("is_whole" in line for line in lines)
-    shown = hits[query.offset : query.offset + query.limit if is_limited else None]
+    last = query.offset + query.limit if is_limited else None
+    if not _SEARCHES.acquire(timeout=_WAIT_SECONDS):
+        raise DataError("other patterns are being looked for: try again in a moment.")
+    try:
+        # a connection of its own, because the search may take long and the index may be made again meanwhile
+        with contextlib.closing(sqlite3.connect(index.path, timeout=2.0)) as connection:
+            connection.execute("PRAGMA query_only = 1")
+            texts = connection.execute(
+                f"SELECT samples.id, texts.given, texts.said FROM samples{tables}{where} ORDER BY {order}", values
+            )
+            seconds = _PATTERN_SECONDS if is_limited else _FRAME_SECONDS
+            matches, scanned, is_whole = _matches(texts, pattern, query.where, None if last is None else last + 1, seconds)
+    finally:
+        _SEARCHES.release()
+    shown = matches[query.offset : last]
     rows_of = {row["id"]: row for row in _by_number(index, [number for number, _ in shown])}
     found = [{**samples.plain(rows_of[number]), "snippet": snippet} for number, snippet in shown if number in rows_of]
     return {
-        "total": len(hits) if is_whole else None,
+        "total": len(matches) if is_whole else None,
         "samples": found,
-        "scanned": max((line["scanned"] for line in lines if "scanned" in line), default=0),
-        "is_cut": not is_whole and (not is_limited or len(hits) <= query.offset + query.limit),
+        "scanned": scanned,
+        "is_cut": not is_whole and (last is None or len(matches) <= last),
     }
 
 
-def _looked_through(asked: dict[str, Any]) -> list[dict[str, Any]]:
-    """What ``viewer.patterns`` says, in a process that ends when its time is over.
+def _matches(
+    texts: sqlite3.Cursor, pattern: regex.Pattern[str], where: str, enough: int | None, seconds: float
+) -> tuple[list[tuple[int, list[list[Any]]]], int, bool]:
+    """Search texts for a pattern.
 
-    Raises:
-        DataError: too many look for patterns at once.
+    Returns:
+        Number and snippet of each sample with a match, the number of samples searched, and whether those were all.
     """
-    if not _PROCESSES.acquire(timeout=_WAITED):
-        raise DataError("other patterns are being looked for: try again in a moment.")
-    try:
-        with subprocess.Popen(
-            [sys.executable, "-I", patterns.__file__], stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL
-        ) as process:
-            try:
-                said, _ = process.communicate(json.dumps(asked).encode() + b"\n", timeout=asked["seconds"] + _WAITED)
-            except subprocess.TimeoutExpired:
-                process.kill()
-                said, _ = process.communicate()
-            except BaseException:
-                process.kill()
-                raise
-    finally:
-        _PROCESSES.release()
-    whole_lines = said[: said.rfind(b"\n") + 1].splitlines()
-    return [json.loads(line) for line in whole_lines]
+    deadline = time.monotonic() + seconds
+    matches: list[tuple[int, list[list[Any]]]] = []
+    for scanned, (number, given, said) in enumerate(texts):
+        if enough is not None and len(matches) >= enough:
+            return matches, scanned, False
+        try:
+            for name, text in (("said", said), ("given", given)):
+                left = max(1e-3, deadline - time.monotonic())
+                if where in ("any", name) and (found := pattern.search(text, timeout=left, concurrent=True)):
+                    matches.append((number, _snippet(text, found.start(), found.end())))
+                    break
+        except TimeoutError:
+            return matches, scanned, False
+        if time.monotonic() > deadline:
+            return matches, scanned + 1, False
+    return matches, 0, True
+
+
+def _snippet(text: str, start: int, stop: int) -> list[list[Any]]:
+    """The characters around a match, in parts, each with whether it is the match."""
+    before, after = text[max(0, start - _AROUND) : start], text[stop : stop + _AROUND]
+    before = f"…{before}" if start > _AROUND else before
+    after = f"{after}…" if stop + _AROUND < len(text) else after
+    match = text[start:stop] if stop - start <= _LONGEST_MATCH else f"{text[start : start + _LONGEST_MATCH]}…"
+    return [part for part in ([before, False], [match, True], [after, False]) if part[0]]
 
 
 def _by_number(index: Index, numbers: list[int]) -> list[Any]:

@@ -17,9 +17,9 @@ from textual.binding import Binding
 from textual.containers import Horizontal
 from textual.widgets import Footer, Static
 
+from rollwright.tracking.readable import clock, number, share, sparkline, visible
 from rollwright.viewer.runs import Runs
-from rollwright.viewer.shown import clock, number, share, visible
-from rollwright.viewer.terminal_parts import PROBLEMS, Table, View, blocks, curve, line
+from rollwright.viewer.terminal_parts import PROBLEMS, Table, View, curve, line
 from rollwright.viewer.terminal_samples import SamplesView
 
 
@@ -50,7 +50,7 @@ class RunsView(View):
         for info in found:
             step = f"{info['last_step']}" + (f"/{info['total_steps']}" if info["total_steps"] else "")
             reward = number(info["reward"]), number(info["eval"])
-            rows[info["id"]] = [line(info["id"]), info["state"], step, *reward, blocks(info["sparkline"], 16)]
+            rows[info["id"]] = [line(info["id"]), info["state"], step, *reward, sparkline(info["sparkline"], 16)]
             rows[info["id"]].append(clock(info["updated"]))
         self.query_one(Table).fill(rows)
         if self.is_first and len(found) == 1:
@@ -182,7 +182,7 @@ class Viewer(App[None]):
     #curve { width: 1fr; height: 1fr; padding: 0 1; }
     RunView Table { width: 40%; max-width: 52; height: 1fr; }
     Table { height: 1fr; }
-    Tokens { height: 1fr; overflow-y: scroll; overflow-x: hidden; padding: 0 1; }
+    TokenView { height: 1fr; overflow-y: scroll; overflow-x: hidden; padding: 0 1; }
     #chat { height: 1fr; padding: 0 1; }
     """
     TITLE = "rollwright view"

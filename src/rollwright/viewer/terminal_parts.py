@@ -14,26 +14,17 @@ from textual.widgets import DataTable, Static
 from textual.worker import Worker, WorkerState
 
 from rollwright.errors import RollwrightError
+from rollwright.tracking.readable import clipped, visible
 from rollwright.viewer.run import Run
-from rollwright.viewer.shown import clipped, visible
 
 _EVERY = 2.0  # seconds between two looks at the files
 #: What reading a run raises where its files are damaged, moved or no run.
 PROBLEMS = (RollwrightError, OSError, ValueError, sqlite3.Error)
-_BLOCKS = "▁▂▃▄▅▆▇█"
 
 
 def line(text: Any, limit: int = 300) -> Text:
     """Foreign text as one harmless line."""
     return Text(visible(clipped(str(text), limit)).replace("\n", "↵").replace("\t", "⇥"), no_wrap=True)
-
-
-def blocks(values: Sequence[float | None], width: int) -> str:
-    """A curve of one line."""
-    known = [value for value in values if value is not None and math.isfinite(value)]
-    known = [known[place * len(known) // width] for place in range(width)] if len(known) > width else known
-    low, high = min(known, default=0.0), max(known, default=0.0)
-    return "".join(_BLOCKS[round(7 * (value - low) / (high - low))] if high > low else _BLOCKS[3] for value in known)
 
 
 def curve(points: Sequence[Sequence[float]], width: int, height: int) -> list[str]:

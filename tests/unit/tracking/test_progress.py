@@ -10,7 +10,8 @@ from rich.console import Console
 
 from rollwright.errors import ConfigError
 from rollwright.tracking import progress
-from rollwright.tracking.progress import ProgressDisplay, format_duration, sparkline
+from rollwright.tracking.progress import ProgressDisplay
+from rollwright.tracking.readable import sparkline, stopwatch
 
 
 def test_sparkline_rises_with_the_values():
@@ -28,7 +29,7 @@ def test_sparkline_never_fails_and_never_overflows(values, width):
 
 @pytest.mark.parametrize(("seconds", "text"), [(0, "0s"), (59.4, "59s"), (187, "3:07"), (8049, "2:14:09")])
 def test_durations(seconds, text):
-    assert format_duration(seconds) == text
+    assert stopwatch(seconds) == text
 
 
 def steps(display):

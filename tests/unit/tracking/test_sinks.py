@@ -7,8 +7,8 @@ import pytest
 
 from rollwright.errors import CheckpointError, ConfigError
 from rollwright.tracking import metrics_file
-from rollwright.tracking.metrics_file import JSONLSink, read_metrics
-from rollwright.tracking.sinks import SINKS, MetricsLogger
+from rollwright.tracking.metrics_file import read_metrics
+from rollwright.tracking.sinks import SINKS, JSONLSink, MetricsLogger
 
 
 def test_a_line_is_readable_before_the_file_is_closed(tmp_path):

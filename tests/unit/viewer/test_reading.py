@@ -16,8 +16,7 @@ from rollwright.experience.journal.records import Begin, End, ModelCall
 from rollwright.experience.journal.writing import EpisodeWriter, Journal
 from rollwright.experience.recorder import Recorder
 from rollwright.inference.request import ModelRequest, ModelResponse
-from rollwright.viewer.messages import chat_of
-from rollwright.viewer.reading import rows_of
+from rollwright.viewer.reading import chat_of, rows_of
 from rollwright.viewer.run import Run
 from rollwright.viewer.tokens import Vocabulary, _characters
 from rollwright.viewer.tree import prefix_tree

@@ -139,9 +139,10 @@ def test_search_finds_words_patterns_and_what_filters_let_pass(run):
 
 
 def test_a_pattern_without_end_is_ended(run, monkeypatch):
-    endless = r"(?s:.|..|...)+\x07"
+    endless = r"(?s:.|..|...)+[\x06\x07]"
     found = run.search(regex=endless)
     assert found["is_cut"]
+    assert run.search(regex=r"(?:\d{1,40}\D{0,200}){2}", limit=-1)["total"]  # counted repeats that are no harm
     assert found["total"] is None
     assert not run.search(regex="4", limit=1)["is_cut"]
     monkeypatch.setattr(search, "_FRAME_SECONDS", 0.5)
@@ -151,7 +152,13 @@ def test_a_pattern_without_end_is_ended(run, monkeypatch):
 
 @pytest.mark.parametrize(
     ("query", "words"),
-    [({"regex": "("}, "no regular expression"), ({"order": "colour"}, "choose from"), ({"where": "x"}, "any, given")],
+    [
+        ({"regex": "("}, "no regular expression"),
+        ({"regex": "(a{10000}){10000}"}, "repeats too much"),
+        ({"regex": "(?1)"}, "no regular"),
+        ({"order": "colour"}, "choose from"),
+        ({"where": "x"}, "any, given"),
+    ],
 )
 def test_a_wrong_search_is_told(run, query, words):
     with pytest.raises(DataError, match=words):

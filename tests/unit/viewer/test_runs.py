@@ -12,8 +12,8 @@ import pytest
 
 from rollwright.atomic import line_with_checksum
 from rollwright.errors import DataError
-from rollwright.tracking.metrics_file import JSONLSink
 from rollwright.tracking.run_directory import RunDirectory, is_claimed
+from rollwright.tracking.sinks import JSONLSink
 from rollwright.viewer.run import Run
 from rollwright.viewer.runs import Runs, config_difference, list_runs
 

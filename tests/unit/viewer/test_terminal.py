@@ -11,12 +11,12 @@ from rich.cells import cell_len
 
 from rollwright.cli.view import view
 from rollwright.errors import ConfigError
+from rollwright.tracking.readable import sparkline
 from rollwright.viewer import sample_view
 from rollwright.viewer.run import Run
 from rollwright.viewer.terminal import Viewer
-from rollwright.viewer.terminal_parts import Table, blocks, curve
-from rollwright.viewer.terminal_samples import query_of
-from rollwright.viewer.terminal_tokens import Tokens, style_of
+from rollwright.viewer.terminal_parts import Table, curve
+from rollwright.viewer.terminal_samples import TokenView, query_of, style_of
 
 
 def seen(app):
@@ -56,7 +56,7 @@ async def test_from_the_runs_to_the_lowest_sample_of_a_step(recorded_run):
             parts = [run.sample(each["key"])["parts"] for each in lowest[:2]]
         went_wrong = [0 if each is None else each["token"] for each in parts]  # is pointed at
         await until(pilot, f"#{went_wrong[0]}  id", "it parts from every better sample" if parts[0] else "Advantage")
-        tokens = app.screen.query_one(Tokens)
+        tokens = app.screen.query_one(TokenView)
         shown = "".join(piece for line in tokens.lines for _, piece, is_own in line if is_own)
         assert shown == "".join(row["texts"])
         place = next(index for index, is_sampled in enumerate(row["mask"]) if is_sampled)
@@ -83,7 +83,7 @@ async def test_overlays_values_chat_and_keys(recorded_run):
         await until(pilot, "16 samples", "accepted")
         await pilot.press("enter")
         await until(pilot, "[Advantage]")
-        tokens = app.screen.query_one(Tokens)
+        tokens = app.screen.query_one(TokenView)
         for title in ("Engine log-prob", "Trainer log-prob", "Difference", "Entropy", "Version", "Trained", "Advantage"):
             await pilot.press("o")
             await until(pilot, f"[{title}]")
@@ -143,8 +143,8 @@ def _black():
 
 
 def test_curves_of_characters():
-    assert blocks([0.0, None, 0.5, 1.0], 8) == "▁▅█"
-    assert len(blocks(list(range(100)), 16)) == 16
+    assert sparkline([0.0, None, 0.5, 1.0], 8) == "▁▅█"
+    assert len(sparkline(list(range(100)), 16)) == 16
     up = curve([[0, 0.0], [1, 1.0]], 4, 2)
     assert [len(row) for row in up] == [4, 4]
     assert [up[1][0] == " ", up[0][3] == " ", up[0][0] == " "] == [False, False, True]

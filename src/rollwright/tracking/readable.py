@@ -1,4 +1,4 @@
-"""How values and texts of a run are shown: numbers, times, sizes, and text that a model wrote, which is never trusted."""
+"""Values and texts as people read them, in the display, the viewer and the terminal: numbers, times, sizes, curves, untrusted text."""
 
 from __future__ import annotations
 
@@ -6,17 +6,19 @@ import json
 import math
 import re
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from itertools import pairwise
 from typing import Any
 
-#: Characters that change how what follows is shown (controls, directions, separators of lines) or are no characters at all.
+#: Characters that change how the following text is shown (controls, directions, line separators) or are no characters at all.
 _UNSEEN = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\u200b-\u200f\u2028-\u202e\u2060-\u2069\ufeff\ud800-\udfff]")
-#: Longest text of one message in a page; the whole is in the file that "Save as" gives.
+_BLOCKS = "▁▂▃▄▅▆▇█"
+#: Longest text of one message in a page; "Save as" gives the whole text.
 LONGEST_TEXT = 60_000
 
 
 def visible(text: str) -> str:
-    """Text in which characters that are not seen, or that change the direction of others, are shown by their names."""
+    """Replace invisible characters, and those that change the text's direction, by their names."""
     return _UNSEEN.sub(_name_of, text)
 
 
@@ -28,14 +30,14 @@ def _name_of(match: re.Match[str]) -> str:
 
 
 def clipped(text: str, limit: int = LONGEST_TEXT) -> str:
-    """Text of at most about ``limit`` characters; what is left out is counted where it was."""
+    """Shorten text to about ``limit`` characters; a note in the middle gives the number of omitted ones."""
     if len(text) <= limit:
         return text
     return f"{text[: limit // 2]}\n… [{len(text) - limit:,} characters are left out here] …\n{text[len(text) - limit // 2 :]}"
 
 
 def number(value: Any) -> str:
-    """Four significant digits, without trailing zeros."""
+    """A number with about four significant digits, without trailing zeros."""
     if value is None:
         return "–"
     if isinstance(value, bool) or not isinstance(value, int | float):
@@ -51,27 +53,27 @@ def number(value: Any) -> str:
 
 
 def signed(value: Any) -> str:
-    """A number that says its sign."""
+    """A number with its sign."""
     return f"+{number(value)}" if isinstance(value, int | float) and value > 0 else number(value)
 
 
 def count(value: int) -> str:
-    """An integer with separators."""
+    """An integer with thousands separators."""
     return f"{value:,}"
 
 
 def counted(value: int, name: str) -> str:
-    """A number of things that have a name: ``1 step``, ``2 steps``."""
+    """A count with its noun: ``1 step``, ``2 steps``."""
     return f"{value:,} {name}{'' if value == 1 else 's'}"
 
 
 def share(value: float) -> str:
-    """A share in percent."""
+    """A share as a percentage."""
     return f"{value:.0%}".replace("%", " %")
 
 
 def size(value: float) -> str:
-    """Bytes in the unit that fits."""
+    """A number of bytes in a suitable unit."""
     for unit in ("B", "KiB", "MiB", "GiB"):
         if value < 1024:
             return f"{value:.0f} {unit}" if unit == "B" else f"{value:.1f} {unit}"
@@ -80,7 +82,7 @@ def size(value: float) -> str:
 
 
 def seconds(value: float | None) -> str:
-    """A duration."""
+    """A duration in words: ``48 s``, ``3 min 07 s`` or ``2 h 14 min``."""
     if value is None:
         return "–"
     if value < 1:
@@ -92,18 +94,27 @@ def seconds(value: float | None) -> str:
     return f"{hours} h {minutes:02d} min" if hours else f"{minutes} min {left:02d} s"
 
 
+def stopwatch(value: float) -> str:
+    """A running duration: ``48s``, ``3:07`` or ``2:14:09``."""
+    whole = max(0, round(value))
+    if whole < 60:
+        return f"{whole}s"
+    hours, rest = divmod(whole, 3600)
+    return f"{hours}:{rest // 60:02d}:{rest % 60:02d}" if hours else f"{rest // 60}:{rest % 60:02d}"
+
+
 def day(value: float | None) -> str:
-    """Day and minute of a unix time, where the viewer runs."""
+    """Day and minute of a unix time, in local time."""
     return "–" if value is None else time.strftime("%Y-%m-%d %H:%M", time.localtime(value))
 
 
 def clock(value: float | None) -> str:
-    """Time of the day."""
+    """Time of day of a unix time, in local time."""
     return "–" if value is None else time.strftime("%H:%M:%S", time.localtime(value))
 
 
 def as_json(value: Any, indent: int | None = 2) -> str:
-    """A value as JSON to read; what JSON has no form for as its text."""
+    """A value as indented JSON; values that JSON cannot represent become text."""
     return json.dumps(value, indent=indent, ensure_ascii=False, default=_plain)
 
 
@@ -112,8 +123,34 @@ def _plain(value: Any) -> Any:
 
 
 def as_text(value: Any) -> str:
-    """A value as it is read best: text as it is, everything else as JSON."""
+    """Text as it is, any other value as JSON."""
     return value if isinstance(value, str) else as_json(value)
+
+
+def sparkline(values: Sequence[float | None], width: int = 40, low: float | None = None, high: float | None = None) -> str:
+    """A curve in at most ``width`` block characters, each for one point or for the mean of neighbouring points.
+
+    Args:
+        values: the points. None is left out, and a value that is not finite is blank.
+        width: most characters.
+        low, high: values of the lowest and highest block. None uses those of the points.
+    """
+    points = [value for value in values if value is not None]
+    if len(points) > width:
+        edges = [round(index * len(points) / width) for index in range(width + 1)]
+        buckets = [points[start:end] for start, end in pairwise(edges)]
+        points = [sum(bucket) / len(bucket) for bucket in buckets]
+    finite = [point for point in points if math.isfinite(point)]
+    if not finite:
+        return " " * len(points)
+    bottom = min(finite) if low is None else low
+    span = (max(finite) if high is None else high) - bottom
+    characters = []
+    for point in points:
+        share_of_span = (point - bottom) / span if span > 0 else 0.0
+        is_finite = math.isfinite(point)
+        characters.append(_BLOCKS[min(len(_BLOCKS) - 1, max(0, int(share_of_span * len(_BLOCKS))))] if is_finite else " ")
+    return "".join(characters)
 
 
 def _minus(text: str) -> str:

@@ -1,4 +1,4 @@
-"""Where the parts of a drawing go: histograms, sparklines, the prefix tree of a group, and swimlanes. The templates make SVG of it."""
+"""Layout of the pictures in pages: histograms, curves, the prefix tree of a group, and swimlanes. The templates turn it into SVG."""
 
 from __future__ import annotations
 
@@ -6,12 +6,12 @@ import math
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
-from rollwright.viewer.shown import clock, number, seconds, share, signed
+from rollwright.tracking.readable import clock, number, seconds, share, signed, stopwatch
 
-SHADES = 6  # of a value from low to high: q0 to q6
-SIGNED_SHADES = 5  # n5 to n1, z, p1 to p5
+SHADES = 6  # classes of a value from low to high: q0 to q6
+SIGNED_SHADES = 5  # classes n5 to n1, z, p1 to p5
 
-#: Kinds of spans, and what a legend calls them; others are phases of the trainer by their own names.
+#: Kinds of spans, and their names in a legend. Other kinds are phases of the trainer with their own names.
 SPANS = {
     "sample": "episode",
     "generate": "sampling",
@@ -29,7 +29,7 @@ _ALIASES = {"call": "generate"}
 
 
 def shade(value: float | None, low: float, high: float) -> str:
-    """The class of a value between ``low`` and ``high``; empty where there is none."""
+    """The CSS class of a value between ``low`` and ``high``; empty for no value."""
     if value is None or not math.isfinite(value):
         return ""
     part = 0.5 if high <= low else (value - low) / (high - low)
@@ -37,7 +37,7 @@ def shade(value: float | None, low: float, high: float) -> str:
 
 
 def signed_shade(value: float | None, largest: float) -> str:
-    """The class of a value that is good above 0 and bad below."""
+    """The CSS class of a value that is good above 0 and bad below."""
     if value is None or not math.isfinite(value):
         return ""
     if not value or largest <= 0:
@@ -46,8 +46,8 @@ def signed_shade(value: float | None, largest: float) -> str:
     return f"{'p' if value > 0 else 'n'}{strength}"
 
 
-def sparkline(values: Sequence[float | None], width: int = 120, height: int = 28) -> str:
-    """Points of a line; empty where fewer than two values are known."""
+def curve_points(values: Sequence[float | None], width: int = 120, height: int = 28) -> str:
+    """Points of an SVG line; empty if fewer than two values are known."""
     known = [(index, value) for index, value in enumerate(values) if value is not None and math.isfinite(value)]
     if len(known) < 2:
         return ""
@@ -94,7 +94,7 @@ def histogram(bins: Sequence[Mapping[str, Any]], hrefs: Sequence[str], chosen: i
 
 
 def range_box(step: Mapping[str, Any], low: float, high: float, width: int = 120) -> dict[str, float] | None:
-    """Where a step's lowest, mean and highest reward lie between those of the run, in the size of a word."""
+    """Position of a step's lowest, mean and highest reward in the run's range, in the size of a word."""
     values = [step[name] for name in ("reward_min", "reward", "reward_max")]
     if any(value is None for value in values):
         return None
@@ -110,26 +110,26 @@ _TREE_WIDTH, _END_WIDTH = 1000, 210
 
 
 def prefix_tree(tree: Mapping[str, Any], href_of: Mapping[str, str]) -> dict[str, Any]:
-    """Nodes and edges of a group's tree: a shared part once, its width by tokens, its branches below each other."""
+    """Nodes and edges of a group's tree: each shared part once, as wide as its tokens, with its branches below each other."""
     nodes: list[dict[str, Any]] = list(tree["nodes"])
     children: dict[Any, list[dict[str, Any]]] = {}
     for node in nodes:
         children.setdefault(node["parent"], []).append(node)
     largest = max((abs(node["advantage"]) for node in nodes if node["advantage"] is not None), default=0.0)
     scale = (_TREE_WIDTH - _END_WIDTH) / max(tree["width"], 1)
-    placed: dict[Any, dict[str, Any]] = {}
+    drawn: dict[Any, dict[str, Any]] = {}
     edges: list[str] = []
     rows = 0
     order = _parents_last(children)
     for node in order:
-        below = [placed[child["id"]] for child in children.get(node["id"], [])]
+        below = [drawn[child["id"]] for child in children.get(node["id"], [])]
         if below:
             y = (below[0]["y"] + below[-1]["y"]) / 2
         else:
             y, rows = rows * _LEAF_HEIGHT + 4, rows + 1
         x, width = node["start"] * scale, max(node["tokens"] * scale - 1.5, 3.0)
         keys, is_leaf = node["samples"], not below
-        placed[node["id"]] = {
+        drawn[node["id"]] = {
             "x": round(x, 1),
             "y": round(y, 1),
             "width": round(width, 1),
@@ -138,7 +138,7 @@ def prefix_tree(tree: Mapping[str, Any], href_of: Mapping[str, str]) -> dict[str
             "trained": node["trained"],
             "caption": _fitting(node["text"], width),
             "text": node["text"],
-            "label": _told(node, keys),
+            "label": _label(node, keys),
             "href": href_of.get(keys[0]) if len(keys) == 1 else None,
             "end": _end_of(node, keys) if is_leaf else "",
         }
@@ -151,7 +151,7 @@ def prefix_tree(tree: Mapping[str, Any], href_of: Mapping[str, str]) -> dict[str
     total, distinct = sum(n["tokens"] * max(len(n["rows"]), 1) for n in nodes), sum(n["tokens"] for n in nodes)
     note = f"{distinct:,} distinct of {total:,} tokens" if total > distinct else f"{distinct:,} tokens, none shared"
     return {
-        "nodes": [placed[node["id"]] for node in nodes],
+        "nodes": [drawn[node["id"]] for node in nodes],
         "edges": edges,
         "width": _TREE_WIDTH,
         "height": rows * _LEAF_HEIGHT + 8,
@@ -160,7 +160,7 @@ def prefix_tree(tree: Mapping[str, Any], href_of: Mapping[str, str]) -> dict[str
 
 
 def _parents_last(children: Mapping[Any, list[dict[str, Any]]]) -> Iterable[dict[str, Any]]:
-    """All nodes, leaves from top to bottom, each parent behind its children; deep trees need no recursion."""
+    """All nodes, leaves from top to bottom and each parent after its children. Not recursive, because trees may be deep."""
     waiting = [(node, False) for node in reversed(children.get(None, []))]
     while waiting:
         node, is_done = waiting.pop()
@@ -171,7 +171,7 @@ def _parents_last(children: Mapping[Any, list[dict[str, Any]]]) -> Iterable[dict
         waiting += [(child, False) for child in reversed(children[node["id"]])]
 
 
-def _told(node: Mapping[str, Any], keys: Sequence[str]) -> str:
+def _label(node: Mapping[str, Any], keys: Sequence[str]) -> str:
     whose = f"sample {keys[0]}" if len(keys) == 1 else f"shared by {len(keys)} samples"
     parts = [whose, f"{node['tokens']:,} tokens", "trained" if node["trained"] else "not trained"]
     if node["branch"]:
@@ -206,7 +206,7 @@ _LANES_WIDTH, _LANES_LEFT, _LANE_HEIGHT = 1400, 190, 26
 
 
 def swimlanes(timeline: Mapping[str, Any], began: float, href_of: Any) -> dict[str, Any]:
-    """Bars of a timeline. Spans too short to be seen apart are drawn as one."""
+    """Bars of a timeline. Spans that are too short to be told apart are drawn as one."""
     start, end = timeline["start"] or 0.0, timeline["end"] or 0.0
     scale = (_LANES_WIDTH - _LANES_LEFT) / max(end - start, 1e-6)
     lanes: list[dict[str, Any]] = []
@@ -242,7 +242,11 @@ def swimlanes(timeline: Mapping[str, Any], began: float, href_of: Any) -> dict[s
         "end": end,
         "lanes": lanes,
         "ticks": [
-            {"x": round(_LANES_LEFT + (at - start) * scale, 1), "text": _since(at - began)} for at in _ticks(start, end, began)
+            {
+                "x": round(_LANES_LEFT + (at - start) * scale, 1),
+                "text": f"{at - began:.4g} s" if abs(at - began) < 60 else stopwatch(at - began),
+            }
+            for at in _ticks(start, end, began)
         ],
         "legend": [(kind, SPANS[kind]) for kind in SPANS if kind in kinds],
     }
@@ -263,15 +267,8 @@ def _ticks(start: float, end: float, began: float) -> list[float]:
     return [began + first + index * step for index in range(20) if began + first + index * step <= end]
 
 
-def _since(value: float) -> str:
-    if abs(value) < 60:
-        return f"{value:.4g} s"
-    hours, left = divmod(round(value), 3600)
-    return f"{hours}:{left // 60:02d}:{left % 60:02d}" if hours else f"{left // 60}:{left % 60:02d}"
-
-
 def lanes_of_sample(began: float, ended: float, spans: Sequence[tuple[str, float, float, str]]) -> dict[str, Any] | None:
-    """A sample's requests, tools and rewards as bars below each other, one row for each kind."""
+    """A sample's requests, tools and rewards as bars, one row for each kind."""
     if not spans or ended <= began:
         return None
     kinds = list(dict.fromkeys(kind for kind, *_ in spans))
