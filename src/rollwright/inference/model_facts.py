@@ -31,9 +31,13 @@ def attention_arguments(wanted: str) -> dict[str, Any]:
 
 def note_attention(model: Any, wanted: str) -> None:
     """Log, once for each model class, that a model was loaded with another attention implementation than ``wanted``."""
-    found = model.config.get_text_config()._attn_implementation
-    if found != wanted:
+    if (found := attention_of(model.config)) != wanted:
         _note_once(type(model).__name__, wanted, found)
+
+
+def attention_of(config: Any) -> str:
+    """Name of the attention implementation that a model's configuration selects; transformers has no public name for it."""
+    return str(config.get_text_config()._attn_implementation)
 
 
 @functools.cache

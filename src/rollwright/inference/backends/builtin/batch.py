@@ -60,19 +60,19 @@ class Sequence:
     Attributes:
         tokens: prompt and generated tokens. While the sequence is in a row, its newest tokens are in the row table and are
             added here when it leaves the row; so are ``logprobs`` and ``versions``, one for each generated token.
-        top_logprobs: the most likely tokens beside each generated one, where the request asks for them.
-        prompt_logprobs: of the prompt's tokens that were scored so far, with the most likely ones.
-        length_limit: most tokens, the prompt included.
+        top_logprobs: the most likely alternatives to each generated token, if requested.
+        prompt_logprobs: log-probability and most likely alternatives of each prompt token scored so far.
+        length_limit: most tokens, including the prompt.
         has_own_layout: positions or attention differ from a plain causal sequence.
         position_delta: position minus index of the tokens after a multi-modal prompt.
-        hidden: ``[prompt]`` bool, the columns that new tokens must not see; None where they see all.
-        adjustment: what changes its scores before a token is drawn; None where nothing does.
+        hidden: ``[prompt]`` bool, the columns that new tokens must not see; None if they see all.
+        adjustment: changes its scores before a token is drawn, if requested.
         on_token: called in the engine's thread with the sequence, each sampled token, its log-probability and version.
-        cached: leading tokens whose keys and values are in its row.
+        cached: number of leading tokens whose keys and values are in its row.
         row: its row in the cache, -1 while it waits.
-        prefix_source: where a computed prefix is to be copied from.
-        prefilled: leading tokens whose keys and values were computed as a prompt's are; the others were decoded one by one.
-        is_current: False where some keys and values were computed by older weights.
+        prefix_source: the holder of a computed prefix that will be copied.
+        prefilled: number of leading tokens that were computed as a prompt; the others were decoded one by one.
+        is_current: False if some keys and values were computed by older weights.
     """
 
     request: ModelRequest
@@ -102,7 +102,7 @@ class Sequence:
 
     @property
     def next_scored(self) -> int | None:
-        """Index of the first token of the prompt that waits for its log-probability; None: none does."""
+        """Index of the next prompt token that needs its log-probability; None if none does."""
         if self.request.prompt_logprobs_from is None:
             return None
         index = max(1, self.request.prompt_logprobs_from) + len(self.prompt_logprobs)
@@ -110,7 +110,7 @@ class Sequence:
 
     @property
     def shareable_length(self) -> int:
-        """Leading tokens whose keys and values equal those of a plain causal text sequence.
+        """Number of leading tokens whose keys and values equal those of a plain causal text sequence.
 
         A trunk token sees all tokens before it, so leading trunk tokens at positions 0, 1, 2, ... are plain. Multi-modal
         prompts share nothing: equal ids may stand for different images.
@@ -142,7 +142,7 @@ class Sequence:
     def response(
         self, stop_reason: str = "stop", stop_match: str | int | None = None, sampled: Sampled | None = None
     ) -> ModelResponse:
-        """The response with all that was generated so far, or with what a listener has kept of it (``sampled``)."""
+        """Make the response from everything generated so far, or from the tokens that a listener has received (``sampled``)."""
         tokens, logprobs, versions = sampled or (self.tokens[self.prompt_length :], self.logprobs, self.versions)
         now, request = time.monotonic(), self.request
         scores: dict[str, Any] = {}

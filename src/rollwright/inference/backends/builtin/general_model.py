@@ -128,7 +128,7 @@ class GeneralModel:
         return batch.unpad(output.logits) if batch.scores_all else output.logits[: batch.row_count, -1]
 
     def _visible_tokens(self, batch: ForwardBatch) -> VisibleTokens:
-        """Which columns each query may see before the layers apply their windows, for all computed rows."""
+        """The columns that each query may see before the layers apply their windows, for all computed rows."""
         visible, (queries, keys) = batch.visible, batch.places()
         if visible is None:
             visible = torch.arange(batch.read_length, device=keys.device) <= batch.pad(batch.columns)[:, :, None]
@@ -148,13 +148,15 @@ class GeneralModel:
     # ------------------------------------------------------------------ images and video
 
     def multi_modal_position_delta(self, request: ModelRequest) -> int:
-        """Position of the token after a multi-modal prompt, less the prompt's length: an image takes fewer positions than
-        it has tokens where rotary positions have three axes (M-RoPE); 0 in other models."""
+        """Position of the token after a multi-modal prompt minus the prompt's length.
+
+        With three-axis rotary positions (M-RoPE) an image takes fewer positions than it has tokens; other models give 0.
+        """
         inputs = self._model_inputs(request.multi_modal or {}, torch.tensor([request.input_ids]))
         return 0 if (positions := self._rope_index(inputs)) is None else int(positions.max()) + 1 - len(request.input_ids)
 
     def _model_inputs(self, multi_modal: dict[str, Any], input_ids: Tensor) -> dict[str, Any]:
-        """What the model takes of the processor's outputs, on its device and in its dtype."""
+        """The processor outputs that the model takes, on its device and in its dtype."""
         device, dtype = self._model.device, self._model.dtype
         inputs = {
             k: v.to(device, dtype if v.is_floating_point() else None) if isinstance(v, Tensor) else v
@@ -176,10 +178,10 @@ class GeneralModel:
         names = ("input_ids", "mm_token_type_ids", "image_grid_thw", "video_grid_thw")
         return self._model.model.get_rope_index(**{name: inputs[name] for name in names if name in inputs})[0]
 
-    # ------------------------------------------------------------------ does it compute what the model computes?
+    # ------------------------------------------------------------------ check against the model's plain forward
 
     def ordinary_tokens(self) -> list[int]:
-        """Some tokens that are not special."""
+        """Return some tokens that are not special."""
         return ordinary_tokens(self._model.config)
 
     @torch.inference_mode()
@@ -200,8 +202,8 @@ class GeneralModel:
         logger.warning(said, type(self._model).__name__, difference.reason)
 
     def _difference(self, context_length: int) -> Difference | None:
-        way = "one row at a time" if self._rows_apart else "rows together"
+        mode = "one row at a time" if self._rows_apart else "rows together"
         try:
-            return prove(self, self._model, self.layer_shapes, self.ordinary_tokens(), context_length, way)
+            return prove(self, self._model, self.layer_shapes, self.ordinary_tokens(), context_length, mode)
         except Exception as error:  # a foreign forward may raise anything
             return Difference(f"it does not accept an explicit mask and cache ({type(error).__name__}: {error})")

@@ -1,6 +1,6 @@
-"""Grammars: which tokens may come next, so that an output is JSON, matches a regular expression, or follows a Lark grammar.
+"""Grammars: restrict the next token so that an output is JSON, matches a regular expression, or follows a Lark grammar.
 
-The work is llguidance's: masks take well under a millisecond, and it needs neither torch nor a compiled automaton of the vocabulary.
+llguidance does the work: a mask takes well under a millisecond and needs no compiled automaton of the vocabulary.
 """
 
 from __future__ import annotations
@@ -16,15 +16,15 @@ from torch import Tensor
 from rollwright.config.generation import GenerationHyperparameters
 from rollwright.errors import EngineError
 
-#: The generation arguments that give a grammar; a request has at most one of them.
+#: Generation arguments that give a grammar; a request has at most one of them.
 GRAMMARS = ("json_schema", "regex", "grammar")
 
 
 class Grammar:
-    """What one output has to follow.
+    """The grammar of one output and its current state.
 
     Args:
-        matcher: of llguidance, at the beginning.
+        matcher: a matcher of llguidance in its initial state.
     """
 
     def __init__(self, matcher: Any) -> None:
@@ -32,32 +32,32 @@ class Grammar:
 
     @property
     def error(self) -> str:
-        """Why the grammar could not be followed further (it grew too complex); empty: it could."""
+        """Why the grammar could not be followed further (it became too complex); empty if it could."""
         return self._matcher.get_error()
 
     def mask(self, scores_V: Tensor) -> None:
-        """Leave only tokens that may come next, in place; at the end only the end tokens."""
+        """Mask all tokens that cannot come next, in place; at the end of the grammar only end tokens remain."""
         allowed = np.unpackbits(np.frombuffer(self._matcher.compute_bitmask(), dtype=np.uint8), bitorder="little")
         if not self.error:
             allowed_V = torch.from_numpy(allowed[: len(scores_V)]).to(scores_V.device, torch.bool)
             scores_V.masked_fill_(~allowed_V, float("-inf"))
 
     def take(self, token: int) -> None:
-        """The token that came."""
+        """Advance by a sampled token."""
         self._matcher.consume_token(token)
 
 
 def grammar_of(gconfig: GenerationHyperparameters, tokenizer: Any, vocabulary: int, end_ids: set[int]) -> Grammar | None:
-    """The grammar that a request asks for; None where it asks for none.
+    """Return the grammar that a request asks for, if any.
 
     Args:
-        gconfig: of the request.
-        tokenizer: the model's; None: there is none.
-        vocabulary: of the model.
-        end_ids: that end the output where the grammar allows it.
+        gconfig: generation arguments of the request.
+        tokenizer: the model's tokenizer, if any.
+        vocabulary: size of the model's vocabulary.
+        end_ids: tokens that end the output if the grammar allows it.
 
     Raises:
-        EngineError: the grammar is wrong, or cannot be honoured together with another argument.
+        EngineError: the grammar is invalid or conflicts with another argument.
     """
     asked = [name for name in GRAMMARS if getattr(gconfig, name) is not None]
     if not asked:
@@ -77,7 +77,7 @@ def grammar_of(gconfig: GenerationHyperparameters, tokenizer: Any, vocabulary: i
 
 @functools.lru_cache(maxsize=128)
 def _matcher(name: str, text: str, tokenizer: Any, vocabulary: int, end_ids: tuple[int, ...]) -> Any:
-    """A matcher at its beginning; making one takes milliseconds, copying it microseconds."""
+    """A matcher in its initial state. Making one takes milliseconds, copying it microseconds."""
     tokens = _tokens(tokenizer, vocabulary, end_ids)
     from llguidance import LLMatcher
 
@@ -89,7 +89,7 @@ def _matcher(name: str, text: str, tokenizer: Any, vocabulary: int, end_ids: tup
     try:
         matcher = LLMatcher(tokens, make[name](text), log_level=0)
         error = matcher.get_error()
-    except ValueError as wrong:  # it is no JSON
+    except ValueError as wrong:  # not JSON
         error = str(wrong)
     if error:
         raise EngineError(f"{name}={text!r:.200} cannot be honoured: {error:.500}")
@@ -98,7 +98,7 @@ def _matcher(name: str, text: str, tokenizer: Any, vocabulary: int, end_ids: tup
 
 @functools.lru_cache(maxsize=4)
 def _tokens(tokenizer: Any, vocabulary: int, end_ids: tuple[int, ...]) -> Any:
-    """The texts of all tokens, as llguidance wants them; it takes about a second for a large vocabulary."""
+    """The texts of all tokens in llguidance's form; takes about a second for a large vocabulary."""
     try:
         from llguidance import LLTokenizer, TokenizerWrapper
     except ModuleNotFoundError as error:
@@ -108,15 +108,15 @@ def _tokens(tokenizer: Any, vocabulary: int, end_ids: tuple[int, ...]) -> Any:
     size = max(vocabulary, len(tokenizer))
     try:
         return LLTokenizer(json.dumps(_backend(tokenizer)), n_vocab=size, eos_token=list(end_ids))
-    except (AttributeError, ValueError):  # no fast tokenizer, or one whose tokens are no bytes: its own texts then
+    except (AttributeError, ValueError):  # not a fast tokenizer, or its tokens are not bytes: use its own texts
         return LLTokenizer(TokenizerWrapper(_DecodedTokens(tokenizer, size, end_ids)), n_vocab=size, eos_token=list(end_ids))
 
 
 def _backend(tokenizer: Any) -> dict[str, Any]:
     """The tokenizer's file, without padding and truncation.
 
-    llguidance takes every added token in angle brackets for a special one, which no text of a grammar matches. Those that are text,
-    such as Qwen's ``<think>`` and ``<tool_call>``, go into the vocabulary.
+    llguidance treats every added token in angle brackets as special, and no text of a grammar matches special tokens. Added tokens that
+    are text, such as Qwen's ``<think>`` and ``<tool_call>``, are therefore moved into the vocabulary.
     """
     backend = json.loads(tokenizer.backend_tokenizer.to_str()) | {"padding": None, "truncation": None}
     vocabulary, added = backend["model"]["vocab"], backend["added_tokens"]
@@ -130,7 +130,7 @@ def _backend(tokenizer: Any) -> dict[str, Any]:
 
 
 class _DecodedTokens:
-    """The tokens of a tokenizer whose texts only have to be joined: one of characters, for example."""
+    """Tokens of a tokenizer whose text is the concatenation of its tokens' texts, such as one of characters."""
 
     def __init__(self, tokenizer: Any, size: int, end_ids: tuple[int, ...]) -> None:
         self._tokenizer = tokenizer

@@ -1,6 +1,6 @@
-"""What changes the scores of one sequence before a token is drawn: a bias, penalties and a grammar.
+"""Adjusts the scores of one sequence before a token is drawn: logit bias, penalties and a grammar.
 
-Log-probabilities are taken before, so a sequence without an adjustment pays nothing and one with it gives the same.
+Log-probabilities are taken before the adjustment. A sequence without one has no extra cost.
 """
 
 from __future__ import annotations
@@ -17,19 +17,21 @@ class Adjustment:
     """Bias, penalties and grammar of one sequence, in vLLM's order: bias, repetition, frequency, presence; the grammar last.
 
     Args:
-        gconfig: of the request.
-        prompt: counts for the repetition penalty (as in Transformers and vLLM), not for the other two (as in OpenAI's).
-        grammar: of the output; None where it is free.
+        gconfig: generation arguments of the request.
+        prompt: counts for the repetition penalty (as in Transformers and vLLM), not for the other two (as in OpenAI's API).
+        grammar: grammar of the output, if any.
     """
 
     def __init__(self, gconfig: GenerationHyperparameters, prompt: list[int], grammar: Grammar | None) -> None:
         self._gconfig = gconfig
         self._grammar = grammar
         self._prompt = prompt
-        self._state: tuple[Tensor, Tensor, Tensor] | None = None  # made with the first token: many requests wait before that
+        self._state: tuple[Tensor, Tensor, Tensor] | None = (
+            None  # made with the first token, because many requests wait for theirs
+        )
 
     def take(self, token: int) -> None:
-        """Note the newest output token."""
+        """Record the newest output token."""
         if self._state is not None:
             counts_V, seen_V, _ = self._state
             counts_V[token] += 1
@@ -39,18 +41,18 @@ class Adjustment:
 
     @property
     def error(self) -> EngineError | None:
-        """Why the sequence cannot go on; None: it can."""
+        """Why the sequence cannot continue; None if it can."""
         if self._grammar is None or not self._grammar.error:
             return None
         return EngineError(f"The grammar of the request cannot be followed further: {self._grammar.error:.500}")
 
     def apply(self, scores_V: Tensor) -> None:
-        """Change logits that were divided by the temperature, in place."""
-        self._punish(scores_V)
+        """Adjust logits that were divided by the temperature, in place."""
+        self._add_penalties(scores_V)
         if self._grammar is not None:
             self._grammar.mask(scores_V)
 
-    def _punish(self, scores_V: Tensor) -> None:
+    def _add_penalties(self, scores_V: Tensor) -> None:
         gconfig, temperature = self._gconfig, self._gconfig.effective_temperature
         if self._state is None:
             seen_V = torch.zeros_like(scores_V, dtype=torch.bool)

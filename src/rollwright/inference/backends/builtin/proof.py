@@ -17,7 +17,7 @@ from torch import Tensor
 
 from rollwright.inference.backends.builtin.batch import Chunk, ForwardBatch, Sequence, prefill_batch
 from rollwright.inference.backends.builtin.kv_cache import KVCache, LayerShape
-from rollwright.inference.model_facts import regime_lengths
+from rollwright.inference.model_facts import attention_of, regime_lengths
 from rollwright.inference.request import ModelRequest
 
 _SHORT = (11, 5)  # tokens of the rows of the short proof
@@ -31,9 +31,8 @@ _LIKELY = 64  # tokens compared in half precision; the log-probabilities of unli
 _NATS, _HALF_NATS = 1e-3, 0.1
 
 Forward = Callable[[ForwardBatch, KVCache], Tensor]
-_proved: weakref.WeakKeyDictionary[Any, set[tuple[str, str, int]]] = (
-    weakref.WeakKeyDictionary()
-)  # by model: way, attention, length
+#: What was proved of each model: how it was computed, its attention implementation, the longest row.
+_proved: weakref.WeakKeyDictionary[Any, set[tuple[str, str, int]]] = weakref.WeakKeyDictionary()
 
 
 @dataclass(frozen=True)
@@ -45,7 +44,7 @@ class Difference:
 
 
 def prove(
-    forward: Forward, model: Any, layers: list[LayerShape], tokens: list[int], context_length: int, way: str
+    forward: Forward, model: Any, layers: list[LayerShape], tokens: list[int], context_length: int, mode: str
 ) -> Difference | None:
     """Compare ragged passes over a cache with plain forwards.
 
@@ -53,7 +52,7 @@ def prove(
         forward: forward of ``model`` over the cache, whose layers have the shapes ``layers``.
         tokens: ordinary tokens to build rows from.
         context_length: longest row to check.
-        way: how ``forward`` computes; results are cached for each model and way.
+        mode: how ``forward`` computes; results are cached for each model and mode.
     """
     if reason := _differs(forward, model, layers, tokens, [min(n, context_length) for n in _SHORT], 0):
         said = f"with an explicit mask and cache it computes other log-probabilities than in a plain forward ({reason}; it may have "
@@ -63,10 +62,10 @@ def prove(
         if length < context_length:
             by_length.setdefault(length, []).append(f"{name}={length}")
     most = _OPERATIONS if model.device.type == "cpu" else _GPU_OPERATIONS
-    attention = model.config.get_text_config()._attn_implementation
+    attention = attention_of(model.config)
     for length, names in sorted(by_length.items()):
         longest = min(length + min(length, _BEYOND), context_length)
-        if (known := (way, attention, longest)) in _proved.get(model, ()):
+        if (known := (mode, attention, longest)) in _proved.get(model, ()):
             continue
         try:
             is_short = (operations := _operations(model, longest)) <= most

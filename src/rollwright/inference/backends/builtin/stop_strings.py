@@ -1,4 +1,4 @@
-"""Stop strings: where the text of an output that grows token by token completes one."""
+"""Stop strings: finds the token that completes one in a growing output."""
 
 from __future__ import annotations
 
@@ -8,26 +8,26 @@ _INCOMPLETE = "�"  # what tokenizers decode an unfinished multi-byte character
 
 
 class StopStrings:
-    """Finds stop strings in the decoded text of one output as it grows, also where they span tokens or characters span tokens.
+    """Finds stop strings in the decoded text of one growing output. Both stop strings and characters may span several tokens.
 
-    Each new piece of text is the difference between decoding from a settled token on with and without the new tokens, as
-    decoding single tokens loses spaces in some tokenizers. Special tokens are decoded too: their text may be a stop string.
+    Each new piece of text is the difference between decoding from an earlier token on with and without the new tokens, because
+    decoding single tokens loses spaces with some tokenizers. Special tokens are decoded too: their text may be a stop string.
     """
 
     def __init__(self, tokenizer: Any, stop: list[str]) -> None:
         self._tokenizer = tokenizer
         self._stop = [text for text in stop if text]
         self._overlap = max((len(text) for text in self._stop), default=1) - 1
-        self._pending: list[int] = []  # the newest settled piece, as context, and the tokens after it
+        self._pending: list[int] = []  # the last complete piece, as context, and the tokens after it
         self._known = ""  # the text of that piece
         self._known_tokens = 0
-        self._tail = ""  # the last characters of the known text, in which a stop string may have begun
+        self._tail = ""  # the last characters of the known text, where a stop string may have begun
 
     def _decode(self, tokens: list[int]) -> str:
         return self._tokenizer.decode(tokens, skip_special_tokens=False, clean_up_tokenization_spaces=False)
 
     def find(self, token: int, may_stop: bool = True) -> str | None:
-        """The stop string that the next output token completes, if any; not below ``min_new_tokens`` (``may_stop`` False)."""
+        """Return the stop string that the next output token completes, if any and if ``may_stop``."""
         self._pending.append(token)
         text = self._decode(self._pending)
         new, before = text[len(self._known) :], len(self._tail)
@@ -40,6 +40,6 @@ class StopStrings:
             self._tail = searched[-self._overlap :] if self._overlap else ""
         if not may_stop:
             return None
-        # a stop string that was complete before this token came below ``min_new_tokens``
+        # a stop string completed by an earlier token was below ``min_new_tokens`` and does not count
         found = [(searched.find(text, max(0, before - len(text) + 1)), text) for text in self._stop]
         return min((match for match in found if match[0] >= 0), default=(0, None))[1]
