@@ -1,4 +1,4 @@
-"""Signs that a run cannot learn: settings that are seen before the first step, steps that move nothing, and what its curves say."""
+"""Signs that a run does not learn: unsuitable settings, steps without an update, and problems in its curves."""
 
 from __future__ import annotations
 
@@ -14,17 +14,17 @@ logger = getLogger("trainer")
 #: AdamW moves a weight by about this much a step; the weights of a language model are mostly below 0.1.
 LARGEST_LEARNING_RATE = 1e-2
 
-#: Steps in a row in which nothing was learned, after which it is told.
+#: Consecutive steps without learning before the warning.
 STEPS_WITHOUT_LEARNING = 5
 
-#: Below it an advantage is rounding.
+#: Smaller advantages are rounding errors.
 _NO_ADVANTAGE = 1e-6
 
 
 def reasons_not_to_learn(config: Any) -> Iterator[str]:
-    """What of an experiment's settings keeps it from learning, each with the key and what to change.
+    """Yield the settings that keep an experiment from learning, each with its key and a remedy.
 
-    A process that only explores, or only trains from a store, is judged by what it does.
+    For a process that only explores or only trains from a store, only the settings that it uses count.
     """
     actor, mode = getattr(config, "actor", None), getattr(config, "mode", "both")
     if actor is not None and mode != "train":
@@ -54,13 +54,13 @@ def reasons_not_to_learn(config: Any) -> Iterator[str]:
 
 @dataclasses.dataclass(frozen=True)
 class Sign:
-    """What a rule found in the curves of a run.
+    """A problem that a rule found in the curves of a run.
 
     Attributes:
         rule: its name; ``docs/run-data.md`` gives the reason for each.
-        level: bad (it learns nothing, or breaks), warn (it learns less than it could), or info.
-        setting: the key of the config that changes it.
-        step: at which it was seen last.
+        level: bad (it learns nothing or breaks), warn (it learns less than it could), or info.
+        setting: config key that fixes it.
+        step: the last step with the problem.
     """
 
     rule: str
@@ -70,11 +70,11 @@ class Sign:
     step: int
 
     def plain(self) -> dict[str, Any]:
-        """Its fields."""
+        """Return its fields as a dict."""
         return dataclasses.asdict(self)
 
 
-#: ``name -> [(step, value), …]`` of a metric; empty where there is none.
+#: Returns the points ``[(step, value), …]`` of a metric; empty if there are none.
 Points = Callable[[str], list[tuple[int, float]]]
 
 _LAST = 10  # steps that a rule looks at
@@ -82,18 +82,18 @@ _FEWEST = 3  # steps before which a rule says nothing
 
 
 def signs_of(points: Points, config: Mapping[str, Any]) -> list[Sign]:
-    """What is wrong with a run as its last steps show it, the worst first.
+    """Find problems in the last steps of a run, the worst first.
 
     Args:
-        points: of its metrics.
-        config: flat, such as ``{"actor.optimizer.lr": 1e-5}``.
+        points: returns the points of a metric.
+        config: flattened, such as ``{"actor.optimizer.lr": 1e-5}``.
     """
     found = [sign for rule in _RULES for sign in rule(points, config)]
     return sorted(found, key=lambda sign: ("bad", "warn", "info").index(sign.level))
 
 
 def _recent(points: Points, name: str) -> tuple[int, float] | None:
-    """The last step of a metric, and its mean over the last ones; None before there are a few."""
+    """The last step of a metric, and its mean over the last steps; None if there are too few."""
     last = points(name)[-_LAST:]
     return (last[-1][0], statistics.fmean(value for _, value in last)) if len(last) >= _FEWEST else None
 
@@ -135,7 +135,7 @@ def _skipped(points: Points, config: Mapping[str, Any]) -> Iterator[Sign]:
 def _above(
     name: str, limit: float, rule: str, level: str, setting: str, message: str
 ) -> Callable[[Points, Mapping[str, Any]], Iterator[Sign]]:
-    """A rule: the mean of a metric over the last steps is above a limit. ``message`` is formatted with ``value``."""
+    """Make a rule for a metric whose mean over the last steps is above a limit. ``message`` is formatted with ``value``."""
 
     def look(points: Points, config: Mapping[str, Any]) -> Iterator[Sign]:
         found = _recent(points, name)
@@ -221,18 +221,18 @@ def warn_of_reasons(config: Any) -> None:
 
 
 class LearningWatch:
-    """Tells once when several steps in a row had nothing to learn from."""
+    """Warns once if several consecutive steps had nothing to learn from."""
 
     def __init__(self) -> None:
         self._idle = 0
         self._has_told = False
 
     def after_step(self, stats: Mapping[str, float], reward: float) -> None:
-        """Note a step.
+        """Record a step.
 
         Args:
-            stats: of ``ppo_update``.
-            reward: mean of the step.
+            stats: result of ``ppo_update``.
+            reward: mean reward of the step.
         """
         self._idle = self._idle + 1 if stats.get("advantage/abs_mean", 0.0) < _NO_ADVANTAGE else 0
         if self._idle >= STEPS_WITHOUT_LEARNING and not self._has_told:

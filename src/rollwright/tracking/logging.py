@@ -1,9 +1,8 @@
 """Logging: ``from rollwright import logging; logging.getLogger("MyWorkflow")``.
 
-Every logger lives below one root, ``rollwright``, so that one level and one set of handlers govern a run. Messages go
-through rich where stdout and stderr are both a terminal (and then print above the live display, never through it), and
-as plain lines to stderr elsewhere. Whatever this module does not define, such as ``logging.INFO``, is the standard
-library's.
+Every logger is below one root, ``rollwright``, so that one level and one set of handlers apply to a run. If stdout and stderr are both
+a terminal, messages go through rich and appear above the live display; otherwise they are plain lines on stderr. Names that this
+module does not define, such as ``logging.INFO``, are the standard library's.
 """
 
 from __future__ import annotations
@@ -32,7 +31,7 @@ def __getattr__(name: str) -> Any:
 
 
 class _ShortName(_standard.Filter):
-    """Gives records the name that the user asked for, without the common root."""
+    """Removes the common root from the logger names in records."""
 
     def filter(self, record: _standard.LogRecord) -> bool:
         record.short_name = record.name.removeprefix(f"{ROOT_NAME}.")
@@ -69,7 +68,7 @@ def console() -> Console:
 
 
 def output_is_terminal() -> bool:
-    """True where stdout and stderr are both a terminal that can redraw lines."""
+    """True if stdout and stderr are both a terminal that can redraw lines."""
     return bool(console().is_terminal and not console().is_dumb_terminal and sys.stderr is not None and sys.stderr.isatty())
 
 
@@ -88,7 +87,7 @@ def _root() -> _standard.Logger:
             handler.setFormatter(_standard.Formatter(_LINE_FORMAT, datefmt="%H:%M:%S"))
         handler.addFilter(_ShortName())
         follows = os.environ.get("RANK", "0") != "0" and os.environ.get("WORLD_SIZE", "1") != "1"
-        # Of processes that train together the first one says what is to be said.
+        # of processes that train together, only the first one logs
         handler.setLevel(os.environ.get(LEVEL_VARIABLE, "ERROR" if follows else "INFO").upper())
         handler._is_rollwright_output = True  # type: ignore[attr-defined]
         root.addHandler(handler)
@@ -98,7 +97,7 @@ def _root() -> _standard.Logger:
 
 
 def getLogger(name: str | None = None) -> _standard.Logger:  # noqa: N802 (the standard library's name)
-    """A standard library logger below Rollwright's root; its messages reach the terminal (or stderr) and all attached files.
+    """Return a standard library logger below Rollwright's root; its messages go to the terminal (or stderr) and all attached files.
 
     ``name`` is any name, such as ``"MyWorkflow"`` or ``__name__``; None is the root.
     """
@@ -112,7 +111,7 @@ get_logger = getLogger
 
 
 def attach_file(path: str | Path, level: int | str = "DEBUG") -> _standard.Handler:
-    """Also writes every message from ``level`` on, with date and thread, to a file that is appended to.
+    """Append every message from ``level`` on, with date and thread, to a file.
 
     Returns the handler; give it to :func:`detach_file` when the run ends.
     """
@@ -147,12 +146,12 @@ class _LogFile(_standard.FileHandler):
 
 
 def attached_file() -> str | None:
-    """The file that messages of all levels go to now; None: there is none."""
+    """The file that receives messages of all levels, if any."""
     handlers = [handler for handler in _root().handlers if isinstance(handler, _standard.FileHandler)]
     return handlers[-1].baseFilename if handlers else None
 
 
 def detach_file(handler: _standard.Handler) -> None:
-    """Ends what :func:`attach_file` began."""
+    """Stop writing to a file of :func:`attach_file`."""
     _root().removeHandler(handler)
     handler.close()

@@ -1,6 +1,6 @@
-"""Metrics and times: numbers that many threads report while a step runs, reduced to one dictionary at its end.
+"""Metrics and phase times: many threads report numbers during a step, which are reduced to one dictionary at its end.
 
-Each reduction is a method, and the name of a metric keeps the first reduction it was given::
+Each reduction is a method, and a metric keeps the reduction of its first report::
 
     tracker = get_tracker()
     tracker.scalar(reward=0.5)                 # the mean of all reports
@@ -31,7 +31,7 @@ from rollwright.errors import RollwrightError
 
 
 class MetricError(RollwrightError):
-    """A metric was reported as what it is not."""
+    """A metric was reported with another reduction, or with a value that is not a number."""
 
 
 class _Entry:
@@ -90,7 +90,7 @@ def _quantile(ordered: list[float], share: float) -> float:
 class MetricsTracker:
     """Collects metrics from any number of threads and event loops.
 
-    A tracker from :meth:`get` shares its numbers with the tracker it came from and puts its scope before every name.
+    A tracker from :meth:`get` shares its parent's numbers and adds its scope to every name.
     Scopes opened with :meth:`scope` belong to the thread or asyncio task that opened them.
     """
 
@@ -101,7 +101,7 @@ class MetricsTracker:
         self._scopes: contextvars.ContextVar[tuple[str, ...]] = contextvars.ContextVar("scopes", default=())
 
     def get(self, scope: str = "") -> MetricsTracker:
-        """The tracker whose names begin with ``scope/``, over the same numbers."""
+        """Return a tracker of the same numbers whose names begin with ``scope/``."""
         if not scope:
             return self
         child = object.__new__(MetricsTracker)
@@ -111,7 +111,7 @@ class MetricsTracker:
 
     @contextmanager
     def scope(self, name: str) -> Iterator[MetricsTracker]:
-        """Names reported inside, by this thread or asyncio task, begin with ``name/``; scopes nest."""
+        """Prefix the names reported inside, by this thread or asyncio task, with ``name/``; scopes nest."""
         token = self._scopes.set((*self._scopes.get(), name.strip("/")))
         try:
             yield self
@@ -119,41 +119,41 @@ class MetricsTracker:
             self._scopes.reset(token)
 
     def enter_scope(self, name: str) -> None:
-        """As :meth:`scope`, for all that is reported in the current context from now on."""
+        """Like :meth:`scope`, for all further reports of the current context."""
         self._scopes.set((*self._scopes.get(), name.strip("/")))
 
     def scalar(self, **values: Any) -> None:
-        """Reports values of which the mean is exported."""
+        """Report values whose mean is exported."""
         self._add("scalar", values)
 
     def weighted(self, weight: float, **values: Any) -> None:
-        """Reports values of which the weighted mean is exported, e.g. token means weighted by tokens."""
+        """Report values whose weighted mean is exported, such as token means weighted by tokens."""
         self._add("scalar", values, float(weight))
 
     def sum(self, **values: Any) -> None:
-        """Reports values of which the sum is exported."""
+        """Report values whose sum is exported."""
         self._add("sum", values)
 
     def minimum(self, **values: Any) -> None:
-        """Reports values of which the smallest is exported (NaN wins)."""
+        """Report values whose minimum is exported (NaN wins)."""
         self._add("minimum", values)
 
     def maximum(self, **values: Any) -> None:
-        """Reports values of which the largest is exported (NaN wins)."""
+        """Report values whose maximum is exported (NaN wins)."""
         self._add("maximum", values)
 
     def gauge(self, **values: Any) -> None:
-        """Reports values of which the last is exported."""
+        """Report values of which the last is exported."""
         self._add("gauge", values)
 
     def histogram(self, **values: Any) -> None:
-        """Reports values, one or many, of which mean, std, min, p50, p90 and max are exported."""
+        """Report one or many values whose mean, std, min, p50, p90 and max are exported."""
         self._add("histogram", values)
 
     def export(self, reset: bool = True) -> dict[str, float]:
-        """Reduces what was reported since the last reset: full name (with scopes) to number, sorted by name.
+        """Reduce everything reported since the last reset: full name (with scopes) -> number, sorted by name.
 
-        ``reset`` begins anew afterwards. On a tracker from :meth:`get` only its own scope is exported and reset.
+        ``reset`` clears the reports afterwards. A tracker from :meth:`get` exports and resets only its own scope.
         """
         with self._lock:
             names = [name for name in self._entries if name.startswith(self._prefix)]
@@ -164,14 +164,14 @@ class MetricsTracker:
         return results
 
     def take(self) -> list[list[Any]]:
-        """What was reported since the last reset, not reduced, for ``merge`` in another process; begins anew."""
+        """Return the unreduced reports since the last reset, for ``merge`` in another process, and reset."""
         with self._lock:
             taken = [[name, each.kind, each.total, each.count, each.values] for name, each in self._entries.items()]
             self._entries.clear()
         return taken
 
     def merge(self, taken: Iterable[Iterable[Any]]) -> None:
-        """Add what ``take`` gave in another process."""
+        """Add the result of ``take`` in another process."""
         for name, kind, total, count, values in taken:
             with self._lock:
                 entry = self._entries.setdefault(name, _Entry(kind))
@@ -183,7 +183,7 @@ class MetricsTracker:
                     entry.add(total, 1.0)
 
     def full_name(self, name: str) -> str:
-        """What a metric that is reported here as ``name`` is called, with its scopes."""
+        """Full name, with its scopes, of a metric that is reported here as ``name``."""
         return "".join(f"{scope}/" for scope in self._scopes.get()) + self._prefix + name
 
     def _add(self, kind: str, values: dict[str, Any], weight: float = 1.0) -> None:
@@ -220,7 +220,7 @@ _default = MetricsTracker()
 
 
 def get_tracker(scope: str = "") -> MetricsTracker:
-    """The tracker of this process, or the part of it below ``scope``."""
+    """Return this process's tracker, or the part of it below ``scope``."""
     return _default.get(scope)
 
 
@@ -245,7 +245,7 @@ class PhaseTimer:
 
     @contextmanager
     def phase(self, name: str) -> Iterator[None]:
-        """Counts the seconds inside to ``name``."""
+        """Add the seconds inside to the phase ``name``."""
         stack: list[float] = self._local.__dict__.setdefault("inner_seconds", [])
         stack.append(0.0)
         with self._lock:
@@ -268,11 +268,12 @@ class PhaseTimer:
 
     @contextmanager
     def span(self, name: str, category: str = "misc", args: dict[str, Any] | None = None) -> Iterator[None]:
-        """Keeps what runs inside as an interval of the trace alone: spans of concurrent tasks overlap, so they count to no phase.
+        """Record an interval in the trace only: spans of concurrent tasks overlap, so they belong to no phase.
 
         Args:
-            name: of the interval.
-            category: and ``args``: shown with it.
+            name: name of the interval.
+            category: its category in the trace.
+            args: values shown with it.
         """
         started = self._clock()
         try:
@@ -286,7 +287,7 @@ class PhaseTimer:
                 self._events.append((name, started, self._clock() - started, lane, {"cat": category, "args": args or {}}))
 
     def beginnings(self, reset: bool = True) -> dict[str, float]:
-        """When each phase began for the first time since the last call with ``reset``, in seconds since the epoch."""
+        """First beginning of each phase since the last call with ``reset``, in seconds since the epoch."""
         with self._lock:
             began = {name: self._origin_unix + at - self._origin for name, at in self._began.items()}
             if reset:
@@ -295,7 +296,7 @@ class PhaseTimer:
 
     @property
     def current(self) -> str | None:
-        """The phase that was entered last and still runs."""
+        """The most recently entered phase that is still running."""
         with self._lock:
             return self._current[-1] if self._current else None
 
@@ -314,7 +315,7 @@ class PhaseTimer:
         return seconds
 
     def write_chrome_trace(self, path: str | Path) -> None:
-        """Writes the kept intervals as Chrome trace events, for chrome://tracing or ui.perfetto.dev."""
+        """Write the recorded intervals as Chrome trace events, for chrome://tracing or ui.perfetto.dev."""
         with self._lock:
             events = list(self._events)
         process = os.getpid()
@@ -342,12 +343,12 @@ _timer = PhaseTimer()
 
 
 def current_timer() -> PhaseTimer:
-    """The timer of the run, or of this process outside of one."""
+    """Return the timer of the run, or of this process outside of a run."""
     return _timer
 
 
 def start_timer() -> PhaseTimer:
-    """A new timer, which is the current one from now on."""
+    """Start a new timer and make it the current one."""
     global _timer
     _timer = PhaseTimer()
     return _timer

@@ -21,11 +21,11 @@ def write_model_card(checkpoint: Path, step: int) -> Path:
     """Write ``README.md`` into a checkpoint in Hugging Face form.
 
     Args:
-        checkpoint: a directory in ``checkpoints/`` of a stage's directory, whose ``config.yaml`` and ``metrics.jsonl`` it tells of.
-        step: the step of its weights.
+        checkpoint: a directory in ``checkpoints/`` of a stage's directory, whose ``config.yaml`` and ``metrics.jsonl`` it describes.
+        step: step of its weights.
 
     Returns:
-        The file.
+        Path of the file.
 
     Raises:
         CheckpointError: the stage's directory has no ``config.yaml``.
@@ -47,7 +47,7 @@ def _card(config: Mapping[str, Any], metrics: list[dict[str, Any]], step: int) -
     trained = config.get("actor") or config["model"]
     algorithm = trained.get("recipe") or ("dpo" if "beta" in config else "sft")
     tags = ["rollwright", algorithm] + (["reinforcement-learning"] if "actor" in config else [])
-    # A directory of somebody's machine is no name on the Hub.
+    # A local directory is not a name on the Hub
     base = None if Path(trained["path"]).is_absolute() or trained["path"].count("/") != 1 else trained["path"]
     data = ModelCardData(library_name="transformers", base_model=base, tags=tags)
     name = f"{config['experiment_name']}/{config['trial_name']}"

@@ -1,7 +1,7 @@
-"""Times of what a workflow does, by the names that AReaL's files use: ``async with atrace_session_phase("generate"): …``.
+"""Times the parts of a workflow, under the names of AReaL's interface: ``async with atrace_session_phase("generate"): …``.
 
 Each span is an interval in the run's ``trace.json`` (``PhaseTimer.span``) and its seconds are the mean ``timeperf/<name>`` of the step's
-metrics. There is nothing to configure or save: a run writes both.
+metrics. A run writes both; there is nothing to configure or save.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from rollwright.tracking.stats_tracker import record_timing
 
 
 class Category(enum.StrEnum):
-    """What a span spends its time on; the category of the event in the trace."""
+    """Category of a span in the trace."""
 
     COMPUTE = "compute"
     COMM = "comm"
@@ -31,7 +31,7 @@ class Category(enum.StrEnum):
 
 @contextmanager
 def trace_scope(name: str, category: str | None = None, args: dict[str, Any] | None = None) -> Iterator[None]:
-    """A span over what runs inside; ``args`` are shown with it in the trace."""
+    """Record a span over the block; ``args`` are shown with it in the trace."""
     with record_timing(name), current_timer().span(name, str(category or Category.MISC), args):
         yield
 
@@ -47,7 +47,7 @@ async def atrace_scope(name: str, category: str | None = None, args: dict[str, A
 def trace_session_phase(
     phase: str, start_payload: dict[str, Any] | None = None, end_payload: dict[str, Any] | None = None
 ) -> Iterator[None]:
-    """A span over a phase of an episode; the payloads are shown with it in the trace."""
+    """Record a span over a phase of an episode; the payloads are shown with it in the trace."""
     with trace_scope(phase, Category.MISC, {**(start_payload or {}), **(end_payload or {})}):
         yield
 
@@ -62,7 +62,7 @@ async def atrace_session_phase(
 
 
 def trace_perf(name: str, *, category: str | None = None) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
-    """Decorator: a span over each call of a function, plain or async."""
+    """Return a decorator that records a span over each call of a function, plain or async."""
 
     def decorate(function: Callable[..., Any]) -> Callable[..., Any]:
         if inspect.iscoroutinefunction(function):
@@ -89,5 +89,5 @@ trace_session = trace_perf
 
 
 def session_context() -> Callable[[Callable[..., Any]], Callable[..., Any]]:
-    """Decorator of what makes one sample: a span named ``session``. A sample that the executor runs needs no session of its own."""
+    """Return a decorator for a function that makes one sample: a span named ``session``. Samples run by the executor do not need it."""
     return trace_perf("session")

@@ -35,7 +35,7 @@ def _axes(title: str, x_label: str, y_label: str, size: tuple[float, float]):
 
 
 def _can_draw(path: str | Path) -> bool:
-    """matplotlib is there; where it is not, what is not drawn is said."""
+    """True if matplotlib is installed; otherwise logs that the plot is missing."""
     is_there = importlib.util.find_spec("matplotlib") is not None
     if not is_there:
         logger.warning("%s is not drawn, as matplotlib is not installed: pip install 'rollwright[plots]'.", path)
@@ -75,13 +75,12 @@ def plot_curves(
     size: tuple[float, float] = (7.2, 4.0),
     y_limits: tuple[float, float] | None = None,
 ) -> Path | None:
-    """Draws named curves of ``(x, y)`` points into one picture; one of a few points has markers. Returns its path; None without
-    matplotlib.
+    """Plot named curves of ``(x, y)`` points; short curves have markers. Returns the picture's path, or None without matplotlib.
 
     Args:
-        path: the PNG (or any type that matplotlib knows by its ending).
+        path: PNG file, or another type that matplotlib supports.
         size: inches; 150 dots an inch.
-        y_limits: lowest and highest value shown; None: what the points need.
+        y_limits: lowest and highest value shown. None fits the points.
     """
     if not _can_draw(path):
         return None
@@ -114,7 +113,7 @@ def plot_reward_curve(
     title: str = "Reward",
     smoothing: float = 0.4,
 ) -> Path | None:
-    """Draws the reward of training and that on held-out tasks. Returns the picture's path; None without matplotlib.
+    """Plot the reward in training and on held-out tasks. Returns the picture's path, or None without matplotlib.
 
     Args:
         rewards: ``(step, mean reward)`` of training.

@@ -1,6 +1,6 @@
-"""The display of a run: live on a terminal, elsewhere a plain line every ten steps, or every half minute if that is sooner.
+"""The display of a run: live on a terminal; otherwise a plain line every ten steps, or every half minute if that is sooner.
 
-The display is told what happened and draws it; it computes nothing that is not also in ``metrics.jsonl``.
+It only draws the values that it receives; all of them are also in ``metrics.jsonl``.
 """
 
 from __future__ import annotations
@@ -34,21 +34,22 @@ _PHASE_COLOURS = {
     "eval": "dark_orange",
     "checkpoint": "turquoise4",
 }
-#: A plain line comes every so many steps, or after so many seconds.
+#: Steps and seconds between plain lines, whichever comes first.
 LINE_STEPS, LINE_SECONDS = 10, 30.0
 _OTHER_COLOURS = ("deep_pink4", "slate_blue1", "khaki3", "grey62")
 
 
 class ProgressDisplay:
-    """Shows how a run goes.
+    """Shows the progress of a run.
 
     Args:
         title: shown in the frame, usually ``<experiment>/<trial>``.
         mode: ``auto`` (live on a terminal, plain elsewhere), ``live``, ``plain`` or ``none``.
-        value_name: what the main curve is: ``reward``, or ``loss`` for supervised training.
-        start_step: steps already done, where the run was resumed.
+        value_name: name of the main curve: ``reward``, or ``loss`` for supervised training.
+        start_step: number of steps done before a resume.
         timer: its current phase is shown while a step runs.
-        console, stream: where the live display is drawn (None: the process's console), and plain lines go (None: stdout).
+        console: console of the live display. None uses the process's console.
+        stream: receives plain lines. None uses stdout.
     """
 
     def __init__(
@@ -113,14 +114,14 @@ class ProgressDisplay:
         seconds: Mapping[str, float] | None = None,
         facts: Mapping[str, float | str] | None = None,
     ) -> None:
-        """Tells that a step has ended.
+        """Report the end of a step.
 
         Args:
             step: number of steps done, counted from 1.
             value: mean reward of the step (or loss).
-            staleness: mean versions between sampling and training.
+            staleness: mean number of versions between sampling and training.
             seconds: of each phase in this step.
-            facts: further numbers worth a glance, e.g. ``{"length": 31.2}``.
+            facts: other numbers to show, such as ``{"length": 31.2}``.
         """
         with self._lock:
             now = time.monotonic()
@@ -147,7 +148,7 @@ class ProgressDisplay:
             self._live.refresh()
 
     def evaluation(self, step: int, value: float) -> None:
-        """Tells the mean reward of an evaluation after ``step`` steps (0: before the first)."""
+        """Report the mean reward of an evaluation after ``step`` steps; 0 is before the first."""
         with self._lock:
             self._evaluations.append((step, float(value)))
             self._step_began = time.monotonic()
@@ -155,7 +156,7 @@ class ProgressDisplay:
             self._print(f"eval after step {step}/{self._total} | reward {value:.3f}")
 
     def done(self, reason: str) -> None:
-        """Tells that there will be no further step, though some were planned."""
+        """Report that the run ends before its planned last step."""
         with self._lock:
             self._end = reason
         if self.mode == "plain":
@@ -164,7 +165,7 @@ class ProgressDisplay:
             self._print(f"done after step {self._step}/{self._total}: {reason}")
 
     def _line_is_due(self, kind: str, step: int) -> bool:
-        """Whether what happened after ``step`` steps is printed; the first and the last always are."""
+        """True if the report after ``step`` steps is printed; the first and the last always are."""
         now = time.monotonic()
         last_step, last_time = self._lines.get(kind, (-LINE_STEPS, now))
         due = step // LINE_STEPS > last_step // LINE_STEPS or now - last_time >= LINE_SECONDS or step >= self._total
@@ -173,7 +174,7 @@ class ProgressDisplay:
         return due
 
     def _print_steps(self, step: int, facts: Mapping[str, str], now: float) -> None:
-        """One line: value and seconds are means over the steps since the last line."""
+        """Print one line, with means of value and seconds over the steps since the last line."""
         values, durations, phases = zip(*self._since_line, strict=True)
         self._since_line.clear()
         count = len(values)
@@ -285,11 +286,11 @@ class ProgressDisplay:
         return self._spinner
 
 
-_shown: list[str] = []  # a terminal has room for one bar: those inside another show nothing
+_shown: list[str] = []  # a terminal has room for one bar, so bars inside another are not shown
 
 
 class _CountedProgress(Progress):
-    """Bars whose steps are counted elsewhere: asked for whenever the bars are drawn."""
+    """Bars that query their number of steps whenever they are drawn."""
 
     count: Callable[[], float] | None = None
 
@@ -304,11 +305,13 @@ class _CountedProgress(Progress):
 def progress_bar(
     total: int, description: str, show: bool | None = None, count: Callable[[], float] | None = None
 ) -> Iterator[Callable[[int], None]]:
-    """A bar of ``total`` steps that is advanced by the function it gives; any thread may call it.
+    """Show a bar of ``total`` steps and yield a function that advances it, from any thread.
 
     Args:
-        show: None: on a terminal and in a notebook, nowhere else.
-        count: tells how many steps are done, where that is known elsewhere.
+        total: number of steps.
+        description: text before the bar.
+        show: None shows it on a terminal and in a notebook only.
+        count: returns the number of finished steps, in place of the function that advances the bar.
     """
     console = logging.console()
     if show is None:

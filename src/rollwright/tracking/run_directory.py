@@ -2,16 +2,16 @@
 
 ::
 
-    run.json         who the run is: its config, a hash of it, when it began, whether it finished
+    run.json         identity of the run: its config, a hash of it, when it began, whether it finished
     run.lock         the process that writes here
     metrics.jsonl    one line for each step
-    summary.json     what came out
-    journal/         what episodes asked and were answered
+    summary.json     results
+    journal/         requests and answers of episodes
     rollouts/        readable trajectories
     checkpoints/     Hugging Face checkpoints
-    recover/         what a resume needs
+    recover/         recovery checkpoints
     logs/            messages of all levels
-    attempts/        what an attempt left that nothing can go on from: neither a recover checkpoint nor a journal
+    attempts/        files of attempts that cannot be resumed, because they have neither a recovery checkpoint nor a journal
 """
 
 from __future__ import annotations
@@ -89,7 +89,7 @@ def identity_of(config: Mapping[str, Any]) -> str:
 
 
 def is_claimed(path: Path) -> bool:
-    """Whether a process owns a run directory, without touching its lock; one on another host counts as long as it writes."""
+    """True if a process owns a run directory. Does not touch its lock; a process on another host counts as long as it writes."""
     lock = path / LOCK
     try:
         owner, inode = lock.read_text(encoding="utf-8", errors="replace"), lock.stat().st_ino
@@ -138,7 +138,7 @@ class RunDirectory:
         self.stages_file = path / "stages.json"  # results of finished stages, in a run of several
 
     def _inside(self, path: Path) -> RunDirectory:
-        """A directory of the same form inside of this one."""
+        """A directory of the same form inside this one."""
         part = RunDirectory(self.path.parent.parent, self.experiment, self.trial)
         part._set_path(path)
         part._whole = self._whole
@@ -146,16 +146,16 @@ class RunDirectory:
 
     @property
     def has_metrics(self) -> bool:
-        """True where a step was logged."""
+        """True if a step was logged."""
         return self.metrics_file.exists() and self.metrics_file.stat().st_size > 0
 
     @property
     def has_journal(self) -> bool:
-        """True where episodes were recorded."""
+        """True if episodes were recorded."""
         return any(self.journal.glob("*.journal"))
 
     def _parts(self) -> list[RunDirectory]:
-        """This directory and those of the stages that were begun."""
+        """This directory and those of the started stages."""
         parts: list[RunDirectory] = [self]
         for child in sorted(self.path.iterdir()) if self.path.is_dir() else []:
             if child.name != "attempts" and (child / "recover").is_dir():
@@ -164,14 +164,14 @@ class RunDirectory:
 
     @property
     def has_recover_checkpoint(self) -> bool:
-        """True where a complete recover checkpoint exists."""
+        """True if a complete recovery checkpoint exists."""
         return any(self.path.glob("recover/[!.]*")) or any(self.path.glob("*/recover/[!.]*"))
 
     def stage(self, name: str) -> RunDirectory:
-        """The directory of one stage of a run, inside of this one and of the same form; it is claimed with the run.
+        """The directory of one stage of a run, inside this one and of the same form; it is claimed together with the run.
 
-        A stage that stopped before its first recover checkpoint goes on from its journal; without one it begins anew, and what it
-        left is set aside.
+        A stage that stopped before its first recovery checkpoint continues from its journal. Without a journal it starts again, and its
+        files are set aside.
         """
         part = self._inside(self.path / name)
         part.resumed = self.resumed and (part.has_recover_checkpoint or part.has_journal)
@@ -186,7 +186,7 @@ class RunDirectory:
         return part
 
     def marker(self) -> dict[str, Any] | None:
-        """What ``run.json`` says, or None where there is none.
+        """Content of ``run.json``, or None if there is no such file.
 
         Raises:
             CheckpointError: it cannot be read.
@@ -263,7 +263,7 @@ class RunDirectory:
         return self
 
     def take_up(self, config: Mapping[str, Any]) -> bool:
-        """Takes a directory that a process left, however it ended, and all that is in it; false where another one is at work there."""
+        """Take over a directory and its content from a process that has ended in any way; False if another process uses it."""
         try:
             self._lock()
         except CheckpointError:
@@ -362,7 +362,7 @@ class RunDirectory:
         return False
 
     def _has_trained(self, parts: Sequence[RunDirectory]) -> bool:
-        """Whether a step was made, or a stage finished that takes longer than random weights (``kind: model``)."""
+        """True if a step was made, or a stage finished that takes longer than random weights (``kind: model``)."""
         if any(part.has_metrics or part.has_recover_checkpoint for part in parts):
             return True
         return any(stage.get("kind") != "model" for stage in self.finished_stages().values())
@@ -392,7 +392,7 @@ class RunDirectory:
             ) from None
         os.ftruncate(handle, 0)
         os.pwrite(handle, f"process {os.getpid()} on {socket.gethostname()}\n".encode(), 0)
-        self._lock_file = handle  # the kernel lets go of it when this process ends, however it ends
+        self._lock_file = handle  # the kernel releases it when this process ends in any way
 
     def check_lock(self) -> None:
         """Check that this process still holds the lock, because a deleted lock file excludes nobody. Call before each checkpoint.
@@ -445,7 +445,7 @@ class RunDirectory:
         return any(Path(name).absolute().is_relative_to(self._whole.path.absolute()) for name in names)
 
     def was_left(self) -> bool:
-        """True where a process of this machine wrote here and has ended, however it ended."""
+        """True if a process of this machine wrote here and has ended in any way."""
         try:
             with (self.path / "run.lock").open("rb") as file:
                 if not file.read(200).decode(errors="replace").endswith(f" on {socket.gethostname()}\n"):
@@ -456,11 +456,11 @@ class RunDirectory:
         return True
 
     def finish(self) -> None:
-        """Marks the run as finished: from now on it is resumed only by ``recover.mode=resume``."""
+        """Mark the run as finished; from now on only ``recover.mode=resume`` resumes it."""
         write_json(self.path / MARKER, {**(self.marker() or {}), "finished": True}, checked=True)
 
     def release(self) -> None:
-        """Lets another process have the directory."""
+        """Release the directory for another process."""
         if self._lock_file is not None:
             os.close(self._lock_file)
             self._lock_file = None

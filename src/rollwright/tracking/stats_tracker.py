@@ -1,6 +1,6 @@
-"""The metrics of this process by the names that AReaL's files use: ``stats_tracker.get("rollout").scalar(reward=1.0)``.
+"""The metrics of this process under the names of AReaL's interface: ``stats_tracker.get("rollout").scalar(reward=1.0)``.
 
-``get()`` is a view of ``get_tracker()``: what is reported through either is exported, logged and shown together. An evaluation's figures
+``get()`` is a view of ``get_tracker()``: reports through either are exported, logged and shown together. The metrics of an evaluation
 begin with ``eval/`` wherever they are reported, so its scope is ``rollout``, too.
 """
 
@@ -17,7 +17,7 @@ from rollwright.tracking.metrics import MetricError, MetricsTracker, get_tracker
 
 
 class ReduceType(enum.Enum):
-    """What ``stat`` reports of a tensor: by default mean, minimum and maximum, each under a name of its own."""
+    """Reductions that ``stat`` reports for a tensor: by default mean, minimum and maximum, each under its own name."""
 
     AVG_MIN_MAX = enum.auto()
     AVG = enum.auto()
@@ -28,17 +28,17 @@ class ReduceType(enum.Enum):
 
 
 class StatsTracker(MetricsTracker):
-    """A tracker that also means tensors over masks, and times what runs inside."""
+    """Also averages tensors over masks, and times blocks."""
 
     _masks: dict[str, Any]
 
     def get(self, scope: str = "") -> StatsTracker:
-        """The tracker whose names begin with ``scope/``, over the same numbers."""
+        """Return a tracker of the same numbers whose names begin with ``scope/``."""
         child = super().get(scope)
         return child if isinstance(child, StatsTracker) else _with_masks(child, self._masks)
 
     def denominator(self, **masks: Any) -> None:
-        """Masks that ``stat`` means over: bool tensors of any one shape, kept by name until another comes; their counts are summed."""
+        """Set the masks that ``stat`` averages over: bool tensors of one shape, kept by name until replaced. Their counts are reported as sums."""
         for name, mask in masks.items():
             if str(getattr(mask, "dtype", "")) != "torch.bool" or mask.numel() == 0:
                 raise MetricError(
@@ -51,8 +51,8 @@ class StatsTracker(MetricsTracker):
         """Report tensors over a mask.
 
         Args:
-            denominator: name of the mask, as ``denominator`` was given it in this scope.
-            reduce_type: what is reported; None: ``name/avg``, ``name/min`` and ``name/max``.
+            denominator: name of the mask, as passed to ``denominator`` in this scope.
+            reduce_type: the reduction. None reports ``name/avg``, ``name/min`` and ``name/max``.
             **values: float tensors of the mask's shape.
 
         Raises:
@@ -83,7 +83,7 @@ class StatsTracker(MetricsTracker):
 
     @contextmanager
     def record_timing(self, key: str) -> Iterator[None]:
-        """Report the seconds that pass inside, as the mean ``timeperf/<key>``."""
+        """Report the seconds inside as the mean ``timeperf/<key>``."""
         started = time.perf_counter()
         try:
             yield
@@ -91,7 +91,7 @@ class StatsTracker(MetricsTracker):
             get_tracker("timeperf").scalar(**{key: time.perf_counter() - started})
 
     def scope_func_wrapper(self, name: str) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
-        """Decorator: what the function reports is named ``name/…``."""
+        """Return a decorator that prefixes the function's reports with ``name/``."""
 
         def decorate(function: Callable[..., Any]) -> Callable[..., Any]:
             @functools.wraps(function)
@@ -104,7 +104,7 @@ class StatsTracker(MetricsTracker):
         return decorate
 
     def export(self, reset: bool = True, reduce_group: Any = None) -> dict[str, float]:
-        """As ``MetricsTracker.export``. A ``reduce_group`` may have one member: a trainer reduces over its ranks by itself."""
+        """Like ``MetricsTracker.export``. A ``reduce_group`` may have only one member, because a trainer reduces over its ranks itself."""
         if reduce_group is not None:
             import torch.distributed
 

@@ -1,4 +1,4 @@
-"""What came out of a run: ``summary.json``, the table of before and after, and sample completions."""
+"""Results of a run: ``summary.json``, the table of before and after, and sample completions."""
 
 from __future__ import annotations
 
@@ -30,9 +30,9 @@ def _plain(value: Any) -> Any:
 
 
 def write_summary(path: str | Path, summary: Mapping[str, Any]) -> Path:
-    """Writes ``summary.json``, whole or not at all, and returns its path.
+    """Write ``summary.json`` atomically and return its path.
 
-    Tensors, arrays and paths are made plain; numbers that are not finite become null.
+    Tensors, arrays and paths become plain values; numbers that are not finite become null.
     """
     return write_json(path, _plain(summary))
 
@@ -40,7 +40,7 @@ def write_summary(path: str | Path, summary: Mapping[str, Any]) -> Path:
 def before_after_table(before: Mapping[str, float], after: Mapping[str, float], title: str | None = None) -> Table:
     """A table of measures before and after training, with the change in colour.
 
-    A measure that is in one of the two only is shown with a dash in the other.
+    A measure that only one of the two has is shown with a dash in the other column.
     """
     table = Table(title=title, title_justify="left", title_style="bold", header_style="dim", box=None, padding=(0, 3, 0, 0))
     table.add_column("")
@@ -60,9 +60,9 @@ def _number(value: float | None) -> str:
 
 
 def sample_completions(samples: Sequence[Mapping[str, Any]], limit: int = 4, max_characters: int = 300) -> RenderableType:
-    """Completions to look at: the first ``limit`` mappings with ``prompt``, ``completion``, ``reward`` and perhaps ``answer``.
+    """Render the first ``limit`` samples: mappings with ``prompt``, ``completion``, ``reward`` and perhaps ``answer``.
 
-    Of a text longer than ``max_characters`` the middle is left out, and it says so.
+    Texts longer than ``max_characters`` are shortened in the middle, with a note.
     """
     parts: list[RenderableType] = []
     for sample in samples[:limit]:

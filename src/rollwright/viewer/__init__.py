@@ -1,5 +1,6 @@
-"""What people see of a run: its journal, metrics and config, read while it is written, after a crash, or from a copy.
+"""The viewer: reads a run's journal, metrics and config while it trains, after a crash, or from a copy.
 
-``run`` answers questions about one run, ``runs`` lists them, ``index`` is the database that is derived from the journal. Nothing here
-writes to a run but that index, and nothing loads torch.
+``run`` answers queries about one run, ``runs`` lists runs, ``index`` is the database derived from the journal. ``server`` and its pages
+show them in a browser, ``terminal`` on a terminal; both take a sample's content from ``sample_view``. Only that index is written, and
+torch is not loaded.
 """

@@ -1,4 +1,4 @@
-"""Records of a journal, in their order, made into the rows of its index."""
+"""Turns the records of a journal, in order, into the rows of its index."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ from rollwright.experience.journal.records import (
     Trained,
 )
 
-#: What the names of durable calls begin with that score a completion (``rewards.wrapper``, which loads torch).
+#: Prefixes of the names of durable calls that score a completion (``rewards.wrapper``, which loads torch).
 REWARD_CALLS = "reward "
 
 _COLUMNS = [
@@ -97,7 +97,7 @@ _WAITING_KEPT = 1_000  # groups whose samples are looked for again
 
 
 class OpenSample:
-    """An episode that has not ended: what its records said so far."""
+    """An episode that has not ended, as its records so far describe it."""
 
     __slots__ = (
         "begin",
@@ -125,7 +125,7 @@ class OpenSample:
         self.is_undone = self.is_damaged = False
 
     def state(self) -> bytes:
-        """All of it, packed."""
+        """Return the complete state, packed."""
         numbers = (
             self.calls,
             self.prompt,
@@ -142,7 +142,7 @@ class OpenSample:
 
     @classmethod
     def of(cls, state: bytes) -> OpenSample:
-        """What ``state`` gave."""
+        """Restore a ``state``."""
         begin, places, numbers, names = msgspec.msgpack.decode(state)
         sample = cls(tuple(begin), 0)
         sample.places = array("q", places)
@@ -152,7 +152,7 @@ class OpenSample:
         return sample
 
     def row(self, writer: int, status: str, ended: float | None) -> list[Any]:
-        """Its row, without what its end says."""
+        """Its row, without the values known only at its end."""
         ordinal, index, attempt, is_eval, version, workflow, began = self.begin
         names = json.dumps(sorted(self.names)) if self.names else None
         first, last = (self.first, self.last) if self.last >= 0 else (None, None)
@@ -177,7 +177,7 @@ class OpenSample:
         return [*head, self.calls, self.tools, names, first, last, *times, self.is_undone, self.is_damaged]
 
     def columns(self, writer: int, status: str) -> dict[str, Any]:
-        """Its row by the names of the columns, as of a sample that has ended."""
+        """Its row by column name, as for a sample that has ended."""
         rest = ("step", "step_writer", "trained", "advantage", "advantages", "preview")
         return {**dict(zip(_COLUMNS, self.row(writer, status, None), strict=True)), **dict.fromkeys(rest)}
 
@@ -188,10 +188,10 @@ _REASON, _REWARD, _REWARDS, _PROMPT, _LENGTH, _ROWS, _TRUNCATED = (
 
 
 class Collector:
-    """Takes the records of a journal, and writes rows in the transaction that is open.
+    """Receives the records of a journal and writes rows in the open transaction.
 
     Args:
-        connection: to an index; what an earlier collector left there is gone on with.
+        connection: to an index. The state that an earlier collector saved there is continued.
     """
 
     def __init__(self, connection: sqlite3.Connection) -> None:
@@ -227,7 +227,7 @@ class Collector:
         }
 
     def take(self, writer: int, place: int, record: AnyRecord) -> None:
-        """The next record, written by a process and found at a place."""
+        """Process the next record, written by ``writer`` at a place in a file."""
         if self._gaps_open.get(writer) and (step := step_of(record)) is not None:
             self._connection.execute("UPDATE gaps SET last = ? WHERE writer = ? AND last IS NULL", (step, writer))
             self._gaps_open[writer] = False
@@ -264,7 +264,7 @@ class Collector:
         self._connection.execute("UPDATE files SET is_closed = 1 WHERE id = ?", (place >> PLACE_BITS,))
 
     def place_to_go_on(self, end: int) -> int:
-        """Where to read on after ``end``: before the rows of a group that may not be complete."""
+        """The position to continue from after ``end``: before the rows of a group that may be incomplete."""
         if self._trained and self._is_cut:
             self._assign()
         elif self._trained:
@@ -272,7 +272,7 @@ class Collector:
         return end
 
     def save(self) -> None:
-        """Write what is not in the index yet."""
+        """Write all pending rows to the index."""
         self._flush()
         self._find_waiting()
         self._connection.execute("DELETE FROM running")
@@ -391,7 +391,7 @@ class Collector:
         )
 
     def _step(self, writer: int) -> int:
-        """The last step that a process made; one that resumed begins behind the last checkpoint."""
+        """The last step of a process; a process that resumed starts after the last checkpoint."""
         return self._steps.get(writer, self._checkpoint)
 
     def _trained_row(self, writer: int, place: int, record: Trained) -> None:
@@ -404,7 +404,7 @@ class Collector:
         self._trained.append((writer, place, record))
 
     def _assign(self) -> None:
-        """The rows of a group are complete: find its samples."""
+        """Find the samples of a group whose rows are complete."""
         trained, self._trained = self._trained, []
         is_cut, self._is_cut = self._is_cut, False
         writer, _, first = trained[0]
@@ -423,10 +423,10 @@ class Collector:
         self._connection.execute(change, (number, writer))
 
     def _find(self, writer: int, step: int, number: int, trained: list[tuple[int, float, float]]) -> bool:
-        """Note what was trained with its samples: a batch has the rows of a group in the order of its samples.
+        """Assign trained rows to their samples: a batch has the rows of a group in the order of its samples.
 
         Returns:
-            False where samples are not here yet: other processes wrote them.
+            False if samples of other processes have not been read yet.
         """
         find = "SELECT id, ordinal FROM groups WHERE number = ? AND writer = ? AND NOT is_eval ORDER BY id DESC LIMIT 1"
         group = self._connection.execute(find, (number, writer)).fetchone()
@@ -463,7 +463,7 @@ class Collector:
         return next(left, None) is None
 
     def _find_waiting(self) -> None:
-        """Look again for samples that were not here; those of the last groups only, as a file may be gone for good."""
+        """Look again for samples that were missing, only for the last groups because a file may be gone for good."""
         for row in self._connection.execute("SELECT * FROM waiting ORDER BY step DESC LIMIT ?", (_WAITING_KEPT,)).fetchall():
             trained = [tuple(each) for each in msgspec.msgpack.decode(row["trained"])]
             if self._find(row["writer"], row["step"], row["number"], trained):
@@ -471,7 +471,7 @@ class Collector:
             self._connection.execute(_COUNT, {"step": row["step"], "writer": row["writer"]})
 
     def _counts(self, sample: sqlite3.Row, writer: int, step: int) -> bool:
-        """Whether this training of a sample is one more: not the same, and not in the place of one that a resume undid."""
+        """True if this training of a sample is an additional one, neither a repetition nor a replacement of one that a resume undid."""
         before = sample["step_writer"]
         is_undone = before is not None and before < writer and self._first_steps[writer] <= sample["step"]
         return not is_undone and (before, sample["step"]) != (writer, step)
@@ -513,7 +513,7 @@ class Collector:
 
 
 def first_steps(connection: sqlite3.Connection) -> dict[int, int]:
-    """For each process the first step that it made, or is to make: what earlier ones made from there on is lost."""
+    """For each process its first step; the steps that earlier processes made from there on are lost."""
     made = connection.execute("SELECT writer, min(step) FROM steps GROUP BY writer").fetchall()
     return {**dict(made), **dict(connection.execute("SELECT writer, step + 1 FROM resumes").fetchall())}
 

@@ -1,4 +1,4 @@
-"""The curves of a run: ``metrics.jsonl``, read while it grows."""
+"""The curves of a run, from its ``metrics.jsonl``, which may still be growing."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from pathlib import Path
 from rollwright.tracking.metrics_file import LineReader
 from rollwright.tracking.plots import smoothed
 
-#: Titles of groups of metrics, and what the names of theirs begin with; the first that fits counts.
+#: Titles of groups of metrics, and the prefixes of their metrics; the first match counts.
 GROUPS: tuple[tuple[str, tuple[str, ...]], ...] = (
     ("Reward", ("reward", "eval/reward", "workflow/reward", "rollout/reward", "actor/reward")),
     ("Held out", ("eval/",)),
@@ -42,10 +42,10 @@ _NO_METRICS = ("step", "time", "unix_time")
 
 
 class Curves:
-    """The numbers of a ``metrics.jsonl``, kept as columns. Safe to use from several threads.
+    """The metrics of a ``metrics.jsonl`` as columns. Safe to use from several threads.
 
     Args:
-        path: of the file, which need not be there yet.
+        path: the file, which need not exist yet.
     """
 
     def __init__(self, path: Path) -> None:
@@ -61,7 +61,7 @@ class Curves:
         self._damaged: list[str] = []
 
     def update(self) -> None:
-        """Read what was written since; a file that a resume truncated is read again. Damaged lines are skipped, see ``missing``."""
+        """Read new lines. A file that a resume truncated is read again. Damaged lines are skipped; see ``missing``."""
         with self._lock:
             if not self.path.exists():
                 return
@@ -108,30 +108,30 @@ class Curves:
             return [*self._damaged, *lost, *([f"the last {left} bytes are an incomplete line"] if left > 0 else [])]
 
     def names(self) -> list[str]:
-        """Of all metrics, sorted."""
+        """Sorted names of all metrics."""
         self.update()
         return sorted(self._columns)
 
     def points(self, name: str) -> list[tuple[int, float]]:
-        """All points of a metric; none where there is no such metric."""
+        """All points of a metric; empty if there is no such metric."""
         self.update()
         with self._lock:
             steps, values = self._columns.get(name, ((), ()))
             return [(int(step), value) for step, value in zip(steps, values, strict=True)]
 
     def last(self, name: str) -> float | None:
-        """Its last value."""
+        """Last value of a metric."""
         points = self.points(name)
         return points[-1][1] if points else None
 
     def series(self, names: Iterable[str] | None, points: int, smoothing: float) -> dict[str, list[list[float]]]:
-        """Curves of at most about so many points, smoothed by an exponential moving average.
+        """Curves of at most about ``points`` points, smoothed by an exponential moving average.
 
-        Where there are more, each bin of steps keeps its lowest and highest point, so that no peak is lost.
+        Longer curves keep the lowest and highest point of each bin of steps, so that no peak is lost.
 
         Args:
-            names: of metrics; None: all.
-            points: of each curve.
+            names: metrics; None for all.
+            points: approximate limit for each curve.
             smoothing: weight of the past, from 0 to below 1.
         """
         chosen = self.names() if names is None else list(names)
@@ -139,7 +139,7 @@ class Curves:
 
 
 def groups_of(names: Iterable[str]) -> dict[str, list[str]]:
-    """Names of metrics by the titles of ``GROUPS``; the rest by what their name begins with."""
+    """Names of metrics by title of ``GROUPS``; the others by the first part of their name."""
     groups: dict[str, list[str]] = {title: [] for title, _ in GROUPS}
     for name in sorted(names):
         title = next((title for title, beginnings in GROUPS if name.startswith(beginnings)), None)

@@ -1,7 +1,7 @@
 """The index of a journal: a database beside it, derived from it and built while it grows; it can be deleted at any time.
 
-It holds what lists and filters need of each sample, and where the sample's records are in the journal; tokens are read from there. Several
-processes may build and read it: whoever holds the write transaction goes on where the last one stopped.
+For each sample it has the values that lists and filters need, and the places of its records in the journal, where tokens are read. Several
+processes may build and read it: the one that holds the write transaction continues where the last one stopped.
 """
 
 from __future__ import annotations
@@ -74,7 +74,7 @@ CREATE TABLE checkpoints (step INT, writer INT, frontier INT, time REAL, beyond 
     + TEXTS
 )
 _CONTENT = 3  # version of the content; raise it if the content changes but the tables do not
-#: Of tables and content; an index of another one is built anew.
+#: Version of tables and content; an index of another version is rebuilt.
 VERSION = (zlib.crc32(_SCHEMA.encode()) + _CONTENT) & 0x7FFF_FFFF
 
 
@@ -83,7 +83,7 @@ class Index:
 
     Args:
         journal: its directory.
-        vocabulary: decodes tokens for the search of text; None: there is none.
+        vocabulary: decodes tokens for the text search. None disables that search.
     """
 
     def __init__(self, journal: Path, vocabulary: Vocabulary | None = None) -> None:
@@ -107,7 +107,7 @@ class Index:
 
     @contextlib.contextmanager
     def reading(self) -> Iterator[sqlite3.Connection]:
-        """A connection for queries; each is used by one thread at a time."""
+        """Yield a connection for queries; each is used by one thread at a time."""
         self._open()
         with self._made:
             try:
@@ -128,20 +128,20 @@ class Index:
                     connection.close()
 
     def rows(self, query: str, *values: Any) -> list[sqlite3.Row]:
-        """The rows of a query."""
+        """Return the rows of a query."""
         with self.reading() as connection:
             return connection.execute(query, values).fetchall()
 
     def records(self, places: bytes | None) -> list[AnyRecord]:
-        """The records at packed places.
+        """Return the records at packed places.
 
         Raises:
-            JournalError: a file is gone (``journal.keep``), or was changed.
+            JournalError: a file was removed (``journal.keep``) or changed.
         """
         return [self.record(place) for place in unpack_places(places)]
 
     def record(self, place: int) -> AnyRecord:
-        """The record at a place; see ``records``."""
+        """Return the record at a place; see ``records``."""
         file, path = self._file(place >> PLACE_BITS)
         return record_at(file, place & ((1 << PLACE_BITS) - 1), path)
 
@@ -159,10 +159,10 @@ class Index:
     # -- building ------------------------------------------------------------------------------------------------------------
 
     def advance(self, seconds: float | None = None) -> bool:
-        """Read what the journal has and the index has not, records first, then texts; at most about ``seconds``.
+        """Read the part of the journal that is not indexed yet, first records, then texts, for at most about ``seconds``.
 
         Returns:
-            Whether all was read.
+            True if everything was read.
         """
         deadline = None if seconds is None else time.monotonic() + seconds
         with self._writing:
@@ -202,7 +202,7 @@ class Index:
                 return False
 
     def _grown_files(self, connection: sqlite3.Connection) -> list[tuple[int, Path, int, int]]:
-        """Number, path, writer and position of the files that have more than was read.
+        """Number, path, writer and position of the files with unread content.
 
         Raises:
             DatabaseError: the journal is not the one that was indexed.
@@ -224,7 +224,7 @@ class Index:
         return grown
 
     def _is_another(self, path: Path, row: sqlite3.Row) -> bool:
-        """A file begins otherwise than when it was indexed; looked at again when it was written to."""
+        """True if the beginning of a file differs from the indexed one; checked again after each write to the file."""
         found = path.stat()
         seen = (found.st_ino, found.st_mtime_ns)
         if self._seen.get(path.name) == seen:
@@ -233,7 +233,7 @@ class Index:
         return _head(path, row["head"])[1] != row["head_digest"]
 
     def _read_file(self, collector: Collector, deadline: float | None, number: int, path: Path, writer: int, begin: int) -> int:
-        """Take the records of a file; returns how many bytes were read."""
+        """Read the records of a file; returns the number of bytes read."""
         assert self._writer is not None
         if deadline is not None and time.monotonic() > deadline:
             return 1  # there is more, for the next time
@@ -255,7 +255,7 @@ class Index:
         return safe - begin
 
     def _own_collector(self, connection: sqlite3.Connection) -> Collector:
-        """What the records are given to; read from the index where another process was the last to write it."""
+        """The collector of records, restored from the index if another process wrote it last."""
         last = connection.execute("SELECT value FROM state WHERE name = 'owner'").fetchone()
         if self._collector is None or last is None or last[0] != self._owner:
             self._collector = Collector(connection)
@@ -359,7 +359,7 @@ class Index:
                 self._make()
 
     def _make(self) -> bool:
-        """Open the database, with its tables; False where those of another version are in it."""
+        """Open the database and create its tables; False if it has tables of another version."""
         self.path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
         os.close(os.open(self.path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600))
         inode = self.path.stat().st_ino
@@ -416,7 +416,7 @@ class Index:
 
 
 def index_path(journal: Path) -> Path:
-    """Where the index of a journal is: beside its files, or in the user's cache where that directory cannot be written."""
+    """Path of a journal's index: beside its files, or in the user's cache if that directory is not writable."""
     if os.access(journal, os.W_OK):
         return journal / "index.sqlite"
     cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
@@ -424,7 +424,7 @@ def index_path(journal: Path) -> Path:
 
 
 def unpack_places(packed: bytes | None) -> list[int]:
-    """Places of records as they are kept in the index."""
+    """Unpack the places of records from their form in the index."""
     return memoryview(packed).cast("q").tolist() if packed else []
 
 

@@ -1,4 +1,4 @@
-"""What the pages of the viewer have in common: templates, static files, the frame of a run's page, and tables as CSV and JSONL."""
+"""Shared parts of the viewer's pages: templates, static files, the frame of a run's page, and tables as CSV and JSONL."""
 
 from __future__ import annotations
 
@@ -22,12 +22,12 @@ from rollwright.viewer.run import Run
 from rollwright.viewer.runs import Runs
 
 _STATIC = files("rollwright.viewer") / "static"
-#: What a table program takes for a formula where a cell begins with it.
+#: First characters of a cell that spreadsheet programs interpret as a formula.
 _FORMULA = ("=", "+", "-", "@", "\t", "\r")
 
 
 class Pages:
-    """What the pages stand on: the runs, the templates, and the static files.
+    """The runs, templates and static files that all pages use.
 
     Args:
         places: directories in which runs are looked for.
@@ -51,14 +51,14 @@ class Pages:
         return f"/static/{name}?{hashlib.sha256(self.static[name]).hexdigest()[:12]}"
 
     def entries(self) -> list[dict[str, Any]]:
-        """What each run says of itself, with the ``url`` of its page."""
+        """``Run.info`` of each run, with the ``url`` of its page."""
         return [{**entry, "url": url_of_run(entry["id"])} for entry in self.runs.list()]
 
     def run(self, name: str) -> Run:
-        """The run that an address names, with an index that is kept up to date. No part of an address is ever a path.
+        """The run that an address names, with its index kept up to date. No part of an address is used as a path.
 
         Raises:
-            DataError: there is none of that name.
+            DataError: there is no run of that name.
         """
         run = self.runs.get(_id_of(name))
         run.follow()
@@ -74,13 +74,13 @@ class Pages:
         return HTMLResponse(html, status_code=status)
 
     def error(self, status: int, title: str, message: str) -> HTMLResponse:
-        """A page that says what is wrong."""
+        """A page with an error message."""
         return self.page("error.html", status=status, title=title, message=message, crumbs=[{"text": title, "url": None}])
 
     def of_run(
         self, name: str, run: Run, tab: str, *places: tuple[str, str], title: str = "", is_followed: bool = True
     ) -> dict[str, Any]:
-        """What every page of a run is given.
+        """Template values that every page of a run needs.
 
         Args:
             name: of the run, as addresses have it.
@@ -104,12 +104,12 @@ class Pages:
 
 
 def _visible(value: Any) -> Any:
-    """Every value that a template writes: text (not markup of its own) without characters that are not seen."""
+    """Make a template's value safe to show: text other than the template's own markup loses its invisible characters."""
     return visible(value) if type(value) is str else value
 
 
 def url_of_run(run_id: str) -> str:
-    """Address of a run's page; the slashes of its id are no slashes there."""
+    """Address of a run's page, with the slashes of its id replaced."""
     return f"/run/{quote(run_id.replace('~', '~~').replace('/', '~'), safe='~')}"
 
 
@@ -118,7 +118,7 @@ def _id_of(name: str) -> str:
 
 
 def address(request: Request) -> str:
-    """Path and query of a request: what a link to the same view is."""
+    """Path and query of a request, which link to the same view."""
     query = request.url.query
     return quote(request.url.path, safe="/:@~#%") + (f"?{query}" if query else "")
 
@@ -129,7 +129,7 @@ def key_in_address(key: str) -> str:
 
 
 def pager(address: str, offset: int, limit: int, total: int | None, count: int) -> Any:
-    """Links to the page before and the page after; empty where all is shown."""
+    """Links to the previous and the next page; empty if everything is shown."""
     from markupsafe import Markup
 
     def link(text: str, to: int, is_there: bool) -> Markup:
@@ -146,7 +146,7 @@ def pager(address: str, offset: int, limit: int, total: int | None, count: int) 
 
 
 def offset_of(request: Request) -> int:
-    """The first row that is asked for."""
+    """Index of the first requested row."""
     asked = request.query_params.get("offset", "0")
     return int(asked) if asked.isdecimal() and len(asked) < 10 else 0
 
@@ -157,17 +157,17 @@ def without(query: Mapping[str, str], *names: str) -> dict[str, str]:
 
 
 def wants_file(request: Request) -> bool:
-    """True where a file is asked for instead of a page."""
+    """True if a file is requested instead of a page."""
     return request.query_params.get("format") in ("csv", "jsonl")
 
 
 def wants_undone(request: Request) -> bool:
-    """True if the request includes what a resume undid."""
+    """True if the request includes samples and steps that a resume undid."""
     return request.query_params.get("undone") == "1"
 
 
 def as_file(request: Request, name: str, rows: Iterable[Mapping[str, Any]]) -> Response:
-    """Rows as CSV or JSONL. Text in CSV never begins like a formula; JSONL holds everything as it is."""
+    """Rows as CSV or JSONL. Text in CSV never starts like a formula; JSONL has all values unchanged."""
     kind = request.query_params["format"]
     rows = list(rows)
     if kind == "csv":

@@ -30,13 +30,13 @@ from rollwright.viewer.index import PLACE_BITS, Index, unpack_places
 
 @dataclass
 class RowTokens:
-    """A row; arrays are ``[L]``, nan and -1 where there is nothing.
+    """A row of tokens; arrays are ``[L]``, with nan and -1 for missing values.
 
     Attributes:
-        logprobs: at sampling, also of sampled tokens that are not trained.
-        versions: of the weights that sampled each token.
-        advantages, trainer_logprobs, entropies: None where the row was not trained, or the run did not record them.
-        branches, positions: of isolated branches; None without.
+        logprobs: at sampling, also for sampled tokens that are not trained.
+        versions: version of the weights that sampled each token.
+        advantages, trainer_logprobs, entropies: None if the row was not trained or the run did not record them.
+        branches, positions: of isolated branches, if any.
     """
 
     ids: np.ndarray
@@ -53,7 +53,7 @@ class RowTokens:
     step: int | None = None
 
     def take(self, trained: Trained) -> None:
-        """Add what the trainer recorded of it."""
+        """Add the trainer's record of this row."""
         count = int(self.mask.sum())
         self.step = trained.step
         if trained.tokens != count:
@@ -71,7 +71,7 @@ class RowTokens:
         return whole
 
     def plain(self) -> dict[str, Any]:
-        """Lists and numbers, with None in place of nan."""
+        """The row as lists and numbers, with None in place of nan."""
         arrays = {
             "logprobs": self.logprobs,
             "advantages": self.advantages,
@@ -95,7 +95,7 @@ class RowTokens:
 
 
 def plain_floats(values: np.ndarray) -> list[float | None]:
-    """Numbers rounded to seven significant digits, as float32 has them; None where one is not finite."""
+    """Round to seven significant digits, float32's precision; values that are not finite become None."""
     return [float(f"{value:.7g}") if math.isfinite(value) else None for value in values.tolist()]
 
 
@@ -129,17 +129,17 @@ def _arguments(index: Index, writer: int, number: int) -> dict[str, Any]:
 
 
 def first_file(places: bytes) -> int:
-    """The number of the file in which an episode begins."""
+    """Number of the file in which an episode begins."""
     return unpack_places(places)[0] >> PLACE_BITS
 
 
 def read_trained(index: Index, places: bytes | None) -> list[Trained]:
-    """What the trainer recorded of a sample's rows, in their order."""
+    """The trainer's records of a sample's rows, in order."""
     return [record for record in map(index.record, unpack_places(places)) if isinstance(record, Trained)]
 
 
 def rows_of(episode: RecordedEpisode, trained: Sequence[Trained] = ()) -> list[RowTokens]:
-    """The rows of an episode; of one that brought none, each of its conversations as it was last asked and answered."""
+    """The rows of an episode. Without any, its conversations, each as of its last request and answer."""
     known = _known_tokens(episode)
     if episode.end is not None and episode.end.rows:
         rows = [_row(episode, row, known) for row in episode.end.rows]
@@ -151,7 +151,7 @@ def rows_of(episode: RecordedEpisode, trained: Sequence[Trained] = ()) -> list[R
 
 
 def _known_tokens(episode: RecordedEpisode) -> list[tuple[np.ndarray, np.ndarray]]:
-    """For each call the log-probabilities and versions of its prompt and output, as far as calls sampled them."""
+    """For each call, log-probabilities and versions of the tokens in its prompt and output that calls sampled."""
     known: list[tuple[np.ndarray, np.ndarray]] = []
     for each in episode.calls:
         base, kept = each.call.base, each.call.kept
@@ -183,7 +183,7 @@ def _conversation(call: RecordedCall, logprobs: np.ndarray, versions: np.ndarray
 
 
 def _layout(call: RecordedCall, length: int, kept: int) -> tuple[np.ndarray | None, np.ndarray | None]:
-    """Branches and positions of a row that ends with a call; behind its prompt the trunk goes on."""
+    """Branches and positions of a row that ends with a call; after its prompt the trunk continues."""
     if call.call.layout is None:
         return None, None
     said_positions, said_branches = (np.array(part, dtype=np.int64) for part in call.call.layout)
@@ -199,7 +199,7 @@ def _layout(call: RecordedCall, length: int, kept: int) -> tuple[np.ndarray | No
 def _fill_by_content(
     episode: RecordedEpisode, ids: np.ndarray, mask: np.ndarray, logprobs: np.ndarray, versions: np.ndarray
 ) -> None:
-    """Trained tokens that no prefix of the row's call has: of a call whose output they are, such as one of a branch."""
+    """Fill in trained tokens that are not in the prefix of the row's call, from the call whose output they are, such as a branch's."""
     unknown = mask & np.isnan(logprobs)
     if not unknown.any():
         return
@@ -264,7 +264,7 @@ def plain_result(result: DurableResult) -> dict[str, Any]:
 
 
 def plain_value(value: Any) -> Any:
-    """The same with what JSON has no form for as text."""
+    """A value as JSON can represent it; other types become text."""
     if isinstance(value, dict):
         return {str(name): plain_value(item) for name, item in value.items()}
     if isinstance(value, list | tuple):
@@ -276,7 +276,7 @@ def plain_value(value: Any) -> Any:
 
 # -- as a chat ----------------------------------------------------------------------------------------------------------
 
-#: How chat templates open a message; group ``role`` is its role, and what follows up to the next is its text.
+#: How chat templates open a message: a ``role`` group is its role, and the text up to the next opening is its content.
 _OPENINGS = re.compile(
     r"<\|im_start\|>(?P<role>\w+)\n?"  # ChatML: Qwen and others
     r"|<\|start_header_id\|>(?P<role2>\w+)<\|end_header_id\|>\n*"  # Llama 3
@@ -288,11 +288,11 @@ _ROLES = {"model": "assistant", "observation": "tool", "ipython": "tool"}
 
 
 def chat_of(episode: RecordedEpisode, text: Callable[[list[int]], str]) -> list[dict[str, Any]]:
-    """The messages of an episode in the order in which they came about, its tools' results among them.
+    """The messages of an episode in chronological order, including its tools' results.
 
     Returns:
-        Dicts of ``role`` (system, user, assistant or tool; ``given`` where the text does not say), ``text``, ``call`` (index of the call
-        that said it; None: it was given) and, of a tool, ``result`` (see ``plain_result``).
+        Dicts of ``role`` (system, user, assistant or tool; ``given`` if the text does not tell), ``text``, ``call`` (index of the call
+        that produced it, None for input) and, for a tool, ``result`` (see ``plain_result``).
     """
     steps: list[tuple[float, int, Any]] = [(each.call.started, 1, each) for each in episode.calls]
     steps += [(result.time - result.seconds, 0, result) for result in episode.results]
@@ -319,7 +319,7 @@ def chat_of(episode: RecordedEpisode, text: Callable[[list[int]], str]) -> list[
 
 
 def _given(text: str) -> list[dict[str, Any]]:
-    """The messages in what a call was given beside what came before; its last, empty one is the answer's opening."""
+    """The messages in the new part of a call's prompt. An empty last message, which opens the answer, is left out."""
     openings = list(_OPENINGS.finditer(text))
     parts = [("given", text[: openings[0].start()] if openings else text)]
     for number, opening in enumerate(openings):

@@ -1,4 +1,4 @@
-"""`rollwright view RUN --export FILE`: one HTML file with a run's curves and chosen samples, for a colleague; no server, no network."""
+"""`rollwright view RUN --export FILE`: a single HTML file with a run's curves and selected samples, which needs neither server nor network."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from rollwright.viewer.run import Run
 from rollwright.viewer.run_pages import overview
 from rollwright.viewer.sample_pages import title_of_key
 
-#: Longest time to read what no index has yet.
+#: Longest time to bring the index up to date.
 _INDEX_SECONDS = 600.0
 _SCRIPTS = ("viewer.js", "uPlot.iife.min.js", "charts.js")
 _STYLES = ("uPlot.min.css", "viewer.css")
@@ -29,10 +29,10 @@ def write_report(places: Sequence[str | Path], file: Path, samples: int = 40) ->
     Args:
         places: the run's directory.
         file: the HTML file; it is written whole or not at all.
-        samples: how many: half those of highest, half those of lowest reward.
+        samples: number of samples, half with the highest and half with the lowest reward.
 
     Raises:
-        ConfigError: the places hold no run, or several.
+        ConfigError: the places have no run, or several.
     """
     pages = Pages(places)
     entries = pages.entries()
@@ -70,7 +70,7 @@ def _hash(text: str) -> str:
 
 
 def _markup(text: str) -> Any:
-    """The viewer's own files, which stand in the report as they are."""
+    """Mark the viewer's own files as safe to include unchanged."""
     from markupsafe import Markup
 
     assert "</script" not in text.lower()
@@ -79,7 +79,7 @@ def _markup(text: str) -> Any:
 
 
 def _chosen(run: Run, limit: int) -> list[str]:
-    """Keys of the samples of highest and of lowest reward, of the last steps first."""
+    """Keys of the samples with the highest and the lowest reward, the last steps first."""
     best = run.search(status="accepted", order="-reward", limit=(limit + 1) // 2)["samples"]
     worst = run.search(status="accepted", order="reward", limit=limit // 2)["samples"]
     return list(dict.fromkeys(sample["key"] for sample in [*best, *reversed(worst)]))

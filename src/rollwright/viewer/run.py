@@ -1,4 +1,4 @@
-"""One run to be looked at: its curves, steps, groups, samples and tokens, as files of its directory have them."""
+"""One run for inspection: its curves, steps, groups, samples and tokens, from the files of its directory."""
 
 from __future__ import annotations
 
@@ -46,9 +46,9 @@ _TOKEN_COLUMNS = {
 class Run(RunFiles):
     """A run, or one stage or process of it: a directory with ``metrics.jsonl`` or a journal.
 
-    Opening reads nothing. What is asked is answered from the files as they are now, also while the run trains or after it crashed. Steps,
-    groups and samples come from an index that is derived from the journal: ``refresh`` brings it up to date, ``follow`` keeps it so. Safe to
-    use from several threads.
+    Opening reads nothing. Queries read the files as they are now, also while the run trains or after it crashed. Steps, groups and samples
+    come from an index that is derived from the journal: ``refresh`` brings it up to date, ``follow`` keeps it so. Safe to use from several
+    threads.
 
     ::
 
@@ -58,10 +58,10 @@ class Run(RunFiles):
         run.sample("12/3")["rows"][0]["trainer_logprobs"]
 
     Args:
-        path: of the directory; of a run of several stages or processes the one of them that has a journal (else metrics) is taken.
+        path: the directory. For a run of several stages or processes, the one with a journal (or else metrics) is used.
 
     Raises:
-        DataError: it is no run, or several of its stages or processes are.
+        DataError: it is not a run, or several of its stages or processes could be meant.
     """
 
     def __init__(self, path: str | Path) -> None:
@@ -71,12 +71,12 @@ class Run(RunFiles):
         self._grown = 0
 
     def info(self) -> dict[str, Any]:
-        """What lists of runs show: state, dates, last step and values, the curve of its reward (or loss), and how many samples are indexed."""
+        """Summary for lists of runs: state, dates, last step and values, the curve of its reward (or loss), and the number of indexed samples."""
         return {**super().info(), "samples": self._index.progress()["samples"] if self._has_index() else None}
 
     @property
     def stamp(self) -> str:
-        """Changes when something new can be asked: the run wrote metrics, or its index has grown."""
+        """A value that changes when the run writes metrics or its index grows."""
         found = [(path.stat().st_mtime_ns, path.stat().st_size) for path in self._files()]
         return f"{hash(tuple(found)) & (2**64 - 1):016x}-{self._grown}"
 
@@ -95,11 +95,11 @@ class Run(RunFiles):
 
     @cached_property
     def vocabulary(self) -> Vocabulary | None:
-        """The run's tokenizer; None where it is not on this machine."""
+        """The run's tokenizer; None if it is not on this machine."""
         return find_vocabulary(self.path, self.config)
 
     def text(self, ids: Sequence[int]) -> str:
-        """The text of tokens; their numbers where there is no tokenizer."""
+        """The text of tokens; their ids if there is no tokenizer."""
         return "".join(self.texts(ids)) if self.vocabulary is None else self.vocabulary.text(ids)
 
     def texts(self, ids: Sequence[int]) -> list[str]:
@@ -107,14 +107,14 @@ class Run(RunFiles):
         return [f"⟨{token}⟩" for token in ids] if self.vocabulary is None else self.vocabulary.texts(ids)
 
     def refresh(self, seconds: float | None = None) -> dict[str, Any]:
-        """Bring the index up to date; at most for about ``seconds`` where they are given. Returns ``progress()``."""
+        """Bring the index up to date, for at most about ``seconds`` if given. Returns ``progress()``."""
         if self.has_journal:
             self._index.advance(seconds)
             self._grown += 1
         return self.progress()
 
     def progress(self) -> dict[str, Any]:
-        """How far the index is: ``samples``, ``bytes`` read ``of_bytes``, the share of samples whose ``text`` can be searched."""
+        """Progress of the index: ``samples``, ``bytes`` read ``of_bytes``, and the share of samples whose ``text`` can be searched."""
         nothing = {"samples": 0, "bytes": 0, "of_bytes": 0, "text": 1.0, "is_complete": True}
         return self._index.progress() if self.has_journal else nothing
 
@@ -180,7 +180,7 @@ class Run(RunFiles):
             ended.wait(_FOLLOWED_EVERY if is_complete else 0.0)
 
     def close(self) -> None:
-        """Stop following, and close what is open."""
+        """Stop following and close all files."""
         with self._lock:
             if self._following is not None:
                 self._following.set()
@@ -204,7 +204,7 @@ class Run(RunFiles):
         """All steps, from ``metrics.jsonl`` and the index.
 
         Args:
-            offset, limit: index of the first, and how many.
+            offset, limit: index of the first step, and their number.
             undone: include steps that a resume undid and that have not been repeated yet (``is_undone``).
         """
         indexed = {row["step"]: row for row in self._samples.steps(undone=undone)} if self.has_journal else {}
@@ -218,7 +218,7 @@ class Run(RunFiles):
         return steps[offset : None if limit is None else offset + limit]
 
     def step(self, step: int, bins: int = 20) -> dict[str, Any]:
-        """A step: ``bins`` of rewards, ``groups`` with their samples, ``counts`` that add up, ``publication``, ``phases``, ``evaluations``.
+        """One step: ``bins`` of rewards, ``groups`` with their samples, ``counts`` of outcomes, ``publication``, ``phases``, ``evaluations``.
 
         Raises:
             DataError: it is not in the index.
@@ -261,17 +261,17 @@ class Run(RunFiles):
             ) from None
 
     def sample(self, key: str) -> dict[str, Any]:
-        """All of one sample: ``calls``, ``rows`` of tokens, ``messages``, ``results`` of durable calls, ``attempts``, ``neighbours``.
+        """One sample with all details: ``calls``, ``rows`` of tokens, ``messages``, ``results`` of durable calls, ``attempts``, ``neighbours``.
 
-        ``parts`` says at which ``token`` of its first row it went another way than all samples of its task with a higher ``reward``, and the
-        ``key`` of one that had all tokens before it; of many ``better`` ones only 16 are ``compared``.
+        ``parts`` gives the first ``token`` of its first row that differs from all samples of its task with a higher ``reward``, and the ``key``
+        of a sample that shares all tokens before it. Only 16 of the ``better`` samples are ``compared``.
 
         Args:
-            key: as lists have it: ``12/3``, ``eval:12/3@v4``; ``12/3#0`` is the first attempt, ``12/3@0`` that of the first process.
+            key: as in lists: ``12/3``, ``eval:12/3@v4``; ``12/3#0`` is the first attempt, ``12/3@0`` the one of the first process.
 
         Raises:
             DataError: it is not in the index.
-            JournalError: its records are gone.
+            JournalError: its records were removed.
         """
         sample, places, trained = self._samples.find(key)
         episode = self._episode(key, places)
@@ -307,7 +307,7 @@ class Run(RunFiles):
         return plain
 
     def _parting(self, sample: Mapping[str, Any], group: Sequence[Mapping[str, Any]]) -> dict[str, Any] | None:
-        """Where it went wrong: the first token that no sample of its task with a higher reward has there."""
+        """Where it went wrong: the first token that differs from all samples of its task with a higher reward."""
         own = sample["reward"]
         better = {
             each["key"]: each for each in group if own is not None and each["reward"] is not None and each["reward"] > own
@@ -326,7 +326,7 @@ class Run(RunFiles):
         return {"token": token, "key": key, "reward": better[key]["reward"], "better": len(better), "compared": len(first)}
 
     def _attempt(self, sample: Mapping[str, Any]) -> dict[str, Any]:
-        """An attempt of the sample, and what it raised."""
+        """An attempt of the sample, with the error that it raised."""
         traceback = ""
         if sample["status"] == "failed":
             end = self._episode(sample["key"], self._samples.find(sample["key"])[1]).end
@@ -357,21 +357,21 @@ class Run(RunFiles):
         return self._samples.publications(undone=undone)
 
     def checkpoints(self) -> list[dict[str, Any]]:
-        """Recover checkpoints: ``step``, ``frontier``, ``time``, groups finished ``beyond`` it, and ``unfinished`` episodes then."""
+        """Recovery checkpoints: ``step``, ``frontier``, ``time``, groups finished ``beyond`` the frontier, and ``unfinished`` episodes."""
         rows = self._index.rows("SELECT step, frontier, time, beyond, unfinished FROM checkpoints ORDER BY writer, step")
         return [dict(row) for row in rows]
 
     def resumes(self) -> list[dict[str, Any]]:
-        """Each time that a process went on: from which ``step``, ``version`` and ``frontier``, with how many ``episodes`` and ``tokens``."""
+        """Each resume: its ``step``, ``version`` and ``frontier``, and the number of ``episodes`` and ``tokens`` reused."""
         return [dict(row) for row in self._index.rows("SELECT * FROM resumes ORDER BY writer")]
 
     def search(self, **query: Any) -> dict[str, Any]:
-        """Samples that match; the arguments are the fields of ``viewer.search.Query``.
+        """Find samples; the arguments are the fields of ``viewer.search.Query``.
 
         Returns:
-            ``total`` (None: not all texts were looked through), ``samples`` with ``snippet`` (parts of text, each with whether it was
-            found), ``scanned``, ``is_cut`` (the time was over before there was enough), and ``indexed``: the share of samples whose text
-            is in the index.
+            ``total`` (None if not all texts were searched), ``samples`` with ``snippet`` (parts of text, each with whether it is a
+            match), ``scanned``, ``is_cut`` (the time limit ended the search before enough were found), and ``indexed`` (the share of
+            samples whose text is in the index).
 
         Raises:
             DataError: a filter or pattern is wrong.
@@ -387,7 +387,7 @@ class Run(RunFiles):
             query: for samples and tokens, fields of ``viewer.search.Query``: ``run.frame("tokens", step=12)``; for publications ``undone``.
 
         Raises:
-            DataError: ``what`` is none of these, or pandas is not installed.
+            DataError: there is no such table, or pandas is not installed.
         """
         pandas = _import_pandas(what)
         if what == "metrics":
@@ -419,7 +419,7 @@ def _steps(steps: Sequence[int]) -> str:
 
 
 def _neighbours(sample: Mapping[str, Any], group: Sequence[Mapping[str, Any]]) -> dict[str, str | None]:
-    """Keys of the samples before and behind it in its group, and of those with the highest and lowest reward."""
+    """Keys of the previous and next sample in its group, and of those with the highest and lowest reward."""
     keys = [each["key"] for each in group]
     place = keys.index(sample["key"]) if sample["key"] in keys else -1
     rewarded = sorted((each for each in group if each["reward"] is not None), key=lambda each: each["reward"])

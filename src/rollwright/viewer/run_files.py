@@ -1,4 +1,4 @@
-"""What the files of a run say without its index: who it is, its config, how far it came, and its curves."""
+"""The facts about a run that need no index: its identity, config, progress and curves."""
 
 from __future__ import annotations
 
@@ -25,13 +25,13 @@ _POINTS_OF_SPARKLINE = 40
 
 
 class RunFiles:
-    """A run as its marker, config and metrics describe it.
+    """A run as described by its marker, config and metrics.
 
     Args:
-        path: of the directory; of a run of several stages or processes the one of them that has a journal (else metrics) is taken.
+        path: the directory. For a run of several stages or processes, the one with a journal (or else metrics) is used.
 
     Raises:
-        DataError: it is no run, or several of its stages or processes are.
+        DataError: it is not a run, or several of its stages or processes could be meant.
     """
 
     def __init__(self, path: str | Path) -> None:
@@ -50,7 +50,7 @@ class RunFiles:
 
     @property
     def config(self) -> dict[str, Any]:
-        """Its config, flat: ``{"actor.optimizer.lr": 1e-5, …}``; secrets are hidden in the file already."""
+        """Its flattened config: ``{"actor.optimizer.lr": 1e-5, …}``. Secrets are already hidden in the file."""
         file = self.path / "config.yaml"
         if not file.exists():
             return flattened(self._marker.get("config") or {})
@@ -78,11 +78,11 @@ class RunFiles:
 
     @property
     def is_running(self) -> bool:
-        """A process owns its directory."""
+        """True if a process owns its directory."""
         return is_claimed(self.path) or is_claimed(self.path.parent)
 
     def info(self) -> dict[str, Any]:
-        """What lists of runs show: state, dates, last step and values, and the curve of its reward (or loss)."""
+        """Summary for lists of runs: state, dates, last step and values, and the curve of its reward (or loss)."""
         marker, results = self._marker, self._results()
         curve = "reward" if self.curves.points("reward") else "loss"
         points = self.curves.series([curve], _POINTS_OF_SPARKLINE, 0.0)[curve]
@@ -105,14 +105,14 @@ class RunFiles:
         }
 
     def _updated(self) -> float | None:
-        """When it wrote last: as it said itself where it has ended, because a copy's files are new."""
+        """Time of its last write. For a run that has ended it comes from the metrics, because a copy's files are newer."""
         times = self.curves.times
         if times and times[-1][1] and not self.is_running:
             return times[-1][1]
         return max((path.stat().st_mtime for path in self._files()), default=None)
 
     def _results(self) -> dict[str, Any]:
-        """What the stage said at its end; nothing before."""
+        """The stage's final results; empty before its end."""
         for place, name in ((self.path.parent, self.path.name), (self.path, None)):
             stages = _read_json(place / "stages.json")
             if name in stages or (name is None and len(stages) == 1):
@@ -129,7 +129,7 @@ class RunFiles:
 
     @property
     def has_journal(self) -> bool:
-        """Episodes were recorded."""
+        """True if episodes were recorded."""
         return bool(journal_files(self.path / "journal"))
 
     def _files(self) -> list[Path]:
@@ -139,8 +139,8 @@ class RunFiles:
         """Curves: ``{"series": {name: [[step, value], …]}, "groups": {title: [name, …]}}``.
 
         Args:
-            names: of metrics; None: all.
-            points: of each at most; peaks are kept.
+            names: metrics; None for all.
+            points: most points of each curve; peaks are kept.
             smoothing: weight of the past in a moving average, from 0 to below 1.
         """
         return {"series": self.curves.series(names, points, smoothing), "groups": groups_of(self.curves.names())}
@@ -176,7 +176,7 @@ class RunFiles:
         return found
 
     def _has_checksums(self) -> bool:
-        """Version 0.1.0 wrote none."""
+        """True if the run wrote checksums; version 0.1.0 did not."""
         marker = self._root / MARKER
         return marker.exists() and '"checksum"' in marker.read_text(encoding="utf-8", errors="replace")
 
@@ -207,12 +207,12 @@ class RunFiles:
         return {"file": name, "begin": begin, "end": end, "steps": list(steps), "message": f"{name}: {message}"}
 
     def diagnosis(self) -> list[dict[str, Any]]:
-        """What is wrong and which setting changes it: ``rule``, ``level`` (bad, warn or info), ``message``, ``setting`` and ``step``."""
+        """Detected problems and the settings that fix them: ``rule``, ``level`` (bad, warn or info), ``message``, ``setting`` and ``step``."""
         return [sign.plain() for sign in signs_of(self.curves.points, self.config)]
 
 
 def find_part(path: Path) -> Path:
-    """The directory itself, or of a run of several stages or processes the one that has a journal, else metrics.
+    """The directory itself, or the stage or process of a run that has a journal, or else metrics.
 
     Raises:
         DataError: there is none, or there are several.
@@ -232,12 +232,12 @@ def find_part(path: Path) -> Path:
 
 
 def is_part(path: Path) -> bool:
-    """A directory that a run, a stage or a process wrote metrics or episodes to."""
+    """True for a directory with metrics or episodes of a run, a stage or a process."""
     return (path / "metrics.jsonl").exists() or bool(journal_files(path / "journal"))
 
 
 def _read_json(path: Path) -> dict[str, Any]:
-    """A JSON object; empty where there is none, or one that is being written or damaged."""
+    """A JSON object; empty if the file is missing, damaged or being written."""
     try:
         return read_json(path)
     except (OSError, ValueError):

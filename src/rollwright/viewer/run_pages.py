@@ -1,4 +1,4 @@
-"""The pages over whole runs: the list, two compared, one run with its curves, its steps, its time and its weights."""
+"""The pages about runs: the list, a comparison, and one run with its curves, steps, timeline and weights."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ from rollwright.viewer.runs import config_difference
 ROWS = 200
 _STEADY_FROM = 4  # steps of one value
 _COMPARED = 6  # runs at once: as many as there are colours
-#: Metrics of a run that its tiles show: name, what it is called, how it is written.
+#: Metrics in a run's tiles: name, title and format.
 _TILES = (
     ("reward", "reward", number),
     ("eval/reward", "held out", number),
@@ -43,7 +43,7 @@ _TILES = (
 
 
 def add_routes(router: APIRouter, pages: Pages) -> None:
-    """Add the pages over whole runs."""
+    """Add the pages about runs."""
 
     def runs(request: Request) -> Response:
         entries = pages.entries()
@@ -184,7 +184,7 @@ def add_routes(router: APIRouter, pages: Pages) -> None:
 
 
 def overview(run: Run, info: Mapping[str, Any]) -> dict[str, Any]:
-    """What the first page of a run shows, a report too."""
+    """Template values of a run's first page, which a report shows too."""
     curves = _curves([("", run)])
     last = {chart["name"]: chart["last"] for _, charts in curves for chart in charts}
     tiles = [
@@ -204,13 +204,13 @@ def overview(run: Run, info: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _is_steady(chart: Mapping[str, Any]) -> bool:
-    """A curve that says no more than its value: of all its steps, and not one of those that a person looks for."""
+    """True for a curve whose value never changes, unless it is a metric of a tile."""
     values = [value for each in chart["series"] for _, value in each["points"]]
     return len(values) >= _STEADY_FROM and len(set(values)) == 1 and chart["name"] not in {name for name, _, _ in _TILES}
 
 
 def _curves(runs: Sequence[tuple[str, Run]]) -> list[tuple[str, list[dict[str, Any]]]]:
-    """Charts in groups; where there are several runs, those of one metric are in one chart."""
+    """Charts in groups; several runs share one chart for each metric."""
     found = [(label, run.metrics()) for label, run in runs]
     groups: dict[str, dict[str, None]] = {}
     for _, metrics in found:
@@ -279,7 +279,7 @@ def _zoom(url: str, start: float, end: float) -> dict[str, str]:
 
 
 def _differences(runs: Sequence[Run]) -> list[tuple[str, list[str]]]:
-    """Config keys that are not the same in all runs, with the value in each."""
+    """Config keys that differ between runs, with each run's value."""
     if len(runs) < 2:
         return []
     keys = dict.fromkeys(key for other in runs[1:] for key, *_ in config_difference(runs[0], other))
@@ -287,7 +287,7 @@ def _differences(runs: Sequence[Run]) -> list[tuple[str, list[str]]]:
 
 
 def last_evaluation(run: Run) -> dict[str, float]:
-    """Task -> mean reward of its samples, in the last evaluation that a run made."""
+    """Task -> mean reward of its samples in a run's last evaluation."""
     samples = run.search(is_eval=True, status="accepted", order="-step", limit=20_000)["samples"]
     by_version: dict[int, dict[str, list[float]]] = {}
     for sample in samples:
@@ -301,7 +301,7 @@ def last_evaluation(run: Run) -> dict[str, float]:
 
 
 def held_out(runs: Sequence[tuple[str, Run]]) -> dict[str, Any]:
-    """The last evaluations of runs, compared with the first run's task by task."""
+    """The last evaluation of each run, compared with the first run's by task."""
     evaluations = [(label, last_evaluation(run)) for label, run in runs]
     evaluations = [(label, found) for label, found in evaluations if found]
     rows: list[dict[str, Any]] = []

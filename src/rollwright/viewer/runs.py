@@ -15,7 +15,7 @@ from rollwright.viewer.run_files import is_part
 logger = getLogger("viewer")
 
 _DEEPEST = 5  # directories below the root in which runs are looked for
-#: Directories of a run in which no stage is.
+#: Directories of a run that have no stages.
 _NOT_STAGES = frozenset(("attempts", "checkpoints", "journal", "logs", "recover", "rollouts", "weights"))
 
 
@@ -23,7 +23,7 @@ class Runs:
     """The runs below directories, opened once each. Safe to use from several threads.
 
     Args:
-        roots: directories; one that is a run is a run.
+        roots: directories of runs, or with runs below them.
     """
 
     def __init__(self, roots: str | Path | Iterable[str | Path] = "runs") -> None:
@@ -36,7 +36,7 @@ class Runs:
         self._lock = threading.Lock()
 
     def list(self) -> list[dict[str, Any]]:
-        """What each run says of itself (``Run.info``), with its ``id``; those that wrote last come first."""
+        """``Run.info`` of each run with its ``id``, the most recently written first."""
         found = [{"id": name, **self.get(name).info()} for name in self._names()]
         return sorted(found, key=lambda info: -(info["updated"] or 0.0))
 
@@ -44,7 +44,7 @@ class Runs:
         """The run with an id.
 
         Raises:
-            DataError: there is none below the roots.
+            DataError: there is no such run below the roots.
         """
         with self._lock:
             if name not in self._runs:
@@ -55,7 +55,7 @@ class Runs:
             return self._runs[name]
 
     def _names(self) -> dict[str, Path]:
-        """The directories of runs by their ids: the path below the root."""
+        """Directories of runs by id, the path below the root."""
         names: dict[str, Path] = {}
         for root in self.roots:
             for path in parts_below(root):
@@ -65,7 +65,7 @@ class Runs:
         return names
 
     def close(self) -> None:
-        """Close all that were opened."""
+        """Close all opened runs."""
         with self._lock:
             for run in self._runs.values():
                 run.close()
@@ -88,7 +88,7 @@ def parts_below(root: Path, depth: int = 0) -> Iterator[Path]:
 
 
 def list_runs(roots: str | Path | Iterable[str | Path] = "runs") -> list[dict[str, Any]]:
-    """What the runs below directories say of themselves; see ``Runs.list``."""
+    """Summaries of the runs below directories; see ``Runs.list``."""
     runs = Runs(roots)
     try:
         return runs.list()
@@ -97,7 +97,7 @@ def list_runs(roots: str | Path | Iterable[str | Path] = "runs") -> list[dict[st
 
 
 def config_difference(first: Run, second: Run) -> list[tuple[str, Any, Any]]:
-    """The keys in which two configs differ, each with its two values (None: not there)."""
+    """The keys whose values differ in two configs, each with both values; None if a config lacks the key."""
     before, after = first.config, second.config
     keys = sorted({*before, *after})
     return [(key, before.get(key), after.get(key)) for key in keys if before.get(key) != after.get(key)]

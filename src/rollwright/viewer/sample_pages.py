@@ -1,4 +1,4 @@
-"""The pages over samples: a step with its groups, a group with its prefix tree, one sample, and the search."""
+"""The pages about samples: a step with its groups, a group with its prefix tree, one sample, and the search."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ GROUPS = 100  # of a step on one page
 
 
 def add_routes(router: APIRouter, pages: Pages) -> None:
-    """Add the pages over samples."""
+    """Add the pages about samples."""
 
     def step(request: Request, name: str, number_of_step: int) -> Response:
         run = pages.run(name)
@@ -135,7 +135,7 @@ def _about(sample: Mapping[str, Any]) -> str:
 
 
 def step_context(run: Run, found: Mapping[str, Any], url: str, request: Request) -> dict[str, Any]:
-    """What the page of a step shows."""
+    """Template values of a step's page."""
     here = f"{url}/step/{found['step']}"
     chosen = span(request.query_params.get("reward", ""))
     bins = found["bins"]
@@ -210,7 +210,7 @@ def decorated(
     bounds: tuple[float, float] | None = None,
     fits: Callable[[Mapping[str, Any]], bool] = lambda sample: True,
 ) -> dict[str, Any]:
-    """A group with what its row shows: title, what became of it and why, and a shade for each sample."""
+    """A group with the values of its table row: title, outcome and reason, and a shade for each sample."""
     low, high = bounds or _bounds(group["samples"])
     samples = [
         {
@@ -231,12 +231,12 @@ def decorated(
 
 
 def title_of_group(group: Mapping[str, Any]) -> str:
-    """What a group is called."""
+    """Title of a group."""
     return title_of_key(group["key"])
 
 
 def title_of_key(key: str) -> str:
-    """What the group of a key is called: ``12`` or ``eval:5@v4``."""
+    """Title of the group with a key such as ``12`` or ``eval:5@v4``."""
     if not key.startswith("eval:"):
         return f"Task {key}"
     ordinal, _, version = key.removeprefix("eval:").partition("@")
@@ -244,7 +244,7 @@ def title_of_key(key: str) -> str:
 
 
 def _place(of: Mapping[str, Any]) -> list[tuple[str, str]]:
-    """The step between a run and a group or sample of it."""
+    """Breadcrumb of the step that a group or sample belongs to."""
     return [(f"Step {of['step']}", f"/step/{of['step']}")] if of["step"] is not None else []
 
 
@@ -261,7 +261,7 @@ def _bounds(samples: Sequence[Mapping[str, Any]]) -> tuple[float, float]:
 
 
 def sample_context(run: Run, found: Mapping[str, Any], url: str, request: Request, row_number: int) -> dict[str, Any]:
-    """What the page of a sample shows, in the view and with the overlay that the address asks for."""
+    """Template values of a sample's page, in the view and with the overlay of the address."""
     query = dict(request.query_params)
     view = query.get("view") if query.get("view") in sample_view.VIEWS else "chat"
     here = f"{url}/sample/{key_in_address(found['key'])}"
@@ -333,7 +333,7 @@ def _first_answer(sample: Mapping[str, Any]) -> int:
 
 
 def _neighbours(run: Run, sample: Mapping[str, Any], url: str, query: Mapping[str, str]) -> dict[str, str | None]:
-    """The samples before and after: in the list that the reader came from, else in its group and those of its step."""
+    """The previous and next sample in the list that the reader came from, or else in its group and step."""
     kept = {name: query[name] for name in ("view", "overlay", "list") if query.get(name)}
 
     def link(key: str | None, **more: str) -> str | None:

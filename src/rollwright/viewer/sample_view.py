@@ -1,4 +1,4 @@
-"""One sample as a page shows it: as chat, as exact tokens with an overlay, as a table, and request by request."""
+"""One sample for pages and the terminal: as chat, as exact tokens with an overlay, as a table, and by request."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ TOKENS_SHOWN, LINES_SHOWN = 2000, 500
 
 VIEWS = {"chat": "Chat", "tokens": "Tokens", "table": "Table", "requests": "Requests"}
 
-#: Overlay -> its name, and what its colours mean.
+#: Overlay -> its title, and the meaning of its colours.
 OVERLAYS = {
     "trained": ("Trained", "Underlined: sampled by the policy and trained."),
     "advantage": ("Advantage", "How much better (blue, underlined) or worse (orange, dotted) than the group."),
@@ -34,11 +34,11 @@ _IMAGE = re.compile(r"data:image/(png|jpeg|webp|gif);base64,[A-Za-z0-9+/=\s]+")
 
 
 def chat(sample: Mapping[str, Any], href_of_tokens: str = "") -> list[dict[str, Any]]:
-    """The conversation, with the calls that the model asked for read from its answers, and each tool's result and duration.
+    """The conversation, with the tool calls parsed from the model's answers, and each tool's result and duration.
 
     Args:
-        sample: of ``Run.sample``.
-        href_of_tokens: address of the token view; empty: no links.
+        sample: a result of ``Run.sample``.
+        href_of_tokens: address of the token view; empty for no links.
     """
     calls = {call["index"]: call for call in sample["calls"]}
     messages: list[dict[str, Any]] = []
@@ -87,7 +87,7 @@ _ROLES = {"given": "prompt"}
 
 
 def _images(value: Any, depth: int = 0) -> Iterator[str]:
-    """Pictures in a task, as ``data:`` addresses; nothing is loaded from elsewhere."""
+    """Pictures in a task that are ``data:`` addresses; no others are loaded."""
     if isinstance(value, str):
         if _IMAGE.fullmatch(value):
             yield value
@@ -103,7 +103,7 @@ def _images(value: Any, depth: int = 0) -> Iterator[str]:
 
 
 def left(parts: Mapping[str, Any]) -> str:
-    """Which samples it parts from, in words."""
+    """Describe the samples that it diverges from."""
     if parts["compared"] == parts["better"]:
         return "every better sample of its task"
     return f"{parts['compared']} of the {parts['better']} better samples of its task, those that were compared"
@@ -112,9 +112,9 @@ def left(parts: Mapping[str, Any]) -> str:
 def tokens(
     row: Mapping[str, Any], overlay: str, limit: int | None = TOKENS_SHOWN, parts_at: int | None = None
 ) -> dict[str, Any]:
-    """A row's tokens with the classes, values and marks of an overlay, and the facts of each for the line below.
+    """A row's tokens with the classes, values and marks of an overlay, and the facts about each token.
 
-    ``parts_at`` is the token at which it leaves better samples.
+    ``parts_at`` is the token at which it diverges from better samples.
     """
     length = len(row["ids"])
     end = length if limit is None else min(length, limit)
@@ -150,7 +150,7 @@ _NAMES = {name: text.lower() for name, (text, _) in OVERLAYS.items()} | {"branch
 
 
 def _columns(row: Mapping[str, Any]) -> dict[str, list[Any]]:
-    """Overlay -> value of each token; only those that the run recorded."""
+    """Overlay -> value of each token, for the overlays that the run recorded."""
     mask = row["mask"]
 
     engine, trainer = row.get("logprobs"), row.get("trainer_logprobs")
@@ -180,7 +180,7 @@ def overlays_of(row: Mapping[str, Any]) -> list[str]:
 
 
 def _shades(overlay: str, values: Sequence[Any], mask: Sequence[bool]) -> tuple[list[str], list[tuple[str, str]]]:
-    """Class of each token, and the examples of the key."""
+    """CSS class of each token, and the examples in the key."""
     known = [value for value in values if value is not None and math.isfinite(value)]
     if overlay == "trained":
         return ["trained" if is_sampled else "" for is_sampled in mask], []
@@ -216,7 +216,7 @@ def _rounded(value: Any) -> Any:
 
 
 def table(row: Mapping[str, Any], limit: int | None = LINES_SHOWN) -> dict[str, Any]:
-    """A row as a table: a line for each token, a column for each value that was recorded. Readable without colour."""
+    """A row as a table, readable without colour: a line for each token, a column for each recorded value."""
     columns = _columns(row)
     names = ["#", "id", "text", *(_NAMES[name] for name in columns)]
     end = len(row["ids"]) if limit is None else min(limit, len(row["ids"]))
@@ -235,7 +235,7 @@ def _cell(value: Any) -> str:
 
 
 def requests(sample: Mapping[str, Any]) -> list[dict[str, Any]]:
-    """The model requests, each with what was asked for and how long it took."""
+    """The model requests, each with its arguments and duration."""
     shown = []
     for call in sample["calls"]:
         about = f"conversation {call['conversation']}, turn {call['turn']}"
@@ -267,7 +267,7 @@ def results(sample: Mapping[str, Any]) -> list[dict[str, Any]]:
 
 
 def lanes(sample: Mapping[str, Any]) -> dict[str, Any] | None:
-    """When the sample's requests and calls ran."""
+    """A picture of when the sample's requests and calls ran."""
     spans = [
         (
             "generate",
@@ -293,7 +293,7 @@ def lanes(sample: Mapping[str, Any]) -> dict[str, Any] | None:
 
 
 def facts(sample: Mapping[str, Any]) -> list[tuple[str, Any]]:
-    """Name and value of what there is to say of a sample."""
+    """Names and values of the facts about a sample."""
     versions = sample["version"]
     if versions is not None:
         versions = f"v{versions[0]}" if versions[0] == versions[1] else f"v{versions[0]} to v{versions[1]}"

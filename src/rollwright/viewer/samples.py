@@ -1,4 +1,4 @@
-"""Samples, groups and steps of a run, as its index has them."""
+"""Samples, groups and steps of a run, from its index."""
 
 from __future__ import annotations
 
@@ -21,16 +21,16 @@ samples.id, writer, ordinal, idx, attempt, is_eval, version, workflow, status, r
 calls, tools, tool_names, first_version, last_version, model_seconds, tool_seconds, began, ended, truncated, step, step_writer, trained,
 advantage, advantages, is_undone, is_damaged, substr(texts.said, 1, 120) AS preview
 """
-#: The query of listed samples, to be continued with its conditions.
+#: Beginning of the query for samples; conditions follow.
 SELECT = f"SELECT {_LISTED} FROM samples LEFT JOIN texts ON texts.id = samples.id"
-#: Of several attempts with one name, the first of these is meant.
+#: Order that puts the meant one first among several attempts with the same name.
 _BEST_FIRST = "is_undone, status IN ('accepted', 'rejected') DESC, samples.id DESC"
 #: Condition of lists without samples that a resume undid.
 NOT_UNDONE = "NOT is_undone"
 
 
 class Key(NamedTuple):
-    """What a key names: a group or a sample of it."""
+    """The parts of a group's or sample's key."""
 
     is_eval: bool
     ordinal: int
@@ -41,10 +41,10 @@ class Key(NamedTuple):
 
 
 def parse_key(key: str) -> Key:
-    """The parts of ``12/3``, ``12``, ``eval:12/3@v4``, ``12/3@0`` (of the first process) or ``12/3#1`` (the second attempt).
+    """Parse ``12/3``, ``12``, ``eval:12/3@v4``, ``12/3@0`` (of the first process) or ``12/3#1`` (the second attempt).
 
     Raises:
-        DataError: it is none of these.
+        DataError: it has none of these forms.
     """
     match = _KEY.fullmatch(key)
     if match is None:
@@ -57,7 +57,7 @@ class Samples:
 
     Args:
         index: of the journal.
-        is_running: whether its last process goes on.
+        is_running: True if its last process is still running.
     """
 
     def __init__(self, index: Index, is_running: bool) -> None:
@@ -72,7 +72,7 @@ class Samples:
     # -- samples -----------------------------------------------------------------------------------------------------------------
 
     def listed(self, where: str, *values: Any) -> list[dict[str, Any]]:
-        """Samples that have ended, by the rest of the query ``SELECT``."""
+        """Samples that have ended; the argument completes the query ``SELECT``."""
         return [self.plain(row) for row in self._index.rows(f"{SELECT} {where}", *values)]
 
     def running(self, ordinal: int | None = None, is_eval: bool = False, *, undone: bool = False) -> list[dict[str, Any]]:
@@ -88,10 +88,10 @@ class Samples:
         return found
 
     def find(self, key: str) -> tuple[dict[str, Any], bytes, bytes | None]:
-        """The sample that a key names, and the places of its records and of what was trained on.
+        """The sample with a key, and the places of its records and of its training records.
 
         Raises:
-            DataError: there is none, or it is not in the index yet.
+            DataError: there is no such sample, or it is not in the index yet.
         """
         parts = parse_key(key)
         conditions, values = ["ordinal = ?", "is_eval = ?"], [parts.ordinal, parts.is_eval]
@@ -276,7 +276,7 @@ def _is_named(sample: Mapping[str, Any], writer: int, parts: Key) -> bool:
 
 
 def plain_publication(row: sqlite3.Row) -> dict[str, Any]:
-    """What was published after a step."""
+    """The publication after a step."""
     same = ("step", "version", "way", "seconds", "bytes", "time")
     return {
         **{name: row[name] for name in same},
@@ -286,7 +286,7 @@ def plain_publication(row: sqlite3.Row) -> dict[str, Any]:
 
 
 def reward_bins(samples: Iterable[Mapping[str, Any]], count: int) -> list[dict[str, Any]]:
-    """A histogram of rewards: a bin for each value where there are few, else bins of one width."""
+    """A histogram of rewards: a bin for each value if there are few, otherwise bins of equal width."""
     rewards = [(reward, sample["trained"] > 0) for sample in samples for reward in sample["rewards"] if math.isfinite(reward)]
     if not rewards:
         return []

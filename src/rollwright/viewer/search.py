@@ -292,15 +292,15 @@ def _by_number(index: Index, numbers: list[int]) -> list[Any]:
 # -- what an address asks for ---------------------------------------------------------------------------------------------
 
 _ASKED_RANGES = ("step", "reward", "tokens", "version")
-#: What an address may ask the search for.
+#: Parameters of an address that the search accepts.
 ASKED = ("text", "regex", "where", *_ASKED_RANGES, "status", "tool", "tag", "eval", "truncated", "undone", "order")
 
 
 def filters(query: Mapping[str, str]) -> dict[str, Any]:
-    """Arguments of ``Run.search`` that an address asks for.
+    """Arguments of ``Run.search`` from an address.
 
     Raises:
-        ValueError: a range is none.
+        ValueError: a range is invalid.
     """
     text = query.get("text", "").strip()
     found: dict[str, Any] = {}
@@ -326,10 +326,10 @@ def filters(query: Mapping[str, str]) -> dict[str, Any]:
 
 
 def span(text: str) -> tuple[float | None, float | None] | None:
-    """A range as addresses have it: ``12``, ``5-20``, ``0.5..1``, ``100..``, ``..3``; empty: None.
+    """Parse a range from an address: ``12``, ``5-20``, ``0.5..1``, ``100..``, ``..3``; None for an empty text.
 
     Raises:
-        ValueError: it is no range.
+        ValueError: it is not a range.
     """
     text = text.strip().replace("…", "..").replace("−", "-")
     if not text:

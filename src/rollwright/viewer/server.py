@@ -1,6 +1,6 @@
 """The server of `rollwright view`: read-only pages over run directories, behind the guard of every service.
 
-What a run recorded was written by models and tools, so nothing of it is trusted: templates escape all of it, and the
+Recorded text was written by models and tools, so none of it is trusted: templates escape all of it, and the
 Content-Security-Policy forbids scripts and styles that are not the viewer's own files, and every other origin.
 """
 
@@ -33,7 +33,7 @@ from rollwright.viewer.pages import Pages
 
 logger = getLogger("viewer")
 
-#: Of every answer. Nothing is loaded from elsewhere, no inline script or style runs, and no other page may frame or read it.
+#: Headers of every answer. Nothing is loaded from elsewhere, no inline script or style runs, and no other page may frame or read it.
 SECURITY_HEADERS = {
     "Content-Security-Policy": "default-src 'none'; script-src 'self'; style-src 'self'; img-src 'self' data:; connect-src 'self'; "
     "form-action 'self'; base-uri 'none'; frame-ancestors 'none'",
@@ -46,7 +46,7 @@ _TOKEN = "token"
 
 
 class ViewGuard(Guard):
-    """The guard of a service whose key a browser brings: in the address once, then in a cookie."""
+    """A guard whose key a browser sends once in the address and then in a cookie."""
 
     open_paths = Guard.open_paths - {"/"}  # here it lists the runs
 
@@ -64,7 +64,7 @@ class ViewGuard(Guard):
         await super().__call__(scope, receive, send_safely)
 
     async def answer(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Answer a request that nothing was found against; a token in the address moves to a cookie."""
+        """Answer a request that passed all checks; a token in the address moves to a cookie."""
         asked = parse_qsl(scope.get("query_string", b"").decode("latin-1"), keep_blank_values=True)
         token = dict(asked).get(_TOKEN)
         if token and self._is_key(token):
@@ -85,7 +85,7 @@ class ViewGuard(Guard):
         return f"rollwright-view-{self.settings.port}"  # cookies do not tell ports apart
 
     def is_known(self, scope: Scope, headers: Headers) -> bool:
-        """True where no key is needed, or the address, a cookie or a header has it."""
+        """True if no key is needed, or the address, a cookie or a header has it."""
         if not self.settings.api_key or super().is_known(scope, headers):
             return True
         asked = dict(parse_qsl(scope.get("query_string", b"").decode("latin-1")))
@@ -154,13 +154,13 @@ def _static_file(name: str, content: bytes) -> Any:
 
 
 def settings_of(host: str, port: int, allowed_hosts: Sequence[str] = (), with_token: bool = False) -> ServiceSettings:
-    """Address of a viewer; with a token of its own where other machines can reach it, or where one is wanted."""
+    """Settings of a viewer, with a generated token if other machines can reach it or if one is wanted."""
     token = None if host in LOOPBACK and not with_token else secrets.token_urlsafe(24)
     return ServiceSettings(host=host, port=port, api_key=token, allowed_hosts=list(allowed_hosts))
 
 
 def first_page(app: FastAPI, settings: ServiceSettings) -> str:
-    """Where a reader begins: at the list, or at the run where there is one only; with the token, if there is one."""
+    """The start address: the list, or the run if there is only one; with the token, if there is one."""
     entries = app.state.pages.entries()
     path = entries[0]["url"] if len(entries) == 1 else "/"
     return path + (f"?{_TOKEN}={settings.api_key}" if settings.api_key else "")

@@ -1,7 +1,7 @@
 """The viewer on a terminal: runs, the curves of one, its samples, and one sample token by token.
 
-It shows what the pages show, with the same words and keys. What a model wrote is only ever text here: it is made visible before it is
-drawn, so no escape sequence reaches the terminal, and none of it is read as markup.
+It shows the same content as the pages, with the same words and keys. A model's text is never interpreted: invisible characters are
+replaced before it is drawn, so no escape sequence reaches the terminal, and it is not parsed as markup.
 """
 
 from __future__ import annotations
@@ -73,7 +73,7 @@ class RunsView(View):
 
 
 class Plot(Static):
-    """The curve of a run; drawn anew where it gets another size."""
+    """The curve of a run, redrawn when its size changes."""
 
     def on_resize(self) -> None:
         if isinstance(self.screen, RunView):
@@ -81,7 +81,7 @@ class Plot(Static):
 
 
 class RunView(View):
-    """What stands out in a run, and its curves, with a step that is pointed at."""
+    """Diagnosis and curves of a run, with a selected step."""
 
     BINDINGS: ClassVar[list[Any]] = [
         Binding("left", "point(-1)", "Step", priority=True, key_display="←→"),
@@ -90,7 +90,7 @@ class RunView(View):
         ("s", "samples", "All samples"),
         Binding("slash", "samples(False, True)", "Search", key_display="/"),
     ]
-    step: int | None = None  # that is pointed at; None: the last one, also when there is another
+    step: int | None = None  # the selected step; None follows the last one
     found: dict[str, Any] | None = None
 
     def compose(self) -> ComposeResult:
@@ -151,7 +151,7 @@ class RunView(View):
         self.draw()
 
     def action_point(self, by: int) -> None:
-        """Point at the step before or behind."""
+        """Select the previous or next step."""
         steps = self._steps()
         if steps:
             place = steps.index(self.step) if self.step in steps else len(steps) - 1
@@ -164,7 +164,7 @@ class RunView(View):
         return [int(step) for step, _ in (self.found["curves"]["series"].get(name, []) if self.found and name else [])]
 
     def action_samples(self, of_step: bool = False, typing: bool = False) -> None:
-        """The samples of the step that is pointed at, or of all."""
+        """Show the samples of the selected step, or of all."""
         assert self.watched is not None
         step = self.step if self.step is not None else max(self._steps(), default=None)
         asked = f"step={step}" if of_step and step is not None else ""
@@ -198,7 +198,7 @@ class Viewer(App[None]):
         self.runs = Runs(places)
 
     def on_mount(self) -> None:
-        """Begin at the list of runs, or at the run where there is one only."""
+        """Start at the list of runs, or at the run if there is only one."""
         self.push_screen(RunsView(self.runs))
 
     def on_unmount(self) -> None:
@@ -208,7 +208,7 @@ class Viewer(App[None]):
         self.theme = "textual-light" if self.theme != "textual-light" else "textual-dark"
 
     def action_help(self) -> None:
-        """Show all keys, or no more."""
+        """Show or hide all keys."""
         if self.screen.query("HelpPanel"):
             self.action_hide_help_panel()
         else:

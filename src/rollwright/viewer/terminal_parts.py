@@ -1,4 +1,4 @@
-"""What the screens of the terminal viewer have in common: foreign text made harmless, curves of characters, tables, and reading again."""
+"""Shared parts of the terminal viewer's screens: harmless text, character curves, tables, and periodic reading."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ from rollwright.tracking.readable import clipped, visible
 from rollwright.viewer.run import Run
 
 _EVERY = 2.0  # seconds between two looks at the files
-#: What reading a run raises where its files are damaged, moved or no run.
+#: Errors of reading a run whose files are damaged, moved or not a run.
 PROBLEMS = (RollwrightError, OSError, ValueError, sqlite3.Error)
 
 
 def line(text: Any, limit: int = 300) -> Text:
-    """Foreign text as one harmless line."""
+    """Untrusted text as one harmless line."""
     return Text(visible(clipped(str(text), limit)).replace("\n", "↵").replace("\t", "⇥"), no_wrap=True)
 
 
@@ -53,7 +53,7 @@ def curve(points: Sequence[Sequence[float]], width: int, height: int) -> list[st
 
 
 class Table(DataTable[Text]):
-    """A table of which one row is chosen."""
+    """A table with one selected row."""
 
     BINDINGS: ClassVar[list[Any]] = [
         Binding("j", "cursor_down", "Next", key_display="j k"),
@@ -70,7 +70,7 @@ class Table(DataTable[Text]):
         self.add_columns(*(Text(name, style="bold") for name in self.names))
 
     def fill(self, rows: dict[str, Sequence[Text | str]], first: str | None = None) -> None:
-        """Show other rows; the one that was chosen stays so, ``first`` is chosen at the beginning."""
+        """Replace the rows and keep the selection; ``first`` is selected initially."""
         before = self.chosen or first
         self.clear()
         for key, cells in rows.items():
@@ -80,12 +80,12 @@ class Table(DataTable[Text]):
 
     @property
     def chosen(self) -> str | None:
-        """Key of the row that is chosen."""
+        """Key of the selected row."""
         return self.coordinate_to_cell_key(self.cursor_coordinate).row_key.value if self.row_count else None
 
 
 class View(Screen[None]):
-    """Reads in a thread, again whenever the run has written, and shows in the event loop."""
+    """A screen that reads in a thread whenever the run has written, and draws in the event loop."""
 
     BINDINGS: ClassVar[list[Any]] = [Binding("escape", "up", "Up", show=False), ("u", "up", "Up")]
     is_followed = True
@@ -96,7 +96,7 @@ class View(Screen[None]):
         self.watched = run
 
     def on_mount(self) -> None:
-        """Read, and go on looking."""
+        """Read now and periodically."""
         self.read_again()
         self.set_interval(_EVERY, self._look)
 
@@ -111,7 +111,7 @@ class View(Screen[None]):
             return None
 
     def read_again(self) -> None:
-        """Read what is shown."""
+        """Read the content again."""
         self._seen = self._stamp()
         self.run_worker(self._read, thread=True, exclusive=True)
 
@@ -122,7 +122,7 @@ class View(Screen[None]):
             return error
 
     def on_worker_state_changed(self, event: Worker.StateChanged) -> None:
-        """Show what was read, or why it cannot be."""
+        """Show the content, or why it cannot be read."""
         if event.state is not WorkerState.SUCCESS:
             return
         if isinstance(event.worker.result, Exception):
@@ -131,18 +131,18 @@ class View(Screen[None]):
             self.show(event.worker.result)
 
     def read(self) -> Any:
-        """What is shown; called in a thread."""
+        """Return the content; called in a thread."""
         raise NotImplementedError
 
     def show(self, found: Any) -> None:
-        """Show what was read."""
+        """Show the content."""
         raise NotImplementedError
 
     def head(self, *parts: Any) -> None:
-        """Write the line above."""
+        """Set the heading."""
         self.query_one("#head", Static).update(Text(line(" · ".join(str(part) for part in parts if part)).plain))
 
     def action_up(self) -> None:
-        """One level up; the first level stays."""
+        """Go one level up, unless this is the first level."""
         if len(self.app.screen_stack) > 2:
             self.dismiss()

@@ -1,4 +1,4 @@
-"""Samples on a terminal: sorted and filtered, and one token by token."""
+"""Samples on a terminal: the list with its filter and order, and one sample token by token."""
 
 from __future__ import annotations
 
@@ -32,13 +32,13 @@ _PLUS, _MINUS, _SCALE = Color.parse("#3987e5"), Color.parse("#e8743b"), Color.pa
 
 
 class SamplesView(View):
-    """Samples sorted by reward: those that a filter finds, or those of one group.
+    """Samples sorted by reward, from a filter or of one group.
 
     Args:
-        run: theirs.
+        run: the run.
         asked: the filter.
-        typing: the reader means to write another.
-        group: key of a group; then there is no filter.
+        typing: put the cursor into the filter.
+        group: key of a group, in place of a filter.
     """
 
     BINDINGS: ClassVar[list[Any]] = [
@@ -124,7 +124,7 @@ class SamplesView(View):
             self.app.push_screen(SamplesView(self.watched, group=self.groups[key]))
 
     def action_up(self) -> None:
-        """Out of the filter, else one level up."""
+        """Leave the filter, or go one level up."""
         if isinstance(self.focused, Input):
             self.query_one(Table).focus()
         else:
@@ -132,7 +132,7 @@ class SamplesView(View):
 
 
 def query_of(asked: str) -> dict[str, str]:
-    """A filter as it is typed, as addresses have it: ``step=12 status=failed some words``."""
+    """Parse a typed filter such as ``step=12 status=failed some words`` into the parameters of an address."""
     query, words = {}, []
     for part in asked.split():
         name, equals, value = part.partition("=")
@@ -147,9 +147,9 @@ class SampleView(View):
     """One sample, token by token.
 
     Args:
-        run: its.
-        key: its.
-        keys: of the list that it is in.
+        run: the run.
+        key: key of the sample.
+        keys: keys of the list that it is in.
     """
 
     BINDINGS: ClassVar[list[Any]] = [
@@ -230,7 +230,7 @@ class SampleView(View):
         self.show_chat(bool(self.query_one("#chat").display))
 
     def tell(self) -> None:
-        """All there is to say of the token that is pointed at."""
+        """Show all facts about the token at the cursor."""
         index, text = self.query_one(TokenView).cursor, Text()
         if self.found and self.found["rows"] and index < len(self.facts[0][1]):
             text.append(f"#{index}", "bold")
@@ -279,7 +279,7 @@ class SampleView(View):
         self._change(change)
 
     def action_values(self) -> None:
-        """The value behind each token."""
+        """Show or hide the value after each token."""
         self._change(lambda found: setattr(self, "has_values", not self.has_values))
 
     def action_row(self) -> None:
@@ -299,7 +299,7 @@ class SampleView(View):
 
 
 class TokenView(ScrollView, can_focus=True):
-    """The tokens of a row, wrapped, with one that is pointed at."""
+    """The wrapped tokens of a row, with a cursor."""
 
     BINDINGS: ClassVar[list[Any]] = [
         Binding("left", "walk(-1)", "Token", key_display="←→"),
@@ -360,7 +360,7 @@ class TokenView(ScrollView, can_focus=True):
         self.lay_out()
 
     def render_line(self, y: int) -> Strip:
-        """A line as it is seen."""
+        """Render one visible line."""
         number_of_line = y + self.scroll_offset.y
         pieces = self.lines[number_of_line] if number_of_line < len(self.lines) else []
         segments = [
@@ -372,17 +372,17 @@ class TokenView(ScrollView, can_focus=True):
         return Strip(segments).extend_cell_length(self.size.width).apply_style(self.rich_style)
 
     def watch_cursor(self) -> None:
-        """Keep it in sight."""
+        """Keep the cursor visible."""
         if self.cursor < len(self.line_of):
             self.scroll_to_region(Region(0, self.line_of[self.cursor], 1, 1), animate=False)
         self.refresh()
 
     def action_walk(self, by: int) -> None:
-        """Point at another token."""
+        """Move the cursor by tokens."""
         self.cursor = max(0, min(len(self.tokens) - 1, self.cursor + by))
 
     def action_climb(self, by: int) -> None:
-        """Point at the first token of another line."""
+        """Move the cursor to the first token of another line."""
         if self.line_of:
             line_now = self.line_of[self.cursor]
             firsts = {number: index for index, number in reversed(list(enumerate(self.line_of)))}
@@ -391,7 +391,7 @@ class TokenView(ScrollView, can_focus=True):
 
 
 def style_of(shade: str, background: Color, is_pointed_at: bool = False) -> Style:
-    """How a token of the classes of ``sample_view.tokens`` looks: better is underlined, worse is italic."""
+    """Style of a token with classes of ``sample_view.tokens``: better is underlined, worse is italic."""
     style = Style(reverse=True, bold=True) if is_pointed_at else Style()
     for name in shade.split():
         if name in ("plus", "trained"):

@@ -1,4 +1,4 @@
-"""The search of text: what each sample was given and what it said, decoded and indexed in the background."""
+"""Full-text search: the input and output of each sample, decoded and indexed in the background."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from rollwright.errors import JournalError
 from rollwright.experience.journal.records import AnyRecord, ModelCall
 from rollwright.viewer.tokens import Vocabulary
 
-#: Tables of the index. A text is kept once, in ``texts``, which the search reads.
+#: Tables of the index. Each text is stored once, in ``texts``, which the search reads.
 TEXTS = """
 CREATE TABLE texts (id INTEGER PRIMARY KEY, given TEXT, said TEXT);
 CREATE VIRTUAL TABLE found USING fts5 (given, said, content = 'texts', content_rowid = 'id', detail = full);
@@ -27,10 +27,10 @@ _MARKS = ("\x02", "\x03")  # around what was found, for SQLite's snippets
 
 
 class TextIndex:
-    """Decodes the samples of an index that have ended, in their order.
+    """Decodes the finished samples of an index, in order.
 
     Args:
-        vocabulary: None: nothing is decoded.
+        vocabulary: None disables decoding.
         records: reads records at packed places.
     """
 
@@ -41,11 +41,11 @@ class TextIndex:
 
     @property
     def is_possible(self) -> bool:
-        """There is a tokenizer."""
+        """True if there is a tokenizer."""
         return self._vocabulary is not None
 
     def advance(self, connection: sqlite3.Connection, deadline: float | None) -> bool:
-        """Add texts until all samples have theirs, or the time is over; returns whether all have."""
+        """Add the texts of samples until all are indexed or the time is over; returns True if all are."""
         if self._vocabulary is None:
             return True
         while True:
@@ -72,7 +72,7 @@ class TextIndex:
         return len(rows)
 
     def _texts(self, places: bytes) -> tuple[str, str]:
-        """What a sample was given, and what it said; each token once."""
+        """The input and output text of a sample, with each token once."""
         try:
             calls = [record for record in self._records(places) if isinstance(record, ModelCall)]
         except (JournalError, OSError):
@@ -99,10 +99,10 @@ class TextIndex:
 
 
 def match_query(text: str, where: str) -> str | None:
-    """A query of the full-text search for words, and phrases in quotes; None where it has no word to look for.
+    """A full-text query for words and quoted phrases; None if it has no word to search for.
 
     Args:
-        text: as a person types it.
+        text: as typed by a user.
         where: any, given or said.
     """
     terms = re.findall(r'"([^"]*)"|(\S+)', text.replace("\0", " "))
@@ -115,7 +115,7 @@ def match_query(text: str, where: str) -> str | None:
 
 
 def marked_snippet(text: str) -> list[list[Any]]:
-    """A snippet of the search as parts, each with whether it was found."""
+    """Split a snippet into parts, each with whether it is a match."""
     parts: list[list[Any]] = []
     for number, piece in enumerate(re.split(f"[{''.join(_MARKS)}]", text)):
         if piece:

@@ -1,4 +1,4 @@
-"""Who did what when: lanes of samples, of engines and of the trainer."""
+"""The timeline of a run: lanes of samples, engines and the trainer."""
 
 from __future__ import annotations
 
@@ -21,12 +21,12 @@ def timeline(index: Index, samples: Samples, start: float | None, end: float | N
     """The spans between two times.
 
     Args:
-        start, end: seconds since the epoch; None: of the run.
-        lanes: in which samples are drawn, divided among the processes that ran them; of those that overlap more often, the rest is left out.
+        start, end: seconds since the epoch; None for the run's own.
+        lanes: number of lanes for samples, divided among the processes that ran them. Samples that find no free lane are left out.
 
     Returns:
         ``start``, ``end``, ``lanes`` (``name``, ``kind``, ``spans`` of ``start``, ``end``, ``kind``, ``label`` and ``key``), ``busy`` (share
-        of the time in which a lane had a span), and ``shown`` (share of the samples that is drawn).
+        of the time in which a lane had a span), and ``shown`` (share of the samples that are drawn).
     """
     (extent,) = index.rows("SELECT min(began), max(ended), (SELECT max(time) FROM steps) FROM samples")
     start = float(extent[0] or 0.0) if start is None else start
@@ -54,7 +54,7 @@ def timeline(index: Index, samples: Samples, start: float | None, end: float | N
 
 
 def _lanes_of(samples: Sequence[dict[str, Any]], count: int, name: str) -> list[dict[str, Any]]:
-    """Samples in lanes in which none overlap; one that finds no lane is left out."""
+    """Distribute samples over lanes without overlaps; a sample that finds no free lane is left out."""
     lanes: list[dict[str, Any]] = [{"name": f"{name} {number + 1}", "kind": "sampling", "spans": []} for number in range(count)]
     free = list(range(count))
     taken: list[tuple[float, int]] = []
@@ -77,7 +77,7 @@ def _lanes_of(samples: Sequence[dict[str, Any]], count: int, name: str) -> list[
 
 
 def _engines(index: Index, numbers: Sequence[int], samples: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Each model request by the server that answered it, and each tool and reward."""
+    """Model requests by the server that answered them, and tool and reward calls."""
     lanes: dict[str, dict[str, Any]] = {}
     for number, sample in zip(numbers, samples, strict=True):
         (row,) = index.rows("SELECT places FROM samples WHERE id = ?", number)
@@ -101,7 +101,7 @@ def _engines(index: Index, numbers: Sequence[int], samples: Sequence[dict[str, A
 
 
 def _phases(index: Index, start: float, end: float) -> list[dict[str, Any]]:
-    """What the trainer did; phases that a run did not record the beginning of end with their step, one after the other."""
+    """The trainer's phases. Phases without a recorded beginning are placed one after the other, up to the end of their step."""
     timed = "SELECT phases.*, steps.time AS ended FROM phases JOIN steps USING (step, writer) WHERE steps.time > ? ORDER BY step, place"
     rows = index.rows(timed, start)
     spans: list[dict[str, Any]] = []
@@ -120,7 +120,7 @@ def _phases(index: Index, start: float, end: float) -> list[dict[str, Any]]:
 
 
 def _busy(spans: Sequence[dict[str, Any]], start: float, end: float) -> float:
-    """The share of a time that spans cover, each moment once."""
+    """Share of a time range that the spans cover."""
     covered, until = 0.0, start
     for span in sorted(spans, key=lambda span: span["start"]):
         begin, stop = max(until, span["start"]), min(end, span["end"])

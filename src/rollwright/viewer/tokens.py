@@ -1,4 +1,4 @@
-"""Text of recorded tokens, with the run's tokenizer and without transformers."""
+"""Decodes recorded tokens with the run's tokenizer, without transformers."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ class Vocabulary:
         self._parts = self._bytes_of_tokens(added)
 
     def _bytes_of_tokens(self, added: Mapping[int, Any]) -> list[bytes] | None:
-        """The bytes of each token where a text is those of its tokens, as with byte-level and fused ones; else None."""
+        """The bytes of each token if a text is the concatenation of its tokens' bytes (byte-level and fused decoders); otherwise None."""
         kind = json.loads(self.path.read_bytes()).get("decoder") or {}
         if kind.get("type") not in ("ByteLevel", "Fuse"):
             return None
@@ -51,7 +51,7 @@ class Vocabulary:
         return parts
 
     def text(self, ids: Sequence[int]) -> str:
-        """The text of tokens, special ones included; one that the tokenizer does not have is its number in ``⟨⟩``."""
+        """The text of tokens, including special ones; an unknown token appears as its id in ``⟨⟩``."""
         if self._parts is not None:
             try:
                 return b"".join([self._parts[token] for token in ids]).decode("utf-8", "replace")
@@ -60,7 +60,7 @@ class Vocabulary:
         return self._tokenizer.decode(list(ids), skip_special_tokens=False)
 
     def texts(self, ids: Sequence[int]) -> list[str]:
-        """The text of each token; joined they are that of all. A character of several tokens is in the last of them."""
+        """The text of each token; joined, they are the whole text. A character that spans several tokens belongs to the last one."""
         if self._parts is not None:
             return _characters([self._bytes(token) for token in ids])
         from tokenizers.decoders import DecodeStream
@@ -98,11 +98,11 @@ def _characters(parts: Sequence[bytes]) -> list[str]:
 
 
 def find_vocabulary(directory: Path, config: Mapping[str, Any]) -> Vocabulary | None:
-    """The tokenizer of a run: the one that its config names, else one of its checkpoints; None where there is none here.
+    """Find the tokenizer of a run: the one that its config names, or else one of its checkpoints; None if neither is on this machine.
 
     Args:
-        directory: of the run or stage.
-        config: its config, flat.
+        directory: directory of the run or stage.
+        config: its flattened config.
     """
     for path in _candidates(directory, config):
         if path.is_file():
@@ -124,7 +124,7 @@ def _candidates(directory: Path, config: Mapping[str, Any]) -> list[Path]:
 
 
 def _downloaded(name: str) -> list[Path]:
-    """Where a tokenizer of the Hugging Face Hub was downloaded to."""
+    """Paths of a tokenizer downloaded from the Hugging Face Hub."""
     home = Path(os.environ.get("HF_HOME") or Path.home() / ".cache" / "huggingface")
     hub = Path(os.environ.get("HF_HUB_CACHE") or home / "hub")
     return sorted(hub.glob(f"models--{name.replace('/', '--')}/snapshots/*/{_FILE}")) if _is_name(name) else []

@@ -1,4 +1,4 @@
-"""The prefix tree of a group: what its rows share, once, and where they part."""
+"""The prefix tree of a group: shared tokens once, and where the rows diverge."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ TreeRow = tuple[str, int, RowTokens]
 def prefix_tree(rows: Sequence[TreeRow], text: Callable[[list[int]], str]) -> dict[str, Any]:
     """The tree of a group's rows as plain values.
 
-    A node is a run of tokens that the same rows have, that is trained or not as a whole, and in one isolated branch; a branch, and the
-    trunk behind it, hang from the trunk before it.
+    A node is a run of tokens with the same rows, the same mask and the same isolated branch. A branch, and the trunk after it, are
+    children of the trunk before it.
 
     Args:
-        rows: of the group.
-        text: of tokens.
+        rows: the group's rows.
+        text: decodes tokens.
 
     Returns:
         ``{"nodes": [...], "width": tokens of the longest row}``; a node has ``id``, ``parent`` (None: a root), ``start`` (column of
@@ -68,7 +68,7 @@ def prefix_tree(rows: Sequence[TreeRow], text: Callable[[list[int]], str]) -> di
 
 
 def _edges(tokens: RowTokens) -> np.ndarray:
-    """For each token where the run that it is in ends: of equal masks and branches."""
+    """For each token, the end of its run of equal mask and branch."""
     length = len(tokens.ids)
     changes = np.zeros(length, dtype=bool)
     changes[1:] = tokens.mask[1:] != tokens.mask[:-1]
@@ -79,11 +79,11 @@ def _edges(tokens: RowTokens) -> np.ndarray:
 
 
 def parting(row: RowTokens, others: Mapping[str, RowTokens]) -> tuple[int, str] | None:
-    """The first token that none of the other rows has there, and the name of one that had all before it; None where one has all of them.
+    """The first token that differs from all other rows, and the name of a row that shares all tokens before it; None if a row has all of them.
 
     Args:
-        row: of a sample.
-        others: of samples of the same task, by name.
+        row: a sample's row.
+        others: rows of samples of the same task, by name.
     """
     furthest, name = -1, ""
     for each, other in others.items():
