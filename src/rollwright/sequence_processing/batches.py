@@ -1,4 +1,4 @@
-"""What generation and scoring return, and how processes put their shares of it together. Axes: ``B`` prompts, ``G`` responses to each, ``L`` padded length."""
+"""Results of generation and scoring, and how processes gather their shares. Axes: ``B`` prompts, ``G`` responses to each, ``L`` padded length."""
 
 from __future__ import annotations
 
@@ -28,9 +28,9 @@ class BatchedSequences:
         sequences: ``[B, G, L]`` int64, prompt and response, then the pad token.
         prompt_lens: ``[B]`` tokens of each prompt.
         gen_lens: ``[B][G]`` tokens of each response.
-        attention_masks: ``[B, G, L]`` int64, 1 where a token of prompt or response is.
+        attention_masks: ``[B, G, L]`` int64, 1 for tokens of prompt or response.
         responses_text: ``[B][G]`` decoded responses, without special tokens.
-        stop_reasons: ``[B][G]`` ``"stop"``, or ``"length"`` where a limit cut the response; empty where not known.
+        stop_reasons: ``[B][G]`` ``"stop"``, or ``"length"`` if a limit cut the response; empty if not known.
     """
 
     sequences: Tensor
@@ -55,9 +55,9 @@ class BatchedSequences:
         Args:
             prompts: ``[B]`` ids.
             responses: ``[B][G]`` ids.
-            texts: ``[B][G]`` the responses' text.
-            pad_id: fills the rows.
-            device: of the tensors.
+            texts: ``[B][G]`` decoded responses.
+            pad_id: padding token.
+            device: device of the tensors.
             stop_reasons: see the attribute.
         """
         count = {len(row) for row in responses}
@@ -98,10 +98,10 @@ class BatchedSequences:
         """The share of responses that differ from ``other``'s in any token.
 
         With one seed, two batch sizes compute the same logits up to rounding; where two tokens are nearly tied the sample
-        flips. This says how often that happened.
+        flips. This is the share of such flips.
 
         Raises:
-            ConfigError: the two hold different numbers of prompts or responses.
+            ConfigError: the numbers of prompts or responses differ.
         """
         if self.sequences.shape[:2] != other.sequences.shape[:2]:
             raise ConfigError(
@@ -130,7 +130,7 @@ class LogprobResults:
 
     @classmethod
     def from_tensors(cls, logprobs: Sequence[Tensor], entropies: Sequence[Tensor], group: int) -> LogprobResults:
-        """One tensor of log-probabilities and one of entropies for each response, prompt by prompt, ``group`` to each."""
+        """Split into one tensor of log-probabilities and one of entropies for each response, in the order of the prompts."""
         return cls(
             logprobs=grouped(logprobs, group),
             entropies=grouped([entropy_T.cpu().numpy() for entropy_T in entropies], group),
@@ -139,7 +139,7 @@ class LogprobResults:
 
 
 def grouped(values: Sequence[Value], group: int) -> list[list[Value]]:
-    """``[B * G]`` values as ``[B][G]``."""
+    """Group ``[B * G]`` values as ``[B][G]``."""
     return [list(values[start : start + group]) for start in range(0, len(values), group)]
 
 
@@ -151,7 +151,7 @@ def decoded(
     tokenizer: Any,
     device: torch.device,
 ) -> BatchedSequences:
-    """Prompts with their ``group`` responses each, which stand prompt by prompt, and the responses' text."""
+    """Combine prompts with their ``group`` responses each, given prompt by prompt, and the responses' text."""
     rows = grouped(responses, group)
     texts = [tokenizer.batch_decode(row, skip_special_tokens=True) for row in rows]
     return BatchedSequences.from_tokens(prompts, rows, texts, tokenizer.pad_token_id, device, grouped(stop_reasons, group))
@@ -161,7 +161,7 @@ def decoded(
 
 
 def own_share(count: int) -> range:
-    """The numbers of this process's prompts: contiguous, in rank order, sizes differing by one at most."""
+    """Indices of this process's prompts: contiguous, in rank order, with sizes that differ by at most one."""
     return range(count * rank() // world_size(), count * (rank() + 1) // world_size())
 
 
@@ -173,12 +173,12 @@ def gathered(
     device: torch.device,
     dtype: torch.dtype,
 ) -> tuple[BatchedSequences, LogprobResults]:
-    """Put the shares of all processes together, in the order of the prompts, by the process group that is there. Nothing is pickled.
+    """Gather the shares of all processes in the order of the prompts, over the default process group and without pickle.
 
     Args:
         prompts: ids of all prompts, the same on every process.
-        group: responses to each.
-        mine: this process's share; None where it has no prompt.
+        group: number of responses to each.
+        mine: this process's share; None if it has no prompt.
         tokenizer: decodes responses and names the pad token.
         device, dtype: of the log-probabilities.
     """
@@ -190,7 +190,7 @@ def gathered(
 
 
 def _flat(mine: tuple[BatchedSequences, LogprobResults] | None, device: torch.device, dtype: torch.dtype) -> tuple[Tensor, ...]:
-    """Lengths, tokens, stop reasons, log-probabilities and entropies, each in one dimension."""
+    """Flatten lengths, tokens, stop reasons, log-probabilities and entropies to one dimension each."""
     if mine is None:
         return tuple(torch.zeros(0, dtype=kind, device=device) for kind in (*[torch.int64] * 3, dtype, dtype))
     sequences, results = mine

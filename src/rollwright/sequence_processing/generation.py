@@ -1,6 +1,6 @@
-"""How responses are generated: what to sample, from which prompts, and on the built-in engine.
+"""Generates responses on the built-in engine: sampling settings, prompts, and the requests.
 
-The engine lives for one call, and goes on with half the batch when memory runs out.
+The engine exists for one call; if memory runs out, a new one continues with half the batch size.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ Prompt = str | list[int] | list[dict[str, Any]]
 
 @dataclass
 class GenerationConfig:
-    """Sampling, and how much is computed at a time.
+    """Sampling settings and batch sizes.
 
     Log-probabilities and entropies are those of the softmax of ``logits / temperature``, before ``top_p``;
     ``temperature=1.0`` gives the untempered ones. Greedy decoding counts as temperature 1.
@@ -45,10 +45,10 @@ class GenerationConfig:
         top_p: sample from the smallest set of tokens with this probability.
         max_new_tokens: most tokens of a response, end token included.
         do_sample: False takes the most likely token.
-        gen_batch_size: sequences decoded at once; when one ends, the next takes its place. ``"auto"``: from free memory.
-        tf_batch_size: sequences in one teacher-forced forward pass. ``"auto"``: from free memory.
+        gen_batch_size: sequences decoded at once; when one ends, the next takes its place. ``"auto"`` chooses by free memory.
+        tf_batch_size: sequences in one teacher-forced forward pass. ``"auto"`` chooses by free memory.
         stop_after_answer: end a response after ``</answer>``, which it includes.
-        stop: further strings that end a response, included in it.
+        stop: other strings that end a response, which includes them.
         enable_thinking: passed to the chat template for prompts that are conversations.
         deterministic: the same seed gives the same bits on one machine: batch sizes must be numbers, and running out of
             memory is an error instead of a reason to halve them.
@@ -87,11 +87,11 @@ class GenerationConfig:
 
     @property
     def logprob_temperature(self) -> float:
-        """The temperature that log-probabilities are given at."""
+        """Temperature of the log-probabilities."""
         return self.temperature if self.do_sample and self.temperature > 0 else 1.0
 
     def hyperparameters(self) -> GenerationHyperparameters:
-        """The same as generation arguments of an engine."""
+        """The settings as generation arguments of an engine."""
         stop = ([ANSWER_END] if self.stop_after_answer else []) + list(self.stop or [])
         return GenerationHyperparameters(
             max_new_tokens=self.max_new_tokens,
@@ -153,12 +153,12 @@ def _ids_of(prompt: Prompt, tokenizer: Any, enable_thinking: bool) -> list[int]:
 
 
 def context_of(model: Any) -> int | None:
-    """Most tokens of the model's context; None where it names no limit."""
+    """Most tokens of the model's context; None without a limit."""
     return getattr(model.config.get_text_config(), "max_position_embeddings", None)
 
 
 def check_lengths(prompts: list[list[int]], model: Any) -> None:
-    """Raise ``PromptTooLongError`` where a prompt leaves no room for a new token; the message names it."""
+    """Raise ``PromptTooLongError`` if a prompt leaves no room for a new token; the message names it."""
     limit = context_of(model)
     for index, ids in enumerate(prompts):
         if limit is not None and len(ids) >= limit:
@@ -183,10 +183,10 @@ def generate(
         model: the Hugging Face model, in evaluation mode.
         tokenizer: decodes for stop strings and names the end token.
         requests: what to sample.
-        batch_size: sequences decoded at once; ``"auto"``: from free memory.
-        deterministic: compute with as many threads as torch has, and raise when memory runs out. Otherwise the engine measures how
-            many are fastest, and goes on with half the batch size where it stopped.
-        advance: told how many more responses are there.
+        batch_size: sequences decoded at once; ``"auto"`` chooses by free memory.
+        deterministic: compute with torch's number of threads, and raise if memory runs out. Otherwise the engine measures the fastest
+            number, and generation continues with half the batch size after running out of memory.
+        advance: called with the number of newly finished responses.
 
     Returns:
         Responses in the order of the requests.
@@ -217,7 +217,7 @@ def _attempt(
     threads: int | None,
     advance: Callable[[int], None],
 ) -> None:
-    """Fill in ``responses`` as far as it goes, then raise what stopped it."""
+    """Fill in ``responses`` as far as possible, then raise the error that stopped it."""
     with BuiltinEngine(
         model,
         tokenizer,
@@ -242,7 +242,7 @@ class StopAfterAnswer(LogitsProcessor):
     """A logits processor that forces the end token once a row's newest token has completed the closing answer tag.
 
     ``SequenceProcessor`` needs no logits processor: its engine ends a response with the tag itself
-    (``GenerationConfig.stop_after_answer``), so that no token is in it that the policy did not sample. This class is the
+    (``GenerationConfig.stop_after_answer``), so that it has only tokens that the policy sampled. This class is the
     same rule for ``model.generate(logits_processor=[StopAfterAnswer(tokenizer)])``, where a row can only end with an end
     token: there one token more follows the tag.
 
@@ -266,7 +266,7 @@ class StopAfterAnswer(LogitsProcessor):
         return self._tokenizer.decode(tail).count(self.tag) > self._tokenizer.decode(tail[:-1]).count(self.tag)
 
     def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
-        """Scores ``[B, V]`` in which only the end token is left for rows of ``input_ids [B, L]`` that end with the tag."""
+        """Mask all but the end token in the scores ``[B, V]`` of rows of ``input_ids [B, L]`` that end with the tag."""
         ended = [index for index, tokens in enumerate(input_ids.tolist()) if self._ends_with_tag(tokens)]
         if ended:
             scores = scores.clone()

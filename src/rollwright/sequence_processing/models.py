@@ -1,10 +1,10 @@
-"""The model: which module samples and which one is scored, behind the wrappers of training, and what fits beside it in memory.
+"""Finds the module to sample and the one to score inside the wrappers of training, and estimates batch sizes from free memory.
 
-* DDP and ``torch.compile`` wrappers are taken off; gradients then stay on this process, unreduced.
-* A ``PeftModel`` is used as it is: its adapters stay in place, and the engine runs it by the model's own forward. Nothing is
-  merged, as a merged weight rounds differently and a merged copy would not follow the training.
-* An FSDP model holds a shard of its parameters on each process. To generate and to score without gradients it is gathered
-  into a plain copy, on every process, for the time of the call; gradients go through the wrapped model itself.
+* DDP and ``torch.compile`` wrappers are removed; gradients then stay on this process, unreduced.
+* A ``PeftModel`` is used as it is: its adapters stay in place, and the engine runs it with the model's own forward. Nothing is
+  merged, because a merged weight rounds differently and a merged copy would not follow the training.
+* An FSDP model has a shard of its parameters on each process. For generation and for scoring without gradients it is gathered
+  into a plain copy on every process during the call; gradients go through the wrapped model itself.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ def unwrapped(model: nn.Module) -> Any:
     """The Hugging Face model inside DDP, FSDP, ``torch.compile`` and PEFT wrappers.
 
     Raises:
-        ConfigError: the adapter is a learned prompt, which the model does not hold, or this is no Hugging Face model.
+        ConfigError: the adapter is a learned prompt, which is not part of the model, or this is not a Hugging Face model.
     """
     from torch.distributed.fsdp import FullyShardedDataParallel
 
@@ -57,7 +57,7 @@ def unwrapped(model: nn.Module) -> Any:
 
 
 class _WholeForward(nn.Module):
-    """A model of which only its own forward may be called, so that the hooks of FSDP on it run."""
+    """Exposes only a model's own forward, so that its FSDP hooks run."""
 
     def __init__(self, model: nn.Module) -> None:
         super().__init__()
@@ -69,16 +69,16 @@ class _WholeForward(nn.Module):
 
 
 def module_with_gradients(model: nn.Module) -> nn.Module:
-    """What is scored so that gradients reach the caller's parameters."""
+    """The module to score so that gradients reach the caller's parameters."""
     return _WholeForward(model) if is_sharded(model) else unwrapped(model)
 
 
 @contextmanager
 def plain_model(model: nn.Module) -> Iterator[Any]:
-    """The Hugging Face model with all its weights here, in evaluation mode while the context lasts.
+    """Yield the Hugging Face model with all its weights on this process, in evaluation mode.
 
     Raises:
-        ConfigError: an FSDP model carries adapters.
+        ConfigError: an FSDP model has adapters.
     """
     inner = unwrapped(model)
     if is_sharded(model):
@@ -101,7 +101,7 @@ def plain_model(model: nn.Module) -> Iterator[Any]:
 
 @contextmanager
 def evaluation_mode(model: nn.Module) -> Iterator[None]:
-    """Dropout off while the context lasts: log-probabilities are those of the distribution that was sampled."""
+    """Disable dropout inside the context, so that log-probabilities are those of the sampled distribution."""
     training = [module for module in model.modules() if module.training]
     for module in training:
         module.training = False
@@ -116,7 +116,7 @@ def evaluation_mode(model: nn.Module) -> Iterator[None]:
 
 
 def is_out_of_memory(error: BaseException | None) -> bool:
-    """True where ``error``, or what caused it, says that memory ran out."""
+    """True if ``error`` or its cause is an out-of-memory error."""
     while error is not None:
         if isinstance(error, (torch.OutOfMemoryError, MemoryError)):
             return True
@@ -127,7 +127,7 @@ def is_out_of_memory(error: BaseException | None) -> bool:
 
 
 def free_bytes(device: torch.device) -> int:
-    """Memory that a device has free, with what its allocator holds unused."""
+    """Free memory of a device, including its allocator's unused memory."""
     if device.type == "cuda":
         unused = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
         return torch.cuda.mem_get_info(device)[0] + unused
@@ -140,7 +140,7 @@ def free_bytes(device: torch.device) -> int:
 
 
 def cache_bytes(model: Any, rows: int, length: int) -> int | None:
-    """Bytes of a cache that holds ``rows`` sequences of ``length`` tokens; None where the configuration does not say."""
+    """Bytes of a cache for ``rows`` sequences of ``length`` tokens; None if the configuration does not tell."""
     config = model.config.get_text_config()
     layers, heads = getattr(config, "num_hidden_layers", None), getattr(config, "num_attention_heads", None)
     if layers is None or heads is None or hasattr(config, "kv_lora_rank"):
@@ -151,12 +151,12 @@ def cache_bytes(model: Any, rows: int, length: int) -> int | None:
 
 
 def generation_batch_size(model: Any, sequences: int, length: int) -> int:
-    """Sequences of ``length`` tokens to decode at once: their caches and logits take half of what is free.
+    """Number of sequences of ``length`` tokens to decode at once, whose caches and logits take half of the free memory.
 
     Args:
         model: the Hugging Face model.
-        sequences: how many there are.
-        length: most tokens of one, prompt included.
+        sequences: number of sequences.
+        length: most tokens of one, including its prompt.
     """
     config, device = model.config.get_text_config(), model.device
     cache = cache_bytes(model, 1, length) or 4 * config.hidden_size * length * model.dtype.itemsize * 32
@@ -165,13 +165,13 @@ def generation_batch_size(model: Any, sequences: int, length: int) -> int:
 
 
 def scoring_batch_size(model: Any, sequences: int, length: int, with_grad: bool) -> int:
-    """Sequences of ``length`` tokens for one teacher-forced pass, by a count of the activations that it holds at once.
+    """Number of sequences of ``length`` tokens for one teacher-forced pass, estimated from its simultaneous activations.
 
     Args:
         model: the Hugging Face model.
         sequences: how many there are.
         length: tokens of the longest.
-        with_grad: every layer's activations are kept for the backward pass.
+        with_grad: True if every layer's activations are kept for the backward pass.
     """
     config = model.config.get_text_config()
     width = config.hidden_size * 16 + 4 * (getattr(config, "intermediate_size", None) or 4 * config.hidden_size)
@@ -187,16 +187,16 @@ def _fitting(device: torch.device, sequences: int, each: int) -> int:
 
 
 def halved_after(error: BaseException, size: int, what: str, may_halve: bool) -> int:
-    """The batch size to go on with after ``error``: half of ``size``, where memory ran out. What the failed attempt held is freed.
+    """Return the batch size to continue with after ``error``: half of ``size`` if memory ran out. Frees the failed attempt's memory.
 
     Args:
-        error: what stopped a batch.
-        size: of that batch.
-        what: the setting, for the log.
-        may_halve: False: every error is raised.
+        error: the error of a batch.
+        size: size of that batch.
+        what: name of the setting, for the log.
+        may_halve: False raises every error.
 
     Raises:
-        BaseException: ``error``, where a smaller batch would not help or is not allowed.
+        BaseException: ``error``, if a smaller batch would not help or is not allowed.
     """
     if not (may_halve and size > 1 and is_out_of_memory(error)):
         raise error

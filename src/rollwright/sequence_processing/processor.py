@@ -31,20 +31,20 @@ from rollwright.training.parallel import from_first_rank, world_size
 
 
 class SequenceProcessor:
-    """Generates responses and scores them, on a model that is in memory.
+    """Generates responses with a model in memory, and scores them.
 
-    Generation runs on the built-in engine, which shares the model's weights: what an optimizer step changes is what the next
-    call samples from. Dropout is off in both, whatever mode the model is in.
+    Generation runs on the built-in engine, which shares the model's weights: each call samples from the current weights. Dropout is off
+    in both, whatever mode the model is in.
 
     Args:
         model: a Hugging Face causal language model, as it is or inside DDP, FSDP, ``torch.compile`` or PEFT; see
             ``sequence_processing.models``.
-        tokenizer: its tokenizer; without a pad token it gets the end token as one.
-        config: how to sample, and how much at a time.
-        progress: show progress bars; None: on a terminal and in a notebook.
+        tokenizer: its tokenizer. If it has no pad token, the end token becomes its pad token.
+        config: sampling settings and batch sizes.
+        progress: show progress bars. None shows them on a terminal and in a notebook only.
 
     Raises:
-        ConfigError: the model is no Hugging Face model, or the tokenizer has neither a pad nor an end token.
+        ConfigError: the model is not a Hugging Face model, or the tokenizer has neither a pad nor an end token.
     """
 
     def __init__(
@@ -62,7 +62,7 @@ class SequenceProcessor:
 
     @property
     def device(self) -> torch.device:
-        """Where the model is, and where results are put."""
+        """Device of the model and of the results."""
         return next(self.model.parameters()).device
 
     # ------------------------------------------------------------------ the text's four methods
@@ -86,18 +86,18 @@ class SequenceProcessor:
 
         Args:
             prompts: texts, token ids or conversations; or else ``dataset_name``.
-            G: responses to each prompt.
+            G: number of responses to each prompt.
             dataset_name: registered dataset, or the path of a file; see ``sample_prompts``.
-            split: of the dataset.
-            num_prompts: how many to draw from it; None: all.
-            seed: of the draw and of the sampling. With a seed, a call repeats bit for bit at the same batch sizes; at another
-                gen_batch_size rounding may change a few responses (``BatchedSequences.share_changed``). None: drawn from
-                torch's global generator.
+            split: split of the dataset.
+            num_prompts: number of prompts to draw from it; None for all.
+            seed: seed of the draw and of the sampling. With a seed, a call repeats bit for bit at the same batch sizes; at another
+                gen_batch_size rounding may change a few responses (``BatchedSequences.share_changed``). None draws one
+                from torch's global generator.
             with_grad: gradients flow through the log-probabilities.
-            gen_batch_size, tf_batch_size: in place of the config's.
+            gen_batch_size, tf_batch_size: override the config's.
             dataset_kwargs: arguments of the dataset's builder.
             across_processes: under torchrun, give each process a share of the prompts, and every process all results.
-                Otherwise each process works on what it is given.
+                Otherwise each process works on its own arguments.
 
         Returns:
             The sequences, and their log-probabilities at the sampling temperature.
@@ -135,7 +135,7 @@ class SequenceProcessor:
     ) -> BatchedSequences:
         """Generate ``G`` responses to each prompt; arguments and errors as for ``generate_with_logprobs``.
 
-        No prompts give an empty batch.
+        Without prompts, the batch is empty.
         """
         if isinstance(prompts, list | tuple) and not prompts:
             return BatchedSequences.from_tokens([], [], [], self.tokenizer.pad_token_id or 0, self.device)
@@ -158,11 +158,11 @@ class SequenceProcessor:
         Args:
             sequences: prompts and responses; empty responses give empty arrays.
             with_grad: gradients flow through the log-probabilities to the model's parameters.
-            tf_batch_size: in place of the config's.
-            temperature: of the softmax; None: the config's sampling temperature.
+            tf_batch_size: overrides the config's.
+            temperature: temperature of the softmax. None uses the config's sampling temperature.
 
         Raises:
-            ConfigError: ``with_grad`` where no parameter requires a gradient, or a temperature that is not positive.
+            ConfigError: ``with_grad`` is set but no parameter requires a gradient, or the temperature is not positive.
         """
         config = self._config(tf_batch_size=tf_batch_size)
         if with_grad:
@@ -178,13 +178,13 @@ class SequenceProcessor:
         seed: int | None = None,
         **dataset_kwargs: Any,
     ) -> list[str]:
-        """Prompts drawn without replacement.
+        """Draw prompts without replacement.
 
         Args:
             dataset_name: a name in ``DATASET_REGISTRY``, the path of a ``.jsonl``, ``.json`` or ``.parquet`` file or of a
                 directory of them, ``reasoning_gym:NAME``, ``module:builder``, or ``owner/name`` at Hugging Face.
             split: its split.
-            num_prompts: how many; None: all, in the dataset's order.
+            num_prompts: number of prompts. None returns all, in the dataset's order.
             seed: the same seed draws the same prompts.
             **dataset_kwargs: arguments of the dataset's builder, such as ``path="data/gsm8k"``.
 
@@ -209,11 +209,11 @@ class SequenceProcessor:
         dataset_kwargs: dict[str, Any] | None = None,
         **options: Any,
     ) -> ShardedExperiment:
-        """Generate and score shard by shard, each written to a file when it is done; only one is ever in memory.
+        """Generate and score shard by shard. Each shard is written to a file when it is complete; only one is in memory at a time.
 
         Arguments and errors are those of ``generate_with_logprobs``, and ``options`` those of
         ``sequence_processing.shards.ShardOptions``: ``prompts_per_shard``, ``file_format``, ``resume``, ``sinks``, … Under
-        torchrun the shards are dealt out to the processes.
+        torchrun the shards are distributed over the processes.
 
         Returns:
             A ``ShardedExperiment``, whose ``rows()`` reads the files back.
@@ -267,7 +267,7 @@ class SequenceProcessor:
         return self.sample_prompts(dataset_name, split, num_prompts, seed, **(dataset_kwargs or {}))
 
     def _config(self, gen_batch_size: BatchSize | None = None, tf_batch_size: BatchSize | None = None) -> GenerationConfig:
-        """The config of a call, checked: with its own batch sizes, where it gives some."""
+        """The validated config of a call, with its own batch sizes if given."""
         sizes = {"gen_batch_size": gen_batch_size, "tf_batch_size": tf_batch_size}
         return dataclasses.replace(self.config, **{name: size for name, size in sizes.items() if size is not None})
 

@@ -1,7 +1,7 @@
 """Teacher forcing: log-probabilities and entropies of responses, at most ``tf_batch_size`` sequences in a forward pass.
 
-The training code's ``TokenScorer`` computes them: only hidden states before response tokens go through the output layer, a
-chunk of them at a time, so no ``[B, L, V]`` tensor of log-probabilities is ever held.
+The training code's ``TokenScorer`` computes them: only hidden states before response tokens go through the output layer, in chunks, so
+there is never a ``[B, L, V]`` tensor of log-probabilities.
 """
 
 from __future__ import annotations
@@ -40,15 +40,15 @@ def score(
     """Score every response.
 
     Args:
-        module: a Hugging Face causal model, or what forwards to one.
-        sequences: what to score.
-        inner: the Hugging Face model in it, which names its sizes.
-        temperature: that logits are divided by.
-        batch_size: sequences in a forward pass; ``"auto"``: from free memory.
-        with_grad: keep the graph. With more than one batch each is computed again in the backward pass, so that activations
-            of one batch at a time are held.
-        may_halve: out of memory, go on with half the batch size where it stopped; False: raise.
-        advance: told how many more sequences are scored.
+        module: a Hugging Face causal model, or a wrapper of one.
+        sequences: the sequences to score.
+        inner: the Hugging Face model inside, for its sizes.
+        temperature: divisor of the logits.
+        batch_size: sequences in a forward pass; ``"auto"`` chooses by free memory.
+        with_grad: keep the graph. With several batches, each is recomputed in the backward pass, so that only one batch's activations
+            are in memory.
+        may_halve: after running out of memory, continue with half the batch size. False raises the error.
+        advance: called with the number of newly scored sequences.
     """
     prompts, group, length = sequences.sequences.shape
     if batch_size == "auto":
@@ -82,8 +82,8 @@ def score(
 def _of_like_length(
     rows: list[tuple[int, int]], lengths: dict[tuple[int, int], int], groups: dict[tuple[int, int], int]
 ) -> list[tuple[int, int]]:
-    """The leading rows that can be computed together with little padding. Padding costs as much as any token, and lengths vary by
-    several times."""
+    """Number of leading rows that can be computed together with little padding. Padding costs as much as any token, and lengths vary
+    widely."""
     least, group = lengths[rows[0]] * _LEAST_FILLED, groups[rows[0]]
     is_short = ((index >= _FEW_ROWS and lengths[row] < least) or groups[row] != group for index, row in enumerate(rows))
     count = next((index for index, ends in enumerate(is_short) if ends), len(rows))
@@ -99,7 +99,7 @@ def _score_batch(
     with_grad: bool,
     recompute: bool,
 ) -> tuple[Tensor, Tensor]:
-    """Log-probabilities and entropies of the batch's response tokens, row after row."""
+    """Log-probabilities and entropies of the batch's response tokens, row by row."""
     b_B, g_B = (torch.tensor(column) for column in zip(*batch, strict=True))
     start_B = torch.tensor([sequences.prompt_lens[b] for b, _ in batch])
     end_B = start_B + torch.tensor([sequences.gen_lens[b][g] for b, g in batch])

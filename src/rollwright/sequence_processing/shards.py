@@ -3,9 +3,9 @@
 Invariants:
 
 * a shard's file appears under its name when it is complete, and is never written again;
-* what a shard holds depends on the experiment alone (prompts, seed, config, weights), not on where it was interrupted or how
-  many processes worked on it, up to the rounding of batches;
-* a directory holds one experiment: ``experiment.json`` says which, and another is refused.
+* a shard's content depends only on the experiment (prompts, seed, config, weights), not on interruptions or the number of processes, up
+  to the rounding of batches;
+* a directory has one experiment, identified by ``experiment.json``; another one is refused.
 """
 
 from __future__ import annotations
@@ -41,16 +41,16 @@ MANIFEST, METRICS = "experiment.json", "metrics.jsonl"
 
 @dataclasses.dataclass
 class ShardOptions:
-    """How an experiment is cut and kept.
+    """How an experiment is divided and stored.
 
     Attributes:
         prompts_per_shard: prompts of a file. Its sequences should be several times ``gen_batch_size``, or the end of each
             shard decodes a small batch.
         file_format: ``parquet`` or ``jsonl``.
-        resume: go on with the experiment that the directory holds.
-        sinks: where each shard's metrics go besides ``metrics.jsonl``: tensorboard, wandb, trackio, mlflow.
-        project, run_name: at those sinks; the run's name is the directory's unless given.
-        gen_batch_size, tf_batch_size: in place of the config's.
+        resume: continue the experiment in the directory.
+        sinks: destinations of each shard's metrics besides ``metrics.jsonl``: tensorboard, wandb, trackio, mlflow.
+        project, run_name: names at those sinks. By default the run has the directory's name.
+        gen_batch_size, tf_batch_size: override the config's.
     """
 
     prompts_per_shard: int = 64
@@ -74,7 +74,7 @@ class ShardedExperiment:
     """A finished experiment on disk.
 
     Attributes:
-        directory: where it is.
+        directory: its directory.
         files: its shards, in the order of the prompts.
     """
 
@@ -82,7 +82,7 @@ class ShardedExperiment:
     files: list[Path]
 
     def rows(self) -> Iterator[dict[str, Any]]:
-        """Every response with its prompt, log-probabilities and entropies; one shard in memory at a time."""
+        """Yield every response with its prompt, log-probabilities and entropies; one shard is in memory at a time."""
         for file in self.files:
             yield from read_rows(file)
 
@@ -101,22 +101,22 @@ def run_experiment(
     produce: Callable[[slice, int], tuple[BatchedSequences, LogprobResults]],
     show_progress: bool | None = None,
 ) -> ShardedExperiment:
-    """Carry out what of an experiment is not on disk yet.
+    """Run the part of an experiment that is not on disk yet.
 
     Args:
-        directory: where its files are.
-        options: how it is cut and kept.
-        prompts: as they were given.
+        directory: directory of its files.
+        options: how it is divided and stored.
+        prompts: the prompts as given by the caller.
         ids: tokens of each prompt.
-        group: responses to each.
-        seed: None: drawn, and the same for all processes.
-        generation: settings that decide the results.
-        model, tokenizer: that carry it out.
+        group: number of responses to each.
+        seed: None draws one for all processes.
+        generation: settings that determine the results.
+        model, tokenizer: generate and score.
         produce: generates and scores the prompts of a slice, with a seed.
-        show_progress: None: on a terminal and in a notebook.
+        show_progress: None shows progress bars on a terminal and in a notebook only.
 
     Raises:
-        CheckpointError: the directory holds another experiment, or one that ``resume`` was not given for.
+        CheckpointError: the directory has another experiment, or the same one without ``resume``.
     """
     sizes = ("gen_batch_size", "tf_batch_size", "deterministic")  # they decide results only by rounding
     manifest = {
@@ -164,7 +164,7 @@ def run_experiment(
 
 
 def _weights_digest(model: nn.Module) -> str:
-    """A few numbers of every parameter: enough to notice that a model was trained or is another one."""
+    """A few numbers of every parameter, which reveal a model that was trained further or replaced."""
     digest = hashlib.blake2b(digest_size=16)
     for parameter in unwrapped(model).parameters():
         digest.update(full_tensor(parameter.detach()).flatten()[:16].float().cpu().numpy().tobytes())
@@ -172,7 +172,7 @@ def _weights_digest(model: nn.Module) -> str:
 
 
 def _claim(directory: Path, wanted: dict[str, Any], drawn: int, is_given: bool, resume: bool) -> int:
-    """Make or check the directory; the experiment's seed: the one given or drawn, or that of the experiment that is resumed."""
+    """Create or check the directory, and return the experiment's seed: given, drawn, or that of the resumed experiment."""
     file = directory / MANIFEST
     if not file.exists():
         if directory.exists() and any(directory.iterdir()):
@@ -257,7 +257,7 @@ def prompt_table(experiment: ShardedExperiment) -> list[dict[str, Any]]:
     """Means over each prompt's responses.
 
     Returns:
-        Rows with the prompt's number and text, how many responses it has, their mean length in tokens, the share that a limit
+        Rows with the prompt's number and text, the number of its responses, their mean length in tokens, the share that a limit
         cut, the mean of the token entropies and the variance between the responses' mean entropies, and the mean
         log-probability of a token and of a response, in nats.
     """
@@ -269,7 +269,7 @@ def prompt_table(experiment: ShardedExperiment) -> list[dict[str, Any]]:
 
 
 def write_prompt_table(rows: list[dict[str, Any]], path: Path) -> Path:
-    """Write what ``prompt_table`` gave as CSV; returns the file."""
+    """Write the result of ``prompt_table`` as CSV and return the path."""
     with path.open("w", encoding="utf-8", newline="") as file:
         writer = csv.DictWriter(file, list(rows[0]))
         writer.writeheader()
