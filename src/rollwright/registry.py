@@ -138,10 +138,10 @@ class Registry(Generic[Entry]):
             tried.append(f"{name} is {type(found).__name__}, which is no {self.kind}")
         declare = f", or declare an entry point of the group {self._group!r}" if self._group else ""
         last = re.split("[.:]", name)[-1]  # code from other systems has a built-in of the same class name at another path
-        ported = [path.replace(":", ".") for path in self.built_in.values() if re.split("[.:]", path)[-1] == last]
+        classes = {re.split("[.:]", path)[-1]: path.replace(":", ".") for path in self.built_in.values()}
         is_path = re.search("[.:]", name) is not None and bool(tried[1:])
-        near = ported or ([] if is_path else get_close_matches(last, [*self._entries, *self.built_in], n=1))
-        hint = f" Did you mean {near[0]!r}?" if near else ""
+        known = [] if is_path else [*self._entries, *self.built_in]
+        hint = suggestion(last, {last: classes[last]} if last in classes else known, as_sentence=True)
         if is_path:  # the names of the registry are beside the point
             raise self.error(
                 f"{self.kind} {name!r} was not found.{hint} Tried: {'; '.join(tried[1:])}. It is an import path: modules are looked for in the "
@@ -305,12 +305,26 @@ class Plugins:
 PLUGINS = Plugins()
 
 
-def nearest(word: object, known: Iterable[str]) -> str:
-    """A hint: the known name that ``word`` most likely means, or the list of known names."""
-    known = sorted({str(name) for name in known})
-    if close := get_close_matches(str(word), known, n=1):
-        return f"did you mean {close[0]!r}?"
-    return f"known: {', '.join(known)}." if known else "no keys are known here."
+def suggestion(
+    word: object, known: Iterable[object] | Mapping[str, str], *, as_sentence: bool = False, cutoff: float = 0.6
+) -> str:
+    """``; did you mean 'NAME'?`` with the known name nearest to a misspelt word; empty if none is near.
+
+    Args:
+        word: the misspelt word.
+        known: the names; of a mapping, its values are shown.
+        as_sentence: begin a new sentence.
+        cutoff: least similarity, as ``difflib`` measures it.
+    """
+    names = known if isinstance(known, Mapping) else {str(name): str(name) for name in known}
+    close = get_close_matches(str(word), sorted(names), n=1, cutoff=cutoff)
+    return f"{' Did' if as_sentence else '; did'} you mean {names[close[0]]!r}?" if close else ""
+
+
+def nearest(word: object, known: Iterable[object]) -> str:
+    """The known name nearest to a misspelt word, as the end of a message; the list of known names if none is near."""
+    names = sorted({str(name) for name in known})
+    return suggestion(word, names)[2:] or (f"known: {', '.join(names)}." if names else "no keys are known here.")
 
 
 def import_path(path: str, what: str, error: type[RollwrightError] = ConfigError) -> Any:
@@ -376,8 +390,7 @@ def _find(path: str, what: str, error: type[RollwrightError], tried: list[str]) 
         for attribute in attributes:
             if not hasattr(found, attribute):
                 public = [name for name, value in vars(found).items() if callable(value) and not name.startswith("_")]
-                near = get_close_matches(attribute, public, n=1)
-                hint = f"; did you mean {near[0]!r}?" if near else ""
+                hint = suggestion(attribute, public)
                 tried.append(f"{'.'.join(attributes)!r} in module {module!r} (it has no {attribute!r}{hint})")
                 return None
             found = getattr(found, attribute)

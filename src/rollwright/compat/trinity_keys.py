@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from difflib import SequenceMatcher
 from typing import Any
 
 from rollwright.config.source import KeyPath, dotted
 from rollwright.errors import ConfigError
+from rollwright.registry import suggestion
 
 Pairs = list[tuple[str, Any]]
 
@@ -214,15 +214,16 @@ def choice(value: Any, *choices: str) -> str:
 
 
 def hint(path: KeyPath, known: Sequence[KeyPath]) -> str:
-    """What a refused key was probably meant to be: a known one of which one word is misspelt."""
-
-    def likeness(other: KeyPath) -> float:
-        alike = [SequenceMatcher(None, str(a), str(b)).ratio() for a, b in zip(path, other, strict=False)]
-        alike = [share for share in alike if share < 1.0]
-        return alike[0] if len(path) == len(other) and len(alike) == 1 else 0.0
-
-    best = max(known, key=likeness, default=())
-    return f"; did you mean {dotted(best)}?" if best and likeness(best) > 0.75 else "; remove it"
+    """What to do about a refused key: the known key from which one word differs by a misspelling, or to remove it."""
+    for at, word in enumerate(path):
+        alike = {
+            str(other[at]): dotted(other)
+            for other in known
+            if len(other) == len(path) and (*other[:at], *other[at + 1 :]) == (*path[:at], *path[at + 1 :])
+        }
+        if found := suggestion(word, alike, cutoff=0.75):
+            return found
+    return "; remove it"
 
 
 def _operators(listed: Any) -> list[dict[str, Any]]:

@@ -1,9 +1,9 @@
-"""All that a run can be told: standard dataclasses, read from YAML and overrides, validated by pydantic. No torch.
+"""Everything a run can be configured with: dataclasses, read from YAML and overrides, validated by pydantic. No torch.
 
-``source`` reads a file and ``overrides`` merges key=value words; ``interpolation`` resolves ``${…}``; ``validation`` makes the
-dataclasses, ``schema`` their JSON Schema; ``rules`` are between keys; ``plan`` says what stages do; ``loading`` is the pipeline. A field
-carries ``metadata={"help": ..., "ge": ..., "le": ..., "choices": ..., "registry": ...}``. A key that is here does what its help says;
-another is refused with the nearest right name.
+``source`` reads a file and ``overrides`` merges ``key=value`` arguments; ``interpolation`` resolves ``${…}``; ``validation`` makes the
+dataclasses, ``schema`` their JSON Schema; ``rules`` is the table of combinations that are refused, and ``faults`` walks it; ``plan``
+describes what stages do; ``loading`` is the pipeline. A field carries ``metadata={"help": ..., "ge": ..., "le": ..., "choices": ...,
+"registry": ...}``. A key does what its help says; an unknown one is refused with the nearest known name.
 """
 
 from __future__ import annotations

@@ -1,108 +1,104 @@
-"""Rules about where the processes of a run are: what one of several cannot do, and what a Ray cluster does not do yet."""
+"""Rules about where the processes of a run are: which keys a kind of cluster reads, and what runs on Ray cannot do yet."""
 
 from __future__ import annotations
 
 from rollwright.config.experiment import BaseExperimentConfig, PPOConfig
+from rollwright.config.faults import refuse, refuse_set
 from rollwright.config.sections import ClusterConfig
-from rollwright.config.task_rules import Rule
 
 #: Keys of ``cluster`` that only a Ray cluster reads.
 _OF_RAY = (
-    ("address", ""),
-    ("nodes", 1),
-    ("workers", 1),
-    ("max_workers", None),
-    ("max_servers", None),
-    *((f"cpus_per_{role}", 1.0) for role in ("rank", "server", "worker")),
-    *((f"gpus_per_{role}", 0 if role == "worker" else None) for role in ("rank", "server", "worker")),
+    *("address", "nodes", "workers", "max_workers", "max_servers"),
+    *(f"{resource}_per_{role}" for resource in ("cpus", "gpus") for role in ("rank", "server", "worker")),
 )
 
 
-def ray_keys(cluster: ClusterConfig) -> list[str]:
-    """Keys that are set and that only a Ray cluster reads: a run in a job of Slurm has a Ray of its own where there are some."""
-    return [name for name, default in _OF_RAY if getattr(cluster, name) != default]
-
-
 def uses_ray(cluster: ClusterConfig) -> bool:
-    """Whether a run is placed by Ray: by one that runs, or by its own in a job of Slurm."""
-    return cluster.kind == "ray" or (cluster.kind == "slurm" and bool(ray_keys(cluster)))
+    """Whether Ray places a run: a Ray cluster that is running, or one of the run's own in a Slurm job that sets keys of Ray."""
+    unchanged = ClusterConfig()
+    is_set = any(getattr(cluster, name) != getattr(unchanged, name) for name in _OF_RAY)
+    return cluster.kind == "ray" or (cluster.kind == "slurm" and is_set)
 
 
-def placement(cluster: ClusterConfig) -> list[Rule]:
-    """Keys that nothing would read."""
-    if cluster.kind == "ray":
-        return []
-    if cluster.kind == "slurm":
-        message = "is of a Ray that runs, and a job of Slurm has a Ray of its own; take it out"
-        return [(bool(cluster.address), "address", message)]
-    return [(True, name, f"is of kind ray, and kind is {cluster.kind}; take it out") for name in ray_keys(cluster)]
+def _on_ray(config: BaseExperimentConfig) -> bool:
+    return uses_ray(config.cluster)
 
 
-def ray(config: PPOConfig) -> list[Rule]:
-    """What a run on a Ray cluster does not do, nor one that has a Ray of its own in a job of Slurm."""
-    if not uses_ray(config.cluster):
-        return []
-    rollout, cluster = config.rollout, config.cluster
-    least = {"max_workers": ("cluster.workers", cluster.workers), "max_servers": ("rollout.servers", rollout.servers)}
-    return [
-        *(
+RULES = (
+    refuse_set(
+        ClusterConfig,
+        ["address"],
+        lambda cluster: cluster.kind == "slurm",
+        "is of a Ray that runs, and a job of Slurm has a Ray of its own; take it out",
+    ),
+    refuse_set(
+        ClusterConfig,
+        _OF_RAY,
+        lambda cluster: cluster.kind == "local",
+        "is of kind ray, and kind is {config.kind}; take it out",
+    ),
+    refuse(
+        BaseExperimentConfig,
+        "recover.in_background",
+        lambda config: config.recover.in_background and _on_ray(config),
+        "is true, and on a Ray cluster a lost rank is replaced from a checkpoint that is whole; take it out",
+    ),
+    refuse(
+        PPOConfig,
+        "cluster.processes",
+        lambda config: config.cluster.processes > 1 and config.mode not in ("both", "train"),
+        "is {value}, but mode {config.mode} is one process; take it out",
+    ),
+    *(
+        refuse(PPOConfig, f"cluster.{name}", when, f"is {{value}}, less than {of} ({{config.{of}}}); raise it, or take it out")
+        for name, of, when in (
             (
-                most is not None and most < count,
-                f"cluster.{name}",
-                f"is {most}, less than {key} ({count}); raise it, or take it out",
-            )
-            for name, (key, count) in least.items()
-            for most in [getattr(cluster, name)]
-        ),
-        (config.mode != "both", "mode", f"is {config.mode}; cluster.kind ray is for mode both"),
-        (
-            config.deterministic,
-            "deterministic",
-            "is true, and episodes in several processes do not repeat bit for bit; take it out",
-        ),
-        (
-            rollout.backend == "builtin",
-            "rollout.backend",
-            "is builtin, an engine in the process that trains; with cluster.kind ray episodes ask servers: set builtin_process, "
-            "sglang or vllm",
-        ),
-        (
-            bool(rollout.addresses),
-            "rollout.addresses",
-            "names servers; cluster.kind ray starts its own (rollout.servers); take it out",
-        ),
-        (rollout.first_gpu is not None, "rollout.first_gpu", "is chosen by Ray where cluster.kind is ray; take it out"),
-        (
-            rollout.weight_update == "shared",
-            "rollout.weight_update",
-            "is shared memory, which processes on several nodes do not have; set disk, xccl or auto",
-        ),
-        (
-            config.journal.keep is not None,
-            "journal.keep",
-            "removes files that other processes of a Ray cluster may still write; take it out",
-        ),
-    ]
-
-
-def trained_on_ray(config: BaseExperimentConfig) -> list[Rule]:
-    """What a training on a Ray cluster does not do, whatever it trains on."""
-    return [
-        (
-            uses_ray(config.cluster) and config.recover.in_background,
-            "recover.in_background",
-            "is true, and on a Ray cluster a lost rank is replaced from a checkpoint that is whole; take it out",
+                "max_workers",
+                "cluster.workers",
+                lambda config: (
+                    _on_ray(config) and (config.cluster.max_workers or config.cluster.workers) < config.cluster.workers
+                ),
+            ),
+            (
+                "max_servers",
+                "rollout.servers",
+                lambda config: (
+                    _on_ray(config) and (config.cluster.max_servers or config.rollout.servers) < config.rollout.servers
+                ),
+            ),
         )
-    ]
-
-
-def processes(config: PPOConfig) -> list[Rule]:
-    """Several ranks."""
-    several, mode = config.cluster.processes, config.mode
-    return [
-        (
-            several > 1 and mode not in ("both", "train"),
-            "cluster.processes",
-            f"is {several}, but mode {mode} is one process; take it out",
-        )
-    ]
+    ),
+    refuse_set(PPOConfig, ["mode"], _on_ray, "is {value}; cluster.kind ray is for mode both"),
+    refuse_set(
+        PPOConfig,
+        ["deterministic"],
+        _on_ray,
+        "is true, and episodes in several processes do not repeat bit for bit; take it out",
+    ),
+    refuse(
+        PPOConfig,
+        "rollout.backend",
+        lambda config: config.rollout.backend == "builtin" and _on_ray(config),
+        "is builtin, an engine in the process that trains; with cluster.kind ray episodes ask servers: set builtin_process, sglang "
+        "or vllm",
+    ),
+    refuse_set(
+        PPOConfig,
+        ["rollout.addresses"],
+        _on_ray,
+        "names servers; cluster.kind ray starts its own (rollout.servers); take it out",
+    ),
+    refuse_set(PPOConfig, ["rollout.first_gpu"], _on_ray, "is chosen by Ray where cluster.kind is ray; take it out"),
+    refuse(
+        PPOConfig,
+        "rollout.weight_update",
+        lambda config: config.rollout.weight_update == "shared" and _on_ray(config),
+        "is shared memory, which processes on several nodes do not have; set disk, xccl or auto",
+    ),
+    refuse_set(
+        PPOConfig,
+        ["journal.keep"],
+        _on_ray,
+        "removes files that other processes of a Ray cluster may still write; take it out",
+    ),
+)

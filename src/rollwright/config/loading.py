@@ -11,7 +11,6 @@ The command line wins over the file: ``key=value`` in every stage that has the k
 from __future__ import annotations
 
 import dataclasses
-import functools
 import logging
 import operator
 from collections.abc import Iterator, Sequence
@@ -22,6 +21,7 @@ from typing import Any, TypeVar
 import xxhash
 
 from rollwright.config.experiment import STAGE_CLASSES, BaseExperimentConfig, GRPOConfig
+from rollwright.config.faults import Faults, reset
 from rollwright.config.generation import ALIASES
 from rollwright.config.interpolation import resolve
 from rollwright.config.overrides import merge, merge_overrides, parse_override
@@ -30,7 +30,6 @@ from rollwright.config.rules import faults_of
 from rollwright.config.source import (
     DIALECTS,
     Document,
-    Faults,
     KeyPath,
     Origins,
     Override,
@@ -334,9 +333,7 @@ class _File:
         for _, path, message in faults.found:
             if path in shared:
                 self.unread.setdefault(path, []).append(message)
-                *above, name = path
-                section, plain_section = (functools.reduce(getattr, above, each) for each in (config, type(config)()))  # type: ignore[arg-type]
-                setattr(section, str(name), getattr(plain_section, str(name)))
+                reset(config, path)
         faults.found = [fault for fault in faults.found if fault[1] not in shared]
 
     def refuse_unread_keys(self) -> None:

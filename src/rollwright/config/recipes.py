@@ -12,11 +12,10 @@ import itertools
 import operator
 from collections.abc import Callable, Collection
 from dataclasses import dataclass, field
-from difflib import get_close_matches
 from typing import Any
 
 from rollwright.errors import ConfigError
-from rollwright.registry import Registry
+from rollwright.registry import Registry, suggestion
 
 #: ``actor.policy_loss``: called with ``logp_BL, old_logp_BL, advantages_BL, mask_BL``; see ``rollwright.algorithms.losses``.
 POLICY_LOSSES: Registry[Callable[..., Any]] = Registry(
@@ -130,8 +129,7 @@ def find_recipe(name: str) -> Recipe:
         )
     if "." in name or ":" in name:
         return RECIPES.get(name)
-    near = get_close_matches(key, RECIPES, n=1)
-    hint = f" Did you mean {near[0]!r}?" if near else ""
+    hint = suggestion(key, RECIPES, as_sentence=True)
     raise ConfigError(f"actor.recipe is {name!r}, which is no recipe.{hint} There are: {', '.join(RECIPES)}.")
 
 
@@ -153,43 +151,49 @@ def apply_recipe(config: Any, explicitly_set_keys: Collection[str] | None = None
     Raises:
         ConfigError: the recipe is unknown.
     """
-    whole = hasattr(config, "actor")
-    actor = config.actor if whole else config
+    actor = getattr(config, "actor", config)
     if getattr(actor, _APPLIED, None) == actor.recipe:
         return config
-    recipe = find_recipe(actor.recipe)
-    parts = [(actor, "actor." if whole else "", recipe.actor)]
-    if whole and hasattr(config, "rollout"):
-        parts.append((config.rollout, "rollout.", recipe.rollout))
-    if whole and hasattr(config, "evaluator") and hasattr(config, "gconfig"):
-        parts.append((config.evaluator, "evaluator.", {"gconfig.max_new_tokens": config.gconfig.max_new_tokens}))
-    for section, prefix, defaults in parts:
-        given = _changed(section, prefix, defaults) if explicitly_set_keys is None else set(explicitly_set_keys)
-        _set_defaults(section, defaults, prefix, given)
+    values = defaults_of(config)
+    given = {key for key in values if was_changed(config, key)} if explicitly_set_keys is None else {*explicitly_set_keys}
+    for key, value in values.items():
+        if not given.intersection(itertools.accumulate(key.split("."), "{}.{}".format)):
+            above, _, name = key.rpartition(".")
+            setattr(operator.attrgetter(above)(config) if above else config, name, copy.deepcopy(value))
     setattr(actor, _APPLIED, actor.recipe)
     return config
 
 
-def was_set(actor: Any, key: str) -> bool:
-    """True where a dotted key of an ``actor`` section has another value than its default and than its recipe's."""
-    value, recipe = _value(actor, key), find_recipe(actor.recipe).actor
-    return value != _value(type(actor)(), key) and (key not in recipe or value != recipe[key])
+def defaults_of(config: Any) -> dict[str, Any]:
+    """Dotted keys that a config takes from its recipe or from another key, with their values; the user's own values win.
+
+    Args:
+        config: an experiment config, an ``actor`` section, or any other section, which takes none.
+    """
+    if hasattr(config, "recipe"):
+        return find_recipe(config.recipe).actor
+    if not hasattr(config, "actor"):
+        return {}
+    recipe = find_recipe(config.actor.recipe)
+    values = {f"actor.{key}": value for key, value in recipe.actor.items()}
+    if hasattr(config, "rollout"):
+        values |= {f"rollout.{key}": value for key, value in recipe.rollout.items()}
+    if hasattr(config, "evaluator") and hasattr(config, "gconfig"):
+        values["evaluator.gconfig.max_new_tokens"] = config.gconfig.max_new_tokens
+    return values
 
 
-def _changed(section: Any, prefix: str, keys: Collection[str]) -> set[str]:
-    """Those of the keys whose value is not that of a section made without arguments."""
-    plain = type(section)()
-    return {prefix + key for key in keys if _value(section, key) != _value(plain, key)}
+def was_set(config: Any, key: str) -> bool:
+    """True if the value of a dotted key is neither its default nor the one of :func:`defaults_of`."""
+    values = defaults_of(config)
+    return was_changed(config, key) and (key not in values or _value(config, key) != values[key])
+
+
+def was_changed(config: Any, key: str) -> bool:
+    """True if the value of a dotted key is not that of a config made without arguments."""
+    return _value(config, key) != _value(type(config)(), key)
 
 
 def _value(section: Any, key: str) -> Any:
-    """The value of a dotted key; None where a section above it is not there."""
+    """The value of a dotted key, or None if a section above it is None."""
     return functools.reduce(lambda holder, name: getattr(holder, name, None), key.split("."), section)
-
-
-def _set_defaults(section: Any, defaults: dict[str, Any], prefix: str, given: set[str]) -> None:
-    for dotted, value in defaults.items():
-        covering = itertools.accumulate(dotted.split("."), "{}.{}".format)
-        if not given.intersection(prefix + above for above in covering):
-            above, _, name = dotted.rpartition(".")
-            setattr(operator.attrgetter(above)(section) if above else section, name, copy.deepcopy(value))

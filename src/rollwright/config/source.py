@@ -182,33 +182,6 @@ DIALECTS: Registry[type[Dialect]] = Registry(
 )
 
 
-class Unread(str):
-    """Message about a key that is set but not read."""
-
-
-@dataclass
-class Faults:
-    """What is wrong with a config: of each fault the line (0 where it is no file's), the key and the message."""
-
-    origins: Origins
-    found: list[tuple[int, KeyPath, str]] = field(default_factory=list)
-    unread: set[KeyPath] = field(default_factory=set)
-    root: type | None = None  # class of the config
-
-    def add(self, path: KeyPath, message: str) -> None:
-        """Note what is wrong with the value at ``path``."""
-        place, name = self.origins.of(path), f"{self.origins.name(path)}: " if path else ""
-        line = place.rpartition(":")[2]
-        self.found.append((int(line) if line.isdigit() else 0, path, f"{place}: {name}{message}"))
-        if isinstance(message, Unread):
-            self.unread.add(path)
-
-    @property
-    def messages(self) -> list[str]:
-        """The messages by line."""
-        return [message for _, _, message in sorted(self.found, key=lambda fault: fault[0])]
-
-
 def read_yaml(file: str | Path) -> Document:
     """Read one YAML mapping from a file.
 

@@ -1,16 +1,19 @@
-"""Rules about the tasks of a run: a dataset or tasksets, what of them is read, and the models that serve their workflows."""
+"""Rules about the tasks of a run: a dataset or tasksets, which of their keys are read, and the models beside them."""
 
 from __future__ import annotations
 
 from dataclasses import fields
-from typing import Any
+from functools import partial
 
-from rollwright.config.experiment import PPOConfig
+from rollwright.config.experiment import PPOConfig, RunConfig
+from rollwright.config.faults import refuse, refuse_set
 from rollwright.config.generation import GenerationHyperparameters
-from rollwright.config.tasksets import FormatConfig, keys_read_elsewhere
+from rollwright.config.modes import AuxiliaryModelConfig
+from rollwright.config.tasksets import TasksetConfig
 
-#: Whether the rule is broken, the key as ``section.key``, the message.
-Rule = tuple[Any, str, str]
+
+def _draws_tasksets(config: PPOConfig) -> bool:
+    return bool(config.tasksets) and config.mode in ("both", "explore")
 
 
 #: Keys of runs without tasksets, and what a taskset has in their place.
@@ -21,97 +24,115 @@ _IN_A_TASKSET = {
     "eval_workflow_kwargs": "eval_tasksets with workflow_args",
 }
 
-
-def tasks(config: PPOConfig) -> list[Rule]:
-    """A run has train_dataset and a workflow, or tasksets: keys of the one way that the other does not read."""
-    tasksets, draws = bool(config.tasksets), config.mode in ("both", "explore")
-    return [
-        (
-            tasksets and config.train_dataset.path,
-            "train_dataset.path",
-            "is given beside tasksets, which take its place; keep one",
-        ),
-        (tasksets and config.workflow, "workflow", "is given beside tasksets, which name their workflows; keep one"),
-        (
-            draws and config.eval_tasksets and not tasksets,
-            "eval_tasksets",
-            "are evaluated where tasksets are trained on; give valid_dataset (and eval_workflow) here",
-        ),
-        (
-            draws and tasksets and config.valid_dataset is not None,
-            "valid_dataset",
-            "is not evaluated beside tasksets; give eval_tasksets",
-        ),
-        *(
-            (draws and tasksets and getattr(config, key), key, f"is not read beside tasksets; a taskset has {instead}")
-            for key, instead in _IN_A_TASKSET.items()
-        ),
-        (
-            config.eval_workflow_kwargs is not None and config.eval_workflow is None and config.workflow is None,
-            "eval_workflow_kwargs",
-            "are given for no workflow; name eval_workflow or workflow",
-        ),
-    ]
-
-
-def generation_of_tasks(config: PPOConfig) -> list[Rule]:
-    """Generation arguments of the run that no task is sampled with, since all tasksets have their own."""
-    plain, own = GenerationHyperparameters(), [taskset.gconfig for taskset in config.tasksets]
-    changed = {
-        field.name: value
-        for field in fields(plain)
-        if (value := getattr(config.gconfig, field.name)) != getattr(plain, field.name) and field.name != "n_samples"
-    }
-    return [
-        (
-            own and all(each is not None and getattr(each, name) != value for each in own),
-            f"gconfig.{name}",
-            f"is {value}, but every taskset has a gconfig of its own, which takes its place; set it there",
+_DATASET_OR_TASKSETS = (
+    refuse_set(
+        PPOConfig,
+        ["train_dataset.path"],
+        lambda config: config.tasksets,
+        "is given beside tasksets, which take its place; keep one",
+    ),
+    refuse_set(
+        PPOConfig,
+        ["workflow"],
+        lambda config: config.tasksets,
+        "is given beside tasksets, which name their workflows; keep one",
+    ),
+    refuse(
+        PPOConfig,
+        "eval_tasksets",
+        lambda config: config.eval_tasksets and not config.tasksets and config.mode in ("both", "explore"),
+        "are evaluated where tasksets are trained on; give valid_dataset (and eval_workflow) here",
+    ),
+    refuse(
+        PPOConfig,
+        "valid_dataset",
+        lambda config: config.valid_dataset is not None and _draws_tasksets(config),
+        "is not evaluated beside tasksets; give eval_tasksets",
+    ),
+    *(
+        refuse(
+            PPOConfig,
+            key,
+            lambda config, key=key: getattr(config, key) and _draws_tasksets(config),
+            f"is not read beside tasksets; a taskset has {instead}",
         )
-        for name, value in changed.items()
-    ]
+        for key, instead in _IN_A_TASKSET.items()
+    ),
+    refuse(
+        PPOConfig,
+        "eval_workflow_kwargs",
+        lambda config: config.eval_workflow_kwargs is not None and config.eval_workflow is None and config.workflow is None,
+        "are given for no workflow; name eval_workflow or workflow",
+    ),
+)
 
-
-#: Keys of a format that say nothing to a task-style workflow, and what to do.
-_UNREAD_BY_TASKS = {
-    "chosen_key": "pairs of replies are trained on by a stage of kind dpo",
-    "rejected_key": "pairs of replies are trained on by a stage of kind dpo",
-    "image_key": "a workflow finds its images in task.raw_task; or use train_dataset and vision_rlvr",
+#: Keys of a section that is a dataset or a taskset, by where they are not read.
+_ONLY_IN = {
+    place: [each.name for each in fields(TasksetConfig) if each.metadata.get("read_in") == place]
+    for place in ("datasets", "tasksets")
 }
+_DATASETS, _TASKSETS = ("train_dataset", "valid_dataset", "dataset"), ("tasksets.*", "eval_tasksets.*")
+
+_READ_ELSEWHERE = (
+    refuse_set(
+        RunConfig,
+        [f"{section}.{name}" for section in _DATASETS for name in _ONLY_IN["tasksets"] if name != "name"],
+        lambda config: True,
+        "is read in tasksets, not in a dataset, which takes it from the run's own keys; take it out",
+    ),
+    refuse_set(
+        RunConfig,
+        [f"{section}.name" for section in _DATASETS],
+        lambda config: True,
+        "is a taskset's name in metrics; the subset of a Hugging Face dataset is called subset",
+    ),
+    refuse_set(
+        PPOConfig,
+        [f"{section}.{name}" for section in _TASKSETS for name in _ONLY_IN["datasets"]],
+        lambda config: True,
+        "is read in train_dataset and valid_dataset, not in a taskset; take it out",
+    ),
+    refuse_set(
+        PPOConfig,
+        [f"{section}.format.{key}" for section in _TASKSETS for key in ("chosen_key", "rejected_key")],
+        lambda config: True,
+        "is not read by task-style workflows: pairs of replies are trained on by a stage of kind dpo",
+    ),
+    refuse_set(
+        PPOConfig,
+        [f"{section}.format.image_key" for section in _TASKSETS],
+        lambda config: True,
+        "is not read by task-style workflows: a workflow finds its images in task.raw_task; or use train_dataset and vision_rlvr",
+    ),
+)
 
 
-def taskset_columns(config: PPOConfig) -> list[Rule]:
-    plain = FormatConfig()
-    tasksets = [
-        (f"{name}.{index}", taskset)
-        for name in ("tasksets", "eval_tasksets")
-        for index, taskset in enumerate(getattr(config, name))
-    ]
-    return [
-        *(
-            (True, f"{place}.{key}", message)
-            for place, each in tasksets
-            for key, message in keys_read_elsewhere(each, "tasksets")
-        ),
-        *(
-            (
-                getattr(each.columns, key) != getattr(plain, key),
-                f"{place}.format.{key}",
-                f"is not read by task-style workflows: {remedy}",
-            )
-            for place, each in tasksets
-            for key, remedy in _UNREAD_BY_TASKS.items()
-        ),
-    ]
+def _all_tasksets_set(config: PPOConfig, name: str) -> bool:
+    """Whether no task is sampled with an argument of the run's ``gconfig``, because every taskset has another value."""
+    own, value = [taskset.gconfig for taskset in config.tasksets], getattr(config.gconfig, name)
+    return bool(own) and all(each is not None and getattr(each, name) != value for each in own)
 
 
-def auxiliary_models(config: PPOConfig) -> list[Rule]:
-    return [
-        (
-            bool(each.model_path) == bool(each.base_url),
-            f"auxiliary_models.{index}",
-            f"has {'both' if each.model_path else 'neither'} of model_path (a model to serve) and base_url (a server that runs); "
-            "give one",
+RULES = (
+    *_DATASET_OR_TASKSETS,
+    *_READ_ELSEWHERE,
+    *(
+        refuse_set(
+            PPOConfig,
+            [f"gconfig.{each.name}"],
+            partial(_all_tasksets_set, name=each.name),
+            "is {value}, but every taskset has a gconfig of its own, which takes its place; set it there",
         )
-        for index, each in enumerate(config.auxiliary_models)
-    ]
+        for each in fields(GenerationHyperparameters)
+        if each.name != "n_samples"
+    ),
+    refuse(
+        AuxiliaryModelConfig,
+        "",
+        lambda model: bool(model.model_path) == bool(model.base_url),
+        lambda model: (
+            f"has {'both' if model.model_path else 'neither'} of model_path (a model to serve) and base_url (a server that "
+            "runs); give one"
+        ),
+    ),
+)

@@ -1,194 +1,40 @@
-"""Refuse keys that are set but would not be read, each with the reason.
+"""Rules about keys that are set but would not be read, each with the reason.
 
-A key counts as set if its value is not the default. ``tests/unit/config/test_every_key.py`` finds such keys: it runs small configs and
-records every key that is read.
+A key counts as set if its value is not the default. ``tests/unit/config/test_every_key.py`` finds keys that are missing here: it runs
+small configs and records every key that is read.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from dataclasses import fields, is_dataclass
-from typing import Any
+from dataclasses import fields
 
 from rollwright.config.experiment import BaseExperimentConfig, DPOConfig, EvalConfig, PPOConfig, RunConfig, SFTConfig
+from rollwright.config.faults import unread
 from rollwright.config.generation import GenerationHyperparameters
-from rollwright.config.sections import IntervalConfig, OptimizerConfig, SlurmConfig, TrainEngineConfig
+from rollwright.config.sections import (
+    EvaluatorConfig,
+    IntervalConfig,
+    JournalConfig,
+    NormConfig,
+    OptimizerConfig,
+    PPOActorConfig,
+    SlurmConfig,
+    TrainEngineConfig,
+)
 from rollwright.config.servers import LocalServerConfig, SGLangConfig
-from rollwright.config.source import Unread, dotted
-from rollwright.config.task_rules import Rule
-from rollwright.config.tasksets import TasksetConfig, keys_read_elsewhere
-
-#: Condition, the keys or sections that are not read if it holds, and why.
-Line = tuple[Any, Sequence[str], str]
-
-
-def of_run(config: RunConfig) -> list[Rule]:
-    """Keys that no kind of run reads under some condition."""
-    return _rules(config, [(not config.stats_logger.sinks, ["stats_logger.project"], "stats_logger.sinks is empty")])
-
-
-def of_training(config: BaseExperimentConfig) -> list[Rule]:
-    supervised = isinstance(config, SFTConfig)
-    evaluates = bool(config.valid_dataset is not None and (config.workflow if supervised else True))
-    evaluates = evaluates or bool(getattr(config, "eval_tasksets", None))
-    without = "nothing is evaluated without valid_dataset" + (" and workflow" if supervised else "")
-    evaluations = [f"evaluator.{each.name}" for each in fields(config.evaluator) if each.name not in _INTERVAL]
-    evaluations += [] if supervised else ["eval_workflow", "eval_workflow_kwargs"]
-    return _rules(
-        config,
-        [
-            (not evaluates, evaluations, without),
-            (
-                not has_interval(config.saver),
-                ["saver.keep"],
-                "only the last checkpoint is written, because saver has no interval",
-            ),
-            (
-                config.recover.mode == "off",
-                ["recover.keep", "recover.if_damaged", "recover.in_background"],
-                "recover.mode is off",
-            ),
-        ],
-    )
-
-
-def of_policy(config: PPOConfig) -> list[Rule]:
-    rollout, journal = config.rollout, config.journal
-    has_tasksets = bool(config.tasksets or config.eval_tasksets)
-    drawn = [f"train_dataset.{each.name}" for each in fields(config.train_dataset) if each.name not in ("path", "batch_size")]
-    by_services = ["rollout.openai_front", "auxiliary_models"]
-    by_time = ["evaluator.every_epochs", "evaluator.every_seconds"]
-    lines: list[Line] = [
-        (config.tasksets, drawn, "tasks come from tasksets"),
-        (config.mode in ("explore", "train"), by_time, "explorers evaluate by weight version; set evaluator.every_steps"),
-        (
-            not has_tasksets or config.mode == "serve",
-            by_services,
-            "only task-style workflows (tasksets) get such clients",
-        ),
-        (rollout.backend in ("builtin", "sglang", "vllm"), ["rollout.path"], "runs sample from actor.path"),
-        (rollout.backend == "builtin", _OF_REMOTE_ENGINES, "the built-in engine of this process gets no HTTP requests"),
-        (rollout.addresses, ["rollout.context_length", "rollout.prefix_cache"], "the servers of rollout.addresses run already"),
-        (config.store is None or config.store.order != "priority", _OF_PRIORITY, "store.order is not priority"),
-        (not journal.enabled, [f"journal.{each.name}" for each in fields(journal)][1:], "journal.enabled is false"),
-    ]
-    evaluated = [
-        (
-            getattr(each, name) != getattr(TasksetConfig(), name),
-            f"eval_tasksets.{index}.{name}",
-            _message("each task is evaluated"),
-        )
-        for index, each in enumerate(config.eval_tasksets)
-        for name in ("ratio", "selector", "selector_args")
-    ]
-    return [*_rules(config, lines), *evaluated]
-
-
-def of_supervised(config: SFTConfig) -> list[Rule]:
-    evaluates = bool(config.workflow and config.valid_dataset is not None)
-    episodes = ["workflow", "workflow_kwargs", "reward_fn", "rollout"]
-    lines: list[Line] = [
-        (not config.workflow, ["valid_dataset"], "it is evaluated by a workflow, and none is set"),
-        (not evaluates, episodes, "episodes run only with workflow and valid_dataset"),
-        (
-            evaluates,
-            [*_OF_REMOTE_ENGINES, *_OF_SERVERS, *_OF_TRAINING],
-            "held-out tasks are sampled by the engine of this process",
-        ),
-    ]
-    return _rules(config, lines)
-
-
-def of_evaluation(config: EvalConfig) -> list[Rule]:
-    drawn = [f"gconfig.{name}" for name in ("greedy", *_OF_DRAWING)]
-    only_greedy = config.greedy and not config.samples
-    lines: list[Line] = [
-        (
-            True,
-            [*_OF_REMOTE_ENGINES, *_OF_SERVERS, *_OF_TRAINING, "rollout.logprob_tolerance"],
-            "an evaluation samples in its own process",
-        ),
-        (
-            True,
-            ["stats_logger.sinks", "stats_logger.show", "stats_logger.project"],
-            "an evaluation's scores go to summary.json",
-        ),
-        (True, ["gconfig.n_samples"], "`samples` sets how often a task is sampled"),
-        (only_greedy, drawn, "completions are greedy unless `samples` is set"),
-    ]
-    elsewhere = [(True, f"dataset.{key}", message) for key, message in keys_read_elsewhere(config.dataset, "datasets")]
-    return [*_rules(config, lines), *elsewhere]
-
-
-def of_generation(section: GenerationHyperparameters) -> list[Rule]:
-    """Keys that greedy sampling does not read."""
-    how = "greedy is true" if section.greedy else "temperature is 0"
-    plain = GenerationHyperparameters()
-    changed = [
-        name
-        for name in _OF_DRAWING
-        if getattr(section, name) not in (getattr(plain, name), *((0.0,) if name == "temperature" else ()))
-    ]
-    changed = [name for name in changed if name != "top_k" or section.top_k != -1]
-    return [(section.is_greedy, name, _message(f"{how}, which takes the most likely token")) for name in changed]
-
-
-def of_model(section: TrainEngineConfig) -> list[Rule]:
-    every = (section.gradient_checkpointing_every != 1 and not section.gradient_checkpointing, "gradient_checkpointing_every")
-    return [(*every, _message("gradient_checkpointing is false"))]
-
-
-def of_optimizer(section: OptimizerConfig) -> list[Rule]:
-    constant = section.lr_scheduler_type == "constant" and section.min_lr_ratio != OptimizerConfig().min_lr_ratio
-    return [(constant, "min_lr_ratio", _message("lr_scheduler_type is constant"))]
-
-
-def of_taskset(section: TasksetConfig) -> list[Rule]:
-    lone = section.isolated_processes is not None and section.isolation != "process"
-    return [(lone, "isolated_processes", _message(f"isolation is {section.isolation}"))]
-
-
-def of_sglang(section: SGLangConfig) -> list[Rule]:
-    """Keys that ``rollwright serve-model`` does not have."""
-    if section.implementation != "builtin":
-        return []
-    plain, own = SGLangConfig(), {each.name for each in fields(LocalServerConfig)} | {"implementation"}
-    others = [each.name for each in fields(section) if each.name not in own]
-    return [(getattr(section, name) != getattr(plain, name), name, _message("implementation is builtin")) for name in others]
-
-
-def of_slurm(section: SlurmConfig) -> list[Rule]:
-    changed = section.end_early != SlurmConfig().end_early and section.time is None
-    return [(changed, "end_early", _message("time is not set, so the end of the job is unknown"))]
-
-
-def of_reference(config: PPOConfig | DPOConfig) -> list[Rule]:
-    """Keys of the reference policy that are not read, because it is never trained."""
-    if config.ref is None:
-        return []
-    return [
-        (
-            getattr(config.ref, name) not in (None, getattr(TrainEngineConfig(), name)),
-            f"ref.{name}",
-            _message("the reference is not trained"),
-        )
-        for name in _OF_TRAINED_MODELS
-    ]
-
+from rollwright.config.tasksets import DatasetConfig, TasksetConfig
 
 _INTERVAL = tuple(each.name for each in fields(IntervalConfig))
-_OF_DRAWING = ("temperature", "top_p", "top_k", "min_p", "seed")
-_OF_REMOTE_ENGINES = ["rollout.request_timeout", "rollout.setup_timeout", "rollout.accept_shifted_logprobs"]
-_OF_PRIORITY = ["store.priority_fn", "store.priority_fn_args"]
-_OF_SERVERS = [
+_OF_REMOTE_ENGINES = [f"rollout.{name}" for name in ("request_timeout", "setup_timeout", "accept_shifted_logprobs")]
+_OF_SERVERS_AND_TRAINING = [
     f"rollout.{name}"
     for name in (
         *("addresses", "servers", "tensor_parallel", "first_gpu", "api_key", "path", "openai_front"),
-        *("request_retries", "weight_update", "weight_update_path", "weight_dtype"),
+        *("request_retries", "weight_update", "weight_update_path", "weight_dtype", "weight_update_every_steps"),
     )
 ]
-_OF_TRAINING = ["rollout.weight_update_every_steps"]
-_OF_TRAINED_MODELS = ("optimizer", "max_bad_steps")
+_OF_EVALUATION = [f"evaluator.{each.name}" for each in fields(EvaluatorConfig) if each.name not in _INTERVAL]
+_OF_SUPERVISED_EPISODES = ["workflow", "workflow_kwargs", "reward_fn", "rollout"]
 
 
 def has_interval(section: IntervalConfig) -> bool:
@@ -196,38 +42,260 @@ def has_interval(section: IntervalConfig) -> bool:
     return any(getattr(section, name) is not None for name in _INTERVAL)
 
 
-def _rules(config: Any, lines: Sequence[Line]) -> list[Rule]:
-    plain = type(config)()
-    found = [(key, why) for broken, keys, why in lines if broken for name in keys for key in _changed(config, plain, name)]
-    return [(True, key, _message(why)) for key, why in dict(reversed(found)).items()]
+def _always(section: object) -> bool:
+    return True
 
 
-def _message(why: str) -> Unread:
-    return Unread(f"is set, but not read: {why}; take it out, or change that")
+def _why_greedy(section: GenerationHyperparameters) -> str:
+    return f"{'greedy is true' if section.greedy else 'temperature is 0'}, which takes the most likely token"
 
 
-def _changed(config: Any, plain: Any, key: str) -> Iterator[str]:
-    """The keys at or below a dotted key that differ from the defaults."""
-    path = tuple(key.split("."))
-    value, default = config, plain
-    for name in path:
-        if value is None:
-            return
-        default = getattr(type(value)() if default is None else default, name)
-        value = getattr(value, name)
-    yield from (dotted(each) for each in _leaves(value, default, path) if not _follows(config, each))
+def _runs_episodes(config: SFTConfig) -> bool:
+    return bool(config.workflow and config.valid_dataset is not None)
 
 
-def _leaves(value: Any, default: Any, path: tuple[str, ...]) -> Iterator[tuple[str, ...]]:
-    if is_dataclass(value) and isinstance(value, type(default)):
-        for each in fields(value):
-            yield from _leaves(getattr(value, each.name), getattr(default, each.name), (*path, each.name))
-    elif value != default:
-        yield path
+_GENERATION = (
+    unread(GenerationHyperparameters, ["top_p", "min_p", "seed"], lambda section: section.is_greedy, _why_greedy),
+    unread(
+        GenerationHyperparameters, ["temperature"], lambda section: section.greedy and section.temperature != 0, _why_greedy
+    ),
+    unread(GenerationHyperparameters, ["top_k"], lambda section: section.is_greedy and section.top_k != -1, _why_greedy),
+)
+
+_MODELS = (
+    unread(
+        TrainEngineConfig,
+        ["gradient_checkpointing_every"],
+        lambda model: not model.gradient_checkpointing,
+        "gradient_checkpointing is false",
+    ),
+    unread(
+        OptimizerConfig,
+        ["min_lr_ratio"],
+        lambda optimizer: optimizer.lr_scheduler_type == "constant",
+        "lr_scheduler_type is constant",
+    ),
+    unread(
+        PPOConfig | DPOConfig,
+        ["ref.optimizer"],
+        lambda config: config.ref.optimizer is not None,
+        "the reference is not trained",
+    ),
+    unread(PPOConfig | DPOConfig, ["ref.max_bad_steps"], _always, "the reference is not trained"),
+)
 
 
-def _follows(config: Any, path: tuple[str, ...]) -> bool:
-    """True for evaluation's ``max_new_tokens`` if it was not set but copied from the run's; see ``apply_recipe``."""
-    return path == ("evaluator", "gconfig", "max_new_tokens") and (
-        isinstance(config, PPOConfig) and config.evaluator.gconfig.max_new_tokens == config.gconfig.max_new_tokens
-    )
+def _normalises(actor: PPOActorConfig) -> bool:
+    return actor.adv_estimator == "normalised"
+
+
+def _deviation_is_the_same(actor: PPOActorConfig) -> bool:
+    """Whether taking the deviation before or after the mean makes no difference."""
+    norm, none = actor.adv_norm or NormConfig(), (None, "none")
+    mean, deviation = norm.mean_level, norm.std_level
+    leaves_out = norm.leave_one_out and mean not in none and deviation not in none
+    return (mean, deviation) != ("group", "batch") and not leaves_out
+
+
+#: Keys of the algorithm; those of a loss are its parameters (``algorithms.losses``).
+_ALGORITHM = (
+    unread(PPOActorConfig, ["kl_estimator"], lambda actor: actor.kl_ctl == 0, "kl_ctl is 0, so no KL is taken"),
+    unread(
+        PPOActorConfig,
+        ["loss_constant"],
+        lambda actor: actor.loss_aggregation != "constant",
+        "loss_aggregation is {config.loss_aggregation}",
+    ),
+    unread(PPOActorConfig, ["adv_estimator_kwargs"], _normalises, "adv_estimator is normalised, whose keys are in adv_norm"),
+    unread(
+        PPOActorConfig,
+        ["adv_norm"],
+        lambda actor: not _normalises(actor),
+        "the estimator {config.adv_estimator!r} does not read adv_norm",
+    ),
+    unread(PPOActorConfig, ["adv_norm.std_after_mean"], _deviation_is_the_same, "with these levels the deviation is the same"),
+    unread(
+        PPOActorConfig,
+        ["adv_norm.eps"],
+        lambda actor: actor.adv_norm.std_level in (None, "none"),
+        "nothing is divided by a deviation",
+    ),
+    unread(
+        PPOActorConfig,
+        ["behav_imp_weight_cap", "behav_imp_weight_level"],
+        lambda actor: not actor.use_decoupled_loss,
+        "use_decoupled_loss is false, so nothing is weighted by the behaviour policy",
+    ),
+    unread(
+        PPOActorConfig,
+        ["behav_imp_weight_mode"],
+        lambda actor: not actor.use_decoupled_loss or actor.behav_imp_weight_cap is None,
+        "no weight is capped",
+    ),
+    unread(
+        PPOActorConfig,
+        ["prox_logp_method"],
+        lambda actor: not actor.use_decoupled_loss or actor.recompute_logprob or actor.ppo_n_minibatches == 1,
+        "use_decoupled_loss is false, recompute_logprob recomputes, or ppo_n_minibatches is 1, so that before the only step the "
+        "current log-probabilities are taken",
+    ),
+)
+
+_TASKS_AND_PROCESSES = (
+    unread(
+        TasksetConfig,
+        ["isolated_processes"],
+        lambda taskset: taskset.isolation != "process",
+        "isolation is {config.isolation}",
+    ),
+    unread(
+        SGLangConfig,
+        [
+            each.name
+            for each in fields(SGLangConfig)
+            if each.name not in ("implementation", *(own.name for own in fields(LocalServerConfig)))
+        ],
+        lambda section: section.implementation == "builtin",
+        "implementation is builtin",
+    ),
+    unread(
+        SlurmConfig,
+        ["end_early"],
+        lambda section: section.time is None,
+        "time is not set, so the end of the job is unknown",
+    ),
+)
+
+_RUNS = (
+    unread(RunConfig, ["stats_logger.project"], lambda config: not config.stats_logger.sinks, "stats_logger.sinks is empty"),
+    unread(
+        SFTConfig,
+        _OF_EVALUATION,
+        lambda config: not _runs_episodes(config),
+        "nothing is evaluated without valid_dataset and workflow",
+    ),
+    unread(
+        PPOConfig,
+        [*_OF_EVALUATION, "eval_workflow", "eval_workflow_kwargs"],
+        lambda config: config.valid_dataset is None and not config.eval_tasksets,
+        "nothing is evaluated without valid_dataset",
+    ),
+    unread(
+        BaseExperimentConfig,
+        ["saver.keep"],
+        lambda config: not has_interval(config.saver),
+        "only the last checkpoint is written, because saver has no interval",
+    ),
+    unread(
+        BaseExperimentConfig,
+        ["recover.keep", "recover.if_damaged", "recover.in_background"],
+        lambda config: config.recover.mode == "off",
+        "recover.mode is off",
+    ),
+)
+
+_POLICY = (
+    unread(
+        PPOConfig,
+        [f"train_dataset.{each.name}" for each in fields(DatasetConfig) if each.name not in ("path", "batch_size")],
+        lambda config: config.tasksets,
+        "tasks come from tasksets",
+    ),
+    unread(
+        PPOConfig,
+        ["evaluator.every_epochs", "evaluator.every_seconds"],
+        lambda config: config.mode in ("explore", "train"),
+        "explorers evaluate by weight version; set evaluator.every_steps",
+    ),
+    unread(
+        PPOConfig,
+        ["rollout.openai_front", "auxiliary_models"],
+        lambda config: not (config.tasksets or config.eval_tasksets) or config.mode == "serve",
+        "only task-style workflows (tasksets) get such clients",
+    ),
+    unread(
+        PPOConfig,
+        ["rollout.path"],
+        lambda config: config.rollout.backend in ("builtin", "sglang", "vllm"),
+        "runs sample from actor.path",
+    ),
+    unread(
+        PPOConfig,
+        _OF_REMOTE_ENGINES,
+        lambda config: config.rollout.backend == "builtin",
+        "the built-in engine of this process gets no HTTP requests",
+    ),
+    unread(
+        PPOConfig,
+        ["rollout.context_length", "rollout.prefix_cache"],
+        lambda config: config.rollout.addresses,
+        "the servers of rollout.addresses run already",
+    ),
+    unread(
+        PPOConfig,
+        ["store.priority_fn", "store.priority_fn_args"],
+        lambda config: config.store.order != "priority",
+        "store.order is not priority",
+    ),
+    unread(
+        PPOConfig,
+        [f"journal.{each.name}" for each in fields(JournalConfig) if each.name != "enabled"],
+        lambda config: not config.journal.enabled,
+        "journal.enabled is false",
+    ),
+    unread(
+        PPOConfig,
+        [f"eval_tasksets.*.{name}" for name in ("ratio", "selector", "selector_args")],
+        _always,
+        "each task is evaluated",
+    ),
+)
+
+_SUPERVISED = (
+    unread(SFTConfig, ["valid_dataset"], lambda config: not config.workflow, "it is evaluated by a workflow, and none is set"),
+    unread(
+        SFTConfig,
+        _OF_SUPERVISED_EPISODES,
+        lambda config: not _runs_episodes(config),
+        "episodes run only with workflow and valid_dataset",
+    ),
+    unread(
+        SFTConfig,
+        [*_OF_REMOTE_ENGINES, *_OF_SERVERS_AND_TRAINING],
+        _runs_episodes,
+        "held-out tasks are sampled by the engine of this process",
+    ),
+)
+
+_EVALUATIONS = (
+    unread(
+        EvalConfig,
+        [*_OF_REMOTE_ENGINES, *_OF_SERVERS_AND_TRAINING, "rollout.logprob_tolerance"],
+        _always,
+        "an evaluation samples in its own process",
+    ),
+    unread(
+        EvalConfig,
+        [f"stats_logger.{name}" for name in ("sinks", "show", "project")],
+        _always,
+        "an evaluation's scores go to summary.json",
+    ),
+    unread(EvalConfig, ["gconfig.n_samples"], _always, "`samples` sets how often a task is sampled"),
+    unread(
+        EvalConfig,
+        [f"gconfig.{name}" for name in ("greedy", "temperature", "top_p", "top_k", "min_p", "seed")],
+        lambda config: config.greedy and not config.samples,
+        "completions are greedy unless `samples` is set",
+    ),
+)
+
+RULES = (
+    *_GENERATION,
+    *_MODELS,
+    *_ALGORITHM,
+    *_TASKS_AND_PROCESSES,
+    *_RUNS,
+    *_POLICY,
+    *_SUPERVISED,
+    *_EVALUATIONS,
+)

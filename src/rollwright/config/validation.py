@@ -14,18 +14,18 @@ import logging
 import types
 import typing
 from collections.abc import Callable, Iterable, Mapping
-from difflib import get_close_matches
 from typing import Annotated, Any
 
 import pydantic
 from pydantic_core import PydanticCustomError
 from typing_extensions import TypedDict
 
+from rollwright.config.faults import Faults
 from rollwright.config.generation import ALIASES, GenerationHyperparameters
 from rollwright.config.secrets import HIDDEN, Secret
-from rollwright.config.source import DIALECTS, Faults, KeyPath, Written, default_of, dotted, plain
+from rollwright.config.source import DIALECTS, KeyPath, Written, default_of, dotted, plain
 from rollwright.errors import ConfigError, RollwrightError
-from rollwright.registry import Registry, import_path, nearest
+from rollwright.registry import Registry, import_path, nearest, suggestion
 
 logger = logging.getLogger("rollwright.config")
 
@@ -316,8 +316,7 @@ def _chosen(choices: Iterable[Any], value: Any) -> Any:
     if value in choices:
         return value
     known = [str(choice) for choice in choices]
-    hint = "".join(f"; did you mean {near!r}?" for near in get_close_matches(str(value), known, n=1))
-    raise _refusal(f"must be one of {', '.join(known)}, got {_shown(value)}{hint}")
+    raise _refusal(f"must be one of {', '.join(known)}, got {_shown(value)}{suggestion(value, known)}")
 
 
 def _member(kind: type[enum.Enum], value: Any) -> enum.Enum:

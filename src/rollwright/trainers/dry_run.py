@@ -1,4 +1,4 @@
-"""What ``rollwright run --dry-run`` finds beyond keys and names: datasets that cannot be read, models that are not there."""
+"""Inputs of a run that are missing or cannot be read: models, tokenizers and datasets."""
 
 from __future__ import annotations
 
@@ -8,88 +8,80 @@ from pathlib import Path
 from typing import Any
 
 from rollwright.config.experiment import DPOConfig, EvalConfig, NewModelConfig, PPOConfig, RunConfig, SFTConfig
+from rollwright.config.faults import Fault, Look, Rule, found_or_fault, refuse_faults
 from rollwright.config.loading import Stage
-from rollwright.config.source import Faults, KeyPath
+from rollwright.config.source import KeyPath
 from rollwright.config.tasksets import DatasetConfig
 from rollwright.data.datasets import get_dataset
 from rollwright.data.drawing import taskset_rows
 from rollwright.data.rows import names_a_file
 from rollwright.data.tokenizer import load_tokenizer
-from rollwright.errors import ConfigError, RollwrightError
-
-Fault = tuple[KeyPath, str]
+from rollwright.errors import RollwrightError
 
 
 def refuse_missing_inputs(stages: Sequence[Stage]) -> None:
-    """Read every dataset, and look for every model and tokenizer; those that an earlier stage makes are left aside.
+    """Read every dataset, and look for every model and tokenizer, except those that an earlier stage makes.
 
     Names at Hugging Face are looked up there: of a model its configuration and tokenizer, of a dataset its rows.
 
     Raises:
-        ConfigError: with everything that a run would not find, its key, file and line.
+        ConfigError: lists everything that a run would not find with its key, file and line.
     """
-    _refuse(stages, _faults_of)
+    refuse_faults(stages, INPUTS)
 
 
 def refuse_missing_files(stages: Sequence[Stage]) -> None:
-    """Look for the models and datasets that are named by a path of this machine; nothing is read, and no network asked.
+    """Look for the models and datasets that are named by a local path. Reads nothing and does not use the network.
 
     Raises:
-        ConfigError: with everything that is not there and that no earlier stage makes, its key, file and line.
+        ConfigError: lists everything that is missing and that no earlier stage makes with its key, file and line.
     """
-    _refuse(stages, _missing_files)
+    refuse_faults(stages, FILES)
 
 
-def _refuse(stages: Sequence[Stage], faults_of: Callable[[Any, Callable[[str], bool]], Iterator[Fault]]) -> None:
-    messages: list[str] = []
-    made: list[Path] = []
-
-    def is_there(path: str) -> bool:
-        """False where a path is not given, or an earlier stage makes it."""
-        return bool(path) and not any(Path(path).absolute().is_relative_to(each) for each in made)
-
-    for stage in stages:
-        faults = Faults(stage.origins)
-        for path, message in faults_of(stage.config, is_there):
-            faults.add(path, message)
-        messages += faults.messages
-        made.append(_output_of(stage.config))
-    if messages:
-        raise ConfigError.of(messages)
+def _has_to_exist(path: str, look: Look) -> bool:
+    """False if a path is empty, or below the directory that an earlier stage writes."""
+    made = (_output_of(config) for config in look.earlier)
+    return bool(path) and not any(Path(path).absolute().is_relative_to(each) for each in made)
 
 
 def _output_of(config: Any) -> Path:
-    """The directory in which a stage leaves what it makes."""
+    """The directory that a stage writes."""
     if isinstance(config, NewModelConfig):
         return Path(config.path).absolute()
     return (Path(config.cluster.fileroot) / config.experiment_name / config.trial_name).absolute()
 
 
-def _missing_files(config: Any, is_there: Callable[[str], bool]) -> Iterator[Fault]:
-    for key, path, needs_weights in _models(config):
-        if key[0] == "rollout" or not is_there(path):  # rollout.path may be on another machine
-            continue
-        is_here = Path(path).expanduser().is_dir()
-        if fault := _model_fault(path, needs_weights) if is_here else _missing_directory(path):
-            yield key, fault
-    for key, section, _ in _datasets(config):
-        if is_there(section.path) and names_a_file(section.path) and not Path(section.path).expanduser().exists():
+def _missing_models(look: Look) -> Iterator[Fault]:
+    for key, path, needs_weights in _models(look.section):
+        if key[0] != "rollout" and _has_to_exist(path, look):  # rollout.path may be on another machine
+            is_directory = Path(path).expanduser().is_dir()
+            if fault := _model_fault(path, needs_weights) if is_directory else _missing_directory(path):
+                yield key, fault
+
+
+def _missing_datasets(look: Look) -> Iterator[Fault]:
+    for key, section, _ in _datasets(look.section):
+        is_file = names_a_file(section.path) and _has_to_exist(section.path, look)
+        if is_file and not Path(section.path).expanduser().exists():
             yield (*key, "path"), f"is {section.path}, and there is no such file or directory (looked from {Path.cwd()})"
 
 
-def _faults_of(config: Any, is_there: Callable[[str], bool]) -> Iterator[Fault]:
-    for key, path, needs_weights in _models(config):
-        if is_there(path) and (fault := _model_fault(path, needs_weights)):
+def _unusable_models(look: Look) -> Iterator[Fault]:
+    for key, path, needs_weights in _models(look.section):
+        if _has_to_exist(path, look) and (fault := _model_fault(path, needs_weights)):
             yield key, fault
-    tokenizer: Any = None
+
+
+def _unreadable_datasets(look: Look) -> Iterator[Fault]:
+    """Tokenizers that cannot be loaded, and datasets that cannot be read with them."""
+    config, tokenizer = look.section, None
     for key, path in _tokenizers(config):
-        if is_there(path):
-            try:
-                tokenizer = load_tokenizer(path, getattr(config, "trust_remote_code", False))
-            except RollwrightError as error:
-                yield key, str(error)
+        if _has_to_exist(path, look):
+            trusted = getattr(config, "trust_remote_code", False)
+            tokenizer = yield from found_or_fault(key, lambda path=path, trusted=trusted: load_tokenizer(path, trusted))
     for key, section, read in _datasets(config):
-        if is_there(section.path):
+        if _has_to_exist(section.path, look):
             try:
                 rows = read(dataclasses.replace(section, max_length=section.max_length if tokenizer else None), tokenizer)
             except Exception as error:  # a user's builder can fail in any way
@@ -185,3 +177,10 @@ def _batch_faults(config: RunConfig, section: DatasetConfig, key: KeyPath, rows:
             ("drop_last",),
             f"is false, and the last batch of {rest} tasks cannot be divided into actor.ppo_n_minibatches ({parts})",
         )
+
+
+_STAGES = NewModelConfig | RunConfig
+#: Local files that a run needs.
+FILES = (Rule(_STAGES, ("",), _missing_models), Rule(_STAGES, ("",), _missing_datasets))
+#: Everything that a run needs, read as the run would.
+INPUTS = (Rule(_STAGES, ("",), _unusable_models), Rule(_STAGES, ("",), _unreadable_datasets))

@@ -58,7 +58,7 @@ def test_what_cannot_be_honoured_is_refused_with_its_line():
         translated(FILE + "synchronizer: {sync_interval: 0, sync_intervall: 1}\n")
     message = str(error.value)
     assert "trinity.yaml:19: synchronizer.sync_interval is 0" in message
-    assert "did you mean synchronizer.sync_interval?" in message
+    assert "did you mean 'synchronizer.sync_interval'?" in message
 
 
 def test_another_name_for_the_workflow_is_read_and_told():

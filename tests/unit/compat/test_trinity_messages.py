@@ -78,7 +78,7 @@ def test_what_has_the_wrong_shape_is_told(more, message):
         ("data_selector: {selector_type: [x]}", "selector_type is ['x']; here there are sequential"),
         ("format: {video_key: film}", "taskset.format.video_key names films"),
         ("format: {enable_concatenated_multi_turn: true}", "enable_concatenated_multi_turn is of supervised rows"),
-        ("default_workflow_typ: x", "did you mean buffer.explorer_input.taskset.default_workflow_type?"),
+        ("default_workflow_typ: x", "did you mean 'buffer.explorer_input.taskset.default_workflow_type'?"),
     ],
 )
 def test_what_a_taskset_cannot_have_is_told(keys, message):
@@ -125,10 +125,10 @@ def test_keys_of_the_facts_that_cannot_be_honoured_say_why():
 
 
 def test_a_hint_is_of_the_same_section_or_the_same_word():
-    assert "did you mean explorer.rollout_model.enable_openai_api?" in refusal(
+    assert "did you mean 'explorer.rollout_model.enable_openai_api'?" in refusal(
         "explorer: {rollout_model: {enable_openai: true}}\n"
     )
-    assert "did you mean synchronizer.sync_interval?" in refusal("synchroniser: {sync_interval: 3}\n")
+    assert "did you mean 'synchronizer.sync_interval'?" in refusal("synchroniser: {sync_interval: 3}\n")
     assert "did you mean" not in refusal("explorer: {rollout_model: {use_v1: true}}\n")
     assert "did you mean" not in refusal("model: {critic_model_path: x}\n")
 

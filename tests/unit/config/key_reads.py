@@ -25,7 +25,7 @@ CHECKS = frozenset(
     [
         *(
             f"rollwright.config.{name}"
-            for name in ("cluster_rules", "loading", "plan", "recipes", "rules", "schema", "secrets")
+            for name in ("cluster_rules", "faults", "loading", "plan", "recipes", "rules", "schema", "secrets")
         ),
         *(f"rollwright.config.{name}" for name in ("source", "task_rules", "unread_keys", "validation")),
         *(

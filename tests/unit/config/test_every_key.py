@@ -18,6 +18,7 @@ from key_reads import KeyPath, keys_of, noted, place
 
 from rollwright.cluster.slurm import job_script
 from rollwright.config.experiment import NewVisionConfig
+from rollwright.config.faults import faults_in
 from rollwright.config.generation import GenerationHyperparameters
 from rollwright.config.loading import Stage, build_stages
 from rollwright.config.modes import AuxiliaryModelConfig, StoreConfig
@@ -30,7 +31,7 @@ from rollwright.inference.backends import BACKENDS, ServerLaunch
 from rollwright.tracking.run_directory import RunDirectory
 from rollwright.trainers import serve
 from rollwright.trainers.stages import run_config
-from rollwright.trainers.unknown_names import _faults_of as names_of
+from rollwright.trainers.unknown_names import NAMES
 
 REPOSITORY = Path(__file__).resolve().parents[3]
 TABLE = REPOSITORY / "docs" / "keys.md"
@@ -164,7 +165,7 @@ def faults_with(stage: Stage, path: KeyPath, field: dataclasses.Field[Any]) -> l
         holder = holder[part] if isinstance(part, int) else getattr(holder, part)
     setattr(holder, str(name), other(getattr(holder, str(name)), field))
     found = [where for where, _ in faults_of(config)]
-    return found or [where for where, _ in names_of(config)]
+    return found or [where for where, _ in faults_in(config, NAMES)]
 
 
 def unread(name: str, outcomes: dict[str, Outcome]) -> list[str]:
