@@ -1,7 +1,7 @@
 """Several attempts at one task: the answer is scored, feedback is given, and the model tries again.
 
-The whole conversation is one sequence. What was sampled stays as it was sampled; between two turns only the tokens that the
-chat template puts there are appended.
+The whole conversation is one sequence. Sampled tokens are kept as they are; between two turns only the tokens that the chat
+template puts there are appended.
 """
 
 from __future__ import annotations
@@ -28,31 +28,63 @@ FEEDBACK = "That answer was not accepted. Read the question once more, look for 
 FeedbackFunction = Callable[[str, float, dict[str, Any]], str | Awaitable[str]]
 
 
+class ConversationWorkflow(Workflow):
+    """Base of task-style workflows of several turns.
+
+    A subclass defines ``run`` or ``run_async``, asks ``self.model``, and returns what ``process_messages_to_experience`` makes of its
+    conversations.
+    """
+
+    can_repeat = True  # a run is asked for the whole group
+
+    def set_repeat_times(self, repeat_times: int, run_id_base: int) -> None:
+        """Remember how many samples a run is asked for, and the number of the first."""
+        self.repeat_times, self.run_id_base = repeat_times, run_id_base
+
+    def process_messages_to_experience(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        reward: float,
+        info: Mapping[str, Any] | None = None,
+        truncate_status: str | None = None,
+    ) -> Experience:
+        """Convert a conversation to one experience.
+
+        Args:
+            messages: the requests to ``self.model`` and its replies.
+            reward: of the conversation.
+            info: kept with the experience; its numbers go to the metrics.
+            truncate_status: any value but None marks the conversation as truncated.
+        """
+        experience = self.model.convert_messages_to_experience(messages)
+        experience.reward, experience.info = reward, dict(info or {})
+        experience.metrics = {key: float(value) for key, value in experience.info.items() if isinstance(value, int | float)}
+        experience.truncated = bool(experience.truncated or truncate_status)
+        return experience
+
+
 @WORKFLOWS.register_module("multi_turn")
-class MultiTurnWorkflow(EpisodeWorkflow, Workflow):
-    """Turns until the reward is reached, or ``max_turns``.
+class MultiTurnWorkflow(EpisodeWorkflow, ConversationWorkflow):
+    """Lets the model try again, with feedback, until an answer reaches ``target_reward`` or ``max_turns`` are used up.
 
     The sample's reward is that of its last answer times ``turn_discount ** (turns - 1)``. A conversation that fills the
-    engine's context ends there, and counts as truncated. Where ``gconfig.n_samples`` is above 1 and nobody repeats the task,
-    the workflow makes the group itself.
+    engine's context ends there and counts as truncated. If ``gconfig.n_samples`` is above 1 and the caller does not repeat the
+    task, the workflow runs the group itself.
 
     Args:
-        reward_fn: scores one answer, called with the conversation so far as the prompt; function, name or import path.
+        reward_fn: scores one answer, with the conversation so far as the prompt; a function, its name or import path.
         gconfig: how each turn is sampled.
-        max_turns: answers at most.
-        turn_discount: what a further turn leaves of the reward.
-        target_reward: an answer with at least this reward ends the conversation.
-        feedback_message: what the user says between two turns.
-        feedback_fn: ``(completion, reward, task) -> feedback`` instead, or its import path. It runs on the event loop: make it
-            async where it takes time.
+        max_turns: maximum number of answers.
+        turn_discount: factor on the reward for each further turn.
+        target_reward: reward from which on an answer ends the conversation.
+        feedback_message: the user's message between two turns.
+        feedback_fn: ``(completion, reward, task) -> feedback``, or its import path; replaces ``feedback_message``. It runs on the
+            event loop, so a slow one should be async.
 
     The other arguments are those of :class:`EpisodeWorkflow`.
 
-    Built with ``task`` and ``model`` instead, it is the base of task-style workflows of several turns: a subclass defines ``run`` or
-    ``run_async``, asks ``self.model``, and returns what ``process_messages_to_experience`` makes of its conversations.
+    Built with ``task`` and ``model``, a subclass that defines ``run`` or ``run_async`` is a :class:`ConversationWorkflow`.
     """
-
-    can_repeat = True  # a task-style subclass is asked for the whole group
 
     def __init__(
         self,
@@ -101,31 +133,6 @@ class MultiTurnWorkflow(EpisodeWorkflow, Workflow):
         self.target_reward = target_reward
         self.feedback_message = feedback_message
         self.feedback_fn = resolve_function(feedback_fn, "feedback_fn") if feedback_fn is not None else None
-
-    def set_repeat_times(self, repeat_times: int, run_id_base: int) -> None:
-        """Take note of the samples that a run of a task-style workflow is asked for, and of the number of the first."""
-        self.repeat_times, self.run_id_base = repeat_times, run_id_base
-
-    def process_messages_to_experience(
-        self,
-        messages: Sequence[Mapping[str, Any]],
-        reward: float,
-        info: Mapping[str, Any] | None = None,
-        truncate_status: str | None = None,
-    ) -> Experience:
-        """A conversation of a task-style workflow as one experience.
-
-        Args:
-            messages: what ``self.model`` was asked and answered.
-            reward: of the conversation.
-            info: kept with the experience; its numbers go to the metrics.
-            truncate_status: anything but None: the conversation counts as truncated.
-        """
-        experience = self.model.convert_messages_to_experience(messages)
-        experience.reward, experience.info = reward, dict(info or {})
-        experience.metrics = {key: float(value) for key, value in experience.info.items() if isinstance(value, int | float)}
-        experience.truncated = bool(experience.truncated or truncate_status)
-        return experience
 
     async def episode(self, engine: InferenceEngine, data: dict[str, Any]) -> dict[str, Any] | None:
         """Ask, score, give feedback, and ask again; one row."""
