@@ -33,11 +33,9 @@ def __getattr__(name: str) -> Any:
         if error.name != f"rollwright.{name}":
             raise
     if not name.startswith("_"):
-        from rollwright.compat import areal, trinity_names
-
-        for system, replacements in (("AReaL", areal.REPLACEMENTS), ("Trinity-RFT", trinity_names.REPLACEMENTS)):
-            if name in replacements:  # ``from rollwright import …`` would hide an AttributeError's message
-                raise ImportError(f"rollwright has no {name}, which {system} has: {replacements[name]}.", name="rollwright")
+        names = importlib.import_module("rollwright.compat.replacements")
+        if advice := names.replacement(name):  # ``from rollwright import …`` would hide an AttributeError's message
+            raise ImportError(f"rollwright has no {name}, {advice}.", name="rollwright")
     raise AttributeError(f"module 'rollwright' has no name {name!r}")
 
 

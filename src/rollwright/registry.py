@@ -345,11 +345,6 @@ def import_path(path: str, what: str, error: type[RollwrightError] = ConfigError
     return found
 
 
-def import_from_string(module_path: str) -> Any:
-    """What ``package.module.name`` names; ``import_path`` by the name that AReaL's files import."""
-    return import_path(module_path, "object")
-
-
 def missing_module_hint(error: BaseException) -> str:
     """Hint for a missing module, to append to the error's message; empty for other errors."""
     if not isinstance(error, ModuleNotFoundError) or not error.name:

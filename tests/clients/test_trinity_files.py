@@ -17,7 +17,7 @@ from types import SimpleNamespace
 import pytest
 
 import rollwright
-from rollwright.compat.trinity_names import REPLACEMENTS
+from rollwright.compat.replacements import TRINITY as REPLACEMENTS
 from rollwright.config.generation import GenerationHyperparameters
 from rollwright.config.sections import RolloutConfig
 from rollwright.config.tasksets import FormatConfig, TasksetConfig

@@ -1,8 +1,15 @@
-"""Names of Trinity-RFT's modules: its class decorators, and replacements for the names that this project does not have."""
+"""Class decorators and functions by Trinity-RFT's names, and the workers of both systems that compare answers.
+
+Reward processes import this file, so it loads no torch.
+"""
 
 from __future__ import annotations
 
-from typing import TypeVar
+from collections.abc import Sequence
+from typing import Any, TypeVar
+
+from rollwright.errors import DataError
+from rollwright.rewards.math import accuracy
 
 Marked = TypeVar("Marked")
 
@@ -19,27 +26,48 @@ def Experimental(marked: Marked) -> Marked:  # noqa: N802
     return marked
 
 
-_ONE_CLASS = "one class serves both: it may define run or run_async"
-_REWARD = "name the reward function in the taskset (docs/rewards.md)"
-_AGENT = "give the agent to OpenAIAgentWorkflow, or use AgentScopeReactMathWorkflow"
-_TEACHER = "distillation from a teacher's log-probabilities is not supported; train on a teacher's texts with SFTConfig"
-_CONFIG = "load_stages(file) reads such a file, and `rollwright run --config FILE` runs it"
+def build_mm_message(prompt: str, images: Sequence[Any] | None = None, videos: Sequence[Any] | None = None) -> dict[str, Any]:
+    """Build a user message from text and images.
 
-#: Name -> what to use instead.
-REPLACEMENTS: dict[str, str] = {
-    "BaseSimpleWorkflow": f"write SimpleWorkflow: {_ONE_CLASS}",
-    "AsyncSimpleWorkflow": f"write SimpleWorkflow: {_ONE_CLASS}",
-    "AsyncMathWorkflow": f"write MathWorkflow: {_ONE_CLASS}",
-    "FormatReward": f"format_reward is a reward function: {_REWARD}",
-    "AccuracyReward": f"accuracy_reward is a reward function: {_REWARD}",
-    "CountDownRewardFn": f"countdown_reward is a reward function: {_REWARD}",
-    "MathDAPORewardFn": f"math_dapo_reward is a reward function: {_REWARD}",
-    "AgentScopeWorkflowAdapter": _AGENT,
-    "AgentScopeWorkflowAdapterV1": _AGENT,
-    "AgentScopeReActWorkflow": _AGENT,
-    "OnPolicyDistillWorkflow": _TEACHER,
-    "OnPolicyDistillMathWorkflow": _TEACHER,
-    "Config": _CONFIG,
-    "load_config": _CONFIG,
-    "InferenceModelConfig": _CONFIG,
-}
+    Each ``<image>`` marks the position of one image; images without a mark come first.
+
+    Raises:
+        DataError: there are more marks than images, or there are videos.
+    """
+    from rollwright.data.vision import MARK  # loads torch
+
+    if videos or "<video>" in prompt:
+        raise DataError("build_mm_message got videos, which are not supported; give images.")
+    pieces, blocks = prompt.split(MARK), [{"type": "image", "image": image} for image in images or ()]
+    if (places := len(pieces) - 1) > len(blocks):
+        raise DataError(
+            f"the prompt has places for {places} images and the task has {len(blocks)}; give as many as there are places."
+        )
+    if not blocks:
+        return {"role": "user", "content": prompt}
+    content, placed = blocks[: len(blocks) - places], blocks[len(blocks) - places :]
+    for number, piece in enumerate(pieces):
+        content += ([{"type": "text", "text": piece}] if piece else []) + placed[number : number + 1]
+    return {"role": "user", "content": content}
+
+
+class MathVerifyWorker:
+    """Compares answers with math-verify, as AReaL's reward functions call it.
+
+    Call it from a function that ``AsyncRewardWrapper`` runs, which kills it at its time limit.
+    """
+
+    def verify(self, response: str, ground_truth: str) -> float:
+        """Return 1 if the answer of ``response`` equals ``ground_truth``, else 0; as ``accuracy_reward``."""
+        return accuracy(response, ground_truth)
+
+
+def get_math_verify_worker() -> MathVerifyWorker:
+    """Return a worker that compares answers."""
+    return MathVerifyWorker()
+
+
+def verify_math_answer(response_text: str, ground_truth: Any) -> tuple[float, dict[str, Any]]:
+    """Return 1 if a response's answer equals the truth according to ``accuracy``, else 0, and the values compared."""
+    value = accuracy(response_text, ground_truth)
+    return value, {"ground_truth": ground_truth, "is_correct": bool(value)}

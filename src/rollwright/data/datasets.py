@@ -12,7 +12,6 @@ An installed package offers datasets as entry points of the group ``rollwright.d
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -105,38 +104,6 @@ def get_dataset(config: DatasetConfig, tokenizer: Any = None, enable_thinking: b
     if left_out := len(tasks) - len(kept):
         logger.warning("%s: left out %d of %d tasks, longer than %d tokens.", source, left_out, len(tasks), max_length)
     return kept
-
-
-def get_custom_dataset(
-    split: str | None = None,
-    dataset_config: DatasetConfig | None = None,
-    tokenizer: Any = None,
-    processor: Any = None,
-    *,
-    rank: int = 0,
-    world_size: int = 1,
-    **section: Any,
-) -> list[Row]:
-    """``get_dataset`` by the name and arguments that AReaL has.
-
-    Args:
-        split: which split, where it is not the section's.
-        dataset_config: the section; None: made of ``section`` (``path``, ``type``, ``max_length``, …).
-        tokenizer, processor: count a prompt's tokens where ``max_length`` is set.
-        rank, world_size: give each of several processes its share of the rows.
-        **section: keys of a dataset section, which go before those of ``dataset_config``.
-
-    Raises:
-        DataError: as ``get_dataset``; or a key is none of a dataset section's.
-    """
-    if unknown := sorted(section.keys() - {field.name for field in fields(DatasetConfig)}):
-        raise DataError(
-            f"get_custom_dataset({unknown[0]}=…): {nearest(unknown[0], [field.name for field in fields(DatasetConfig)])}"
-        )
-    changes = section if split is None else {"split": split, **section}
-    config = DatasetConfig(**changes) if dataset_config is None else replace(dataset_config, **changes)
-    rows = get_dataset(config, tokenizer if tokenizer is not None else processor)
-    return rows[rank::world_size]
 
 
 def dataset_rows(config: DatasetConfig) -> list[Row]:

@@ -73,20 +73,6 @@ def _prepared(tokenizer: Any, name: str) -> Any:
     return returning_ids(tokenizer)
 
 
-def load_hf_tokenizer(model_name_or_path: str, fast_tokenizer: bool = True, padding_side: str | None = None) -> Any:
-    """``load_tokenizer`` by the name and arguments that AReaL has; code that comes with a tokenizer is not run.
-
-    Raises:
-        ConfigError: there is no tokenizer, or a slow one is asked for.
-    """
-    if not fast_tokenizer:
-        raise ConfigError("load_hf_tokenizer(fast_tokenizer=False): only fast tokenizers are loaded; leave the argument out.")
-    tokenizer = load_tokenizer(model_name_or_path)
-    if padding_side is not None:
-        tokenizer.padding_side = padding_side
-    return tokenizer
-
-
 def build_character_tokenizer(
     characters: str | Iterable[str] = ASCII,
     path: str | Path | None = None,

@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 
-from rollwright.data.tokenizer import load_hf_tokenizer, load_tokenizer
+from rollwright.data.tokenizer import load_tokenizer
 from rollwright.errors import ConfigError, DataError
 from rollwright.tracking import logging
 
@@ -123,18 +123,6 @@ def load_processor(path: str | Path | Any, tokenizer: Any = None) -> Any:
     return VisionProcessor(tokenizer if tokenizer is not None else load_tokenizer(str(path)), image_processor)
 
 
-def load_hf_processor_and_tokenizer(
-    model_name_or_path: str, fast_tokenizer: bool = True, padding_side: str | None = None
-) -> tuple[Any, Any]:
-    """Processor and tokenizer of a directory or name, by AReaL's name; the processor is None where the model sees no images."""
-    tokenizer = load_hf_tokenizer(model_name_or_path, fast_tokenizer, padding_side)
-    try:
-        return load_processor(model_name_or_path, tokenizer), tokenizer
-    except ConfigError as error:
-        logger.warning("%s has no processor of images: %s", model_name_or_path, error)
-        return None, tokenizer
-
-
 def new_image_processor(
     patch_size: int = 14, merge_size: int = 2, min_pixels: int = 56 * 56, max_pixels: int = 56 * 56 * 64
 ) -> Any:
@@ -188,28 +176,6 @@ def place_images(prompt: Any, count: int, placeholder: str) -> Any:
     return messages[0]["content"] if isinstance(prompt, str) else messages
 
 
-def build_mm_message(prompt: str, images: Sequence[Any] | None = None, videos: Sequence[Any] | None = None) -> dict[str, Any]:
-    """Build a user message from text and images (Trinity-RFT's name). Each ``<image>`` marks the position of one image; images without a
-    mark come first.
-
-    Raises:
-        DataError: there are more marks than images, or there are videos.
-    """
-    if videos or "<video>" in prompt:
-        raise DataError("build_mm_message got videos, which are not supported; give images.")
-    pieces, blocks = prompt.split(MARK), [{"type": "image", "image": image} for image in images or ()]
-    if (places := len(pieces) - 1) > len(blocks):
-        raise DataError(
-            f"the prompt has places for {places} images and the task has {len(blocks)}; give as many as there are places."
-        )
-    if not blocks:
-        return {"role": "user", "content": prompt}
-    content, placed = blocks[: len(blocks) - places], blocks[len(blocks) - places :]
-    for number, piece in enumerate(pieces):
-        content += ([{"type": "text", "text": piece}] if piece else []) + placed[number : number + 1]
-    return {"role": "user", "content": content}
-
-
 def _as_text(content: Any, placeholder: str) -> str:
     if content is None or isinstance(content, str):
         return (content or "").replace(MARK, placeholder)
@@ -233,11 +199,6 @@ def encoded_image(image: Any) -> str:
     buffer = io.BytesIO()
     image.save(buffer, format="PNG")
     return "data:image/png;base64," + base64.b64encode(buffer.getvalue()).decode("ascii")
-
-
-def image2base64(images: Any) -> list[str]:
-    """Images as base64 text of PNG files, by AReaL's name; one image gives a list of one."""
-    return [encoded_image(image).rpartition(",")[2] for image in as_images(images)]
 
 
 def as_images(images: Any, where: str = "the task") -> list[Any]:

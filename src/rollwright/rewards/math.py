@@ -99,28 +99,6 @@ def accuracy(completion: str, answer: Any) -> float:
     return float(_is_right(part if boxed is None else boxed, answer))
 
 
-class MathVerifyWorker:
-    """Compares answers by math-verify, by the name and call that AReaL's reward functions have.
-
-    Call it from a function that ``AsyncRewardWrapper`` runs: there it has the wrapper's time limit, and is killed when it is up.
-    """
-
-    def verify(self, response: str, ground_truth: str) -> float:
-        """1 where the answer of ``response`` equals ``ground_truth``, else 0; as ``accuracy_reward``."""
-        return accuracy(response, ground_truth)
-
-
-def get_math_verify_worker() -> MathVerifyWorker:
-    """What compares answers."""
-    return MathVerifyWorker()
-
-
-def verify_math_answer(response_text: str, ground_truth: Any) -> tuple[float, dict[str, Any]]:
-    """1 if a response's answer equals the truth according to ``accuracy``, else 0; and the values compared. Trinity-RFT's name."""
-    value = accuracy(response_text, ground_truth)
-    return value, {"ground_truth": ground_truth, "is_correct": bool(value)}
-
-
 @REWARD_FUNCTIONS.register_module("accuracy_reward", worker_imports=_IMPORTS)
 def accuracy_reward(
     prompt: str, completion: str, prompt_ids: list[int], completion_ids: list[int], *, answer: Any = None, **_: Any

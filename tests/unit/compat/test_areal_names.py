@@ -26,7 +26,7 @@ from rollwright import (
     stats_tracker,
     workflow_context,
 )
-from rollwright.compat.areal import REPLACEMENTS
+from rollwright.compat.replacements import AREAL as REPLACEMENTS
 from rollwright.config.tasksets import DatasetConfig
 from rollwright.errors import ConfigError, DataError, EngineError, RewardError
 from rollwright.tracking.metrics import MetricError, start_timer

@@ -8,9 +8,9 @@ from __future__ import annotations
 
 import pytest
 
+from rollwright.compat.trinity_names import MathVerifyWorker
 from rollwright.rewards.math import (
     MathBoxedRewardFn,
-    MathVerifyWorker,
     accuracy_reward,
     math_boxed_reward,
     math_dapo_reward,

@@ -16,10 +16,10 @@ from rollwright import (
     SimpleWorkflow,
     Workflow,
 )
-from rollwright.compat.trinity_names import REPLACEMENTS
+from rollwright.compat.replacements import TRINITY as REPLACEMENTS
+from rollwright.compat.trinity_names import build_mm_message
 from rollwright.config.sections import RolloutConfig
 from rollwright.config.tasksets import FormatConfig, TasksetConfig
-from rollwright.data.vision import build_mm_message
 from rollwright.errors import ConfigError, DataError, RewardError, WorkflowError
 from rollwright.registry import import_path
 from rollwright.rewards.wrapper import AsyncRewardWrapper

@@ -13,8 +13,8 @@ from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import asynccontextmanager, contextmanager
 from typing import Any
 
+from rollwright.compat.stats_tracker import record_timing
 from rollwright.tracking.metrics import current_timer
-from rollwright.tracking.stats_tracker import record_timing
 
 
 class Category(enum.StrEnum):

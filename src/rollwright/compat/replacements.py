@@ -1,4 +1,4 @@
-"""AReaL's names that this project has not, and what to write in their place. Those that it has are public names."""
+"""Names of other systems that this project does not have, and what to write instead. Those that it has are public names."""
 
 from __future__ import annotations
 
@@ -9,9 +9,14 @@ _PLACES = (
 _SERVICE = "`rollwright run` with mode: serve answers agents of other processes (docs/modes.md)"
 _REMOTE = "engines and workers exchange plain tensors: leave it out"
 _SANDBOX = "name a sandbox in rollout.sandbox (docs/sandbox.md); Daytona's is not one of them"
+_ONE_CLASS = "one class serves both: it may define run or run_async"
+_REWARD = "name the reward function in the taskset (docs/rewards.md)"
+_AGENT_CLASS = "give the agent to OpenAIAgentWorkflow, or use AgentScopeReactMathWorkflow"
+_TEACHER = "distillation from a teacher's log-probabilities is not supported; train on a teacher's texts with SFTConfig"
+_CONFIG = "load_stages(file) reads such a file, and `rollwright run --config FILE` runs it"
 
-#: Name -> what to do.
-REPLACEMENTS: dict[str, str] = {
+#: Name of AReaL's -> what to do.
+AREAL: dict[str, str] = {
     "OpenAIProxyWorkflow": _AGENT,
     "OpenAIProxyClient": f"{_AGENT}; it rewards by what it returns, or by POST to base_url + '/rewards'",
     "AReaLOpenAICompatibleModel": (
@@ -56,3 +61,28 @@ REPLACEMENTS: dict[str, str] = {
     "kill_process_tree": "processes of a run end with it; elsewhere psutil does it",
     "is_single_controller": "there is always one controller: leave the check out",
 }
+
+#: Name of Trinity-RFT's -> what to use instead.
+TRINITY: dict[str, str] = {
+    "BaseSimpleWorkflow": f"write SimpleWorkflow: {_ONE_CLASS}",
+    "AsyncSimpleWorkflow": f"write SimpleWorkflow: {_ONE_CLASS}",
+    "AsyncMathWorkflow": f"write MathWorkflow: {_ONE_CLASS}",
+    "FormatReward": f"format_reward is a reward function: {_REWARD}",
+    "AccuracyReward": f"accuracy_reward is a reward function: {_REWARD}",
+    "CountDownRewardFn": f"countdown_reward is a reward function: {_REWARD}",
+    "MathDAPORewardFn": f"math_dapo_reward is a reward function: {_REWARD}",
+    "AgentScopeWorkflowAdapter": _AGENT_CLASS,
+    "AgentScopeWorkflowAdapterV1": _AGENT_CLASS,
+    "AgentScopeReActWorkflow": _AGENT_CLASS,
+    "OnPolicyDistillWorkflow": _TEACHER,
+    "OnPolicyDistillMathWorkflow": _TEACHER,
+    "Config": _CONFIG,
+    "load_config": _CONFIG,
+    "InferenceModelConfig": _CONFIG,
+}
+
+
+def replacement(name: str) -> str:
+    """``which SYSTEM has: …`` and what to write instead of a name; empty for other names."""
+    systems = {"AReaL": AREAL, "Trinity-RFT": TRINITY}
+    return next((f"which {system} has: {table[name]}" for system, table in systems.items() if name in table), "")
