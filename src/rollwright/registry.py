@@ -32,8 +32,6 @@ from rollwright.errors import ConfigError, RollwrightError
 
 #: Environment variable with plugins, separated as in PATH; child processes inherit it.
 PLUGIN_VARIABLE = "ROLLWRIGHT_PLUGIN_PATH"
-#: Packages whose names rollwright provides itself.
-_OTHER_SYSTEMS = ("areal", "trinity", "sequence_processing", "rlp_datasets", "rlp_sequence_processing")
 #: Import name -> pip's name of the package.
 _PIP_NAMES = {
     "PIL": "pillow",
@@ -48,7 +46,6 @@ _PIP_NAMES = {
     "openai": "'rollwright[openai]'",
     "math_verify": "'rollwright[math]'",
     "agentscope": "'rollwright[agentscope]'",
-    "aiofiles": "'rollwright[areal]'",
     "reasoning_gym": "'rollwright[reasoning-gym]'",
 }
 
@@ -350,13 +347,14 @@ def missing_module_hint(error: BaseException) -> str:
     if not isinstance(error, ModuleNotFoundError) or not error.name:
         return ""
     top = error.name.partition(".")[0]
-    if top in _OTHER_SYSTEMS:
+    if top in import_path("rollwright.compat:PACKAGES", "table"):
         return "; in code from another system, import its names from rollwright (docs/coming-from.md lists them)"
     if top == "rollwright":
         return "; names are imported from rollwright itself (docs/coming-from.md lists those of other systems)"
+    names = {**_PIP_NAMES, **import_path("rollwright.compat:PIP_NAMES", "table")}
     if _module_exists(top):
         return f"; {top} is installed, but has no such module: its version may not fit"
-    return f"; install it: pip install {_PIP_NAMES.get(top, top)} (if it is a file of yours, put its directory on PYTHONPATH)"
+    return f"; install it: pip install {names.get(top, top)} (if it is a file of yours, put its directory on PYTHONPATH)"
 
 
 def _find(path: str, what: str, error: type[RollwrightError], tried: list[str]) -> Any:

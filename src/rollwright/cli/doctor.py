@@ -27,6 +27,7 @@ from typing import Literal
 import typer
 
 from rollwright import __version__
+from rollwright.compat import EXTRAS
 from rollwright.errors import RollwrightError
 
 GIB = 1 << 30
@@ -37,7 +38,6 @@ _PORTS = {30000: "rollwright serve-model, SGLang", 8000: "vLLM"}
 #: What each extra is for, short enough for a line of eighty columns with what installs it.
 _EXTRAS = {
     "agentscope": "ReAct agents",
-    "areal": "workflows from AReaL",
     "grammar": "output by schema",
     "lora": "LoRA checkpoints",
     "math": "math rewards",
@@ -318,7 +318,7 @@ def extras() -> Iterator[Finding]:
             needed.setdefault(extra[1], []).append(re.split(r"[\s;<>=!~\[(]", line, maxsplit=1)[0])
     for extra, packages in sorted(needed.items()):
         missing = [name for name in packages if name.lower() != "rollwright" and not _is_installed(name)]
-        purpose = _EXTRAS.get(extra) or ", ".join(packages)
+        purpose = {**_EXTRAS, **EXTRAS}.get(extra) or ", ".join(packages)
         yield Finding(
             "Extras", extra, "note" if missing else "ok", purpose, f"pip install 'rollwright[{extra}]'" if missing else ""
         )

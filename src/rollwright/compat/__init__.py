@@ -1,4 +1,8 @@
-"""Names and files of other systems, as tables of translation. Nothing else knows them; ``config`` finds them in ``DIALECTS``."""
+"""Names, keys and files of other systems; no other package knows them.
+
+``trinity`` and ``AReaL`` translate files: ``config`` finds them in ``DIALECTS``. ``foreign_keys`` and ``replacements`` are tables for
+hints in messages. The other files hold public names that only ported code uses.
+"""
 
 from __future__ import annotations
 
@@ -17,3 +21,13 @@ class AReaL(Dialect):
         "IntervalConfig": {"freq_steps": "every_steps", "freq_epochs": "every_epochs", "freq_secs": "every_seconds"},
         "RolloutConfig": {"max_concurrent_rollouts": "max_concurrent_samples"},
     }
+
+
+#: Top-level packages whose names ``rollwright`` provides itself.
+PACKAGES = ("areal", "trinity", "sequence_processing", "rlp_datasets", "rlp_sequence_processing")
+#: Extras for ported files, and what each is for.
+EXTRAS = {"areal": "workflows from AReaL"}
+#: Import name of a package that ported files need -> what to install.
+PIP_NAMES = {"aiofiles": "'rollwright[areal]'"}
+#: What to add to a description of the KL to the reference.
+KL_NOTE = "; AReaL's kl_ctl takes it from the reward instead (docs/coming-from.md)"

@@ -1,4 +1,4 @@
-"""Generation arguments: how tokens are sampled. The same class is AReaL's ``gconfig`` and Trinity's ``rollout_args``."""
+"""Generation arguments: how tokens are sampled. The same class is ``gconfig`` and a task's ``rollout_args``."""
 
 from __future__ import annotations
 
@@ -95,7 +95,7 @@ class GenerationHyperparameters:
     n = _second_name("n_samples")
     max_tokens = _second_name("max_new_tokens")
 
-    # In Trinity-RFT's workflows, ``self.rollout_args`` is a dict: ``**``, ``["n"]`` and ``.get("n")`` work here too.
+    # Ported workflows use ``self.rollout_args`` as a dict, so ``**``, ``["n"]`` and ``.get("n")`` work.
 
     def keys(self) -> list[str]:
         """Names of the arguments, ``n`` and ``max_tokens`` among them."""
@@ -168,7 +168,7 @@ class GenerationHyperparameters:
 
     @classmethod
     def from_names(cls, **names: Any) -> GenerationHyperparameters:
-        """Build from field names or their aliases (Trinity's ``rollout_args``)."""
+        """Build from field names or their aliases (those of ported ``rollout_args``)."""
         return cls().new(**names)
 
     def to_openai_args_dict(self, exclude_args: Sequence[str] | None = None, api_format: str = "completions") -> dict[str, Any]:

@@ -1,6 +1,6 @@
 """Interpolation: ``${other.key}``, ``${oc.env:VAR,default}`` and ``${run_dir}`` in the values of a config.
 
-The notation is OmegaConf's, which the files of AReaL and Trinity-RFT use: ``${a.b.0.c}`` or ``${a.b[0].c}`` is another key, from the
+The notation is OmegaConf's: ``${a.b.0.c}`` or ``${a.b[0].c}`` is another key, from the
 top; ``${.c}`` one beside this key, ``${..c}`` one beside the mapping that it is in; ``${oc.env:VAR}`` an environment variable,
 ``${oc.decode:text}`` a text read as YAML. They nest, and ``\\${`` is the text ``${``.
 """

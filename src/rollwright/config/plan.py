@@ -10,6 +10,7 @@ from rollwright.config.experiment import DPOConfig, EvalConfig, NewModelConfig, 
 from rollwright.config.generation import GenerationHyperparameters
 from rollwright.config.loading import Stage, dump_yaml
 from rollwright.config.tasksets import DatasetConfig
+from rollwright.registry import import_path
 
 
 def resolved_yaml(stages: Sequence[Stage]) -> str:
@@ -41,13 +42,13 @@ def in_words(stage: Stage) -> str:
 
 
 def _kl(stage: Stage) -> str:
-    """How the KL to the reference enters, because ``kl_ctl`` has another meaning in AReaL's files."""
+    """How the KL to the reference enters, because ``kl_ctl`` has another meaning in ported files."""
     actor = getattr(stage.config, "actor", None)
     if actor is None or actor.kl_ctl == 0:
         return ""
     is_translated = ("actor", "kl_ctl") in stage.origins.document.written
-    elsewhere = "" if is_translated else "; AReaL's kl_ctl takes it from the reward instead (docs/coming-from.md)"
-    return f". KL to the reference: a term of the loss, {actor.kl_ctl:g} × {actor.kl_estimator}{elsewhere}"
+    note = "" if is_translated else import_path("rollwright.compat:KL_NOTE", "note")
+    return f". KL to the reference: a term of the loss, {actor.kl_ctl:g} × {actor.kl_estimator}{note}"
 
 
 def _new_model(config: NewModelConfig) -> str:

@@ -78,7 +78,7 @@ for _name, _recipe in {
         {"eps_clip": 0.2, "eps_clip_higher": 0.28, "loss_aggregation": "token", "mask_truncated": True, "kl_ctl": 0.0},
         {"dynamic_filter": "no_variance"},
     ),
-    "rloo": Recipe("RLOO, arXiv 2402.14740; ratio and clip as in TRL", _norm("group", "none", leave_one_out=True)),
+    "rloo": Recipe("RLOO, arXiv 2402.14740; with ratio and clip", _norm("group", "none", leave_one_out=True)),
     "reinforceplusplus": Recipe("REINFORCE++, arXiv 2501.03262", {**_norm("batch", "batch"), "kl_estimator": "k1"}),
     "reinforceplusplus_baseline": Recipe(
         "REINFORCE++ with a group baseline, arXiv 2501.03262",
@@ -91,9 +91,9 @@ for _name, _recipe in {
     ),
     "cispo": Recipe("CISPO, MiniMax-M1, arXiv 2506.13585", {"policy_loss": "cispo", "loss_aggregation": "token"}),
     "sapo": Recipe("SAPO, arXiv 2511.20347", {"policy_loss": "sapo", "loss_aggregation": "row"}),
-    "opmd": Recipe("OPMD, Trinity-RFT, arXiv 2505.17826", {**_norm("group", "none"), "policy_loss": "opmd"}),
+    "opmd": Recipe("OPMD, arXiv 2505.17826", {**_norm("group", "none"), "policy_loss": "opmd"}),
     "topr": Recipe("TOPR, arXiv 2503.14286", {**_norm("group", "none"), "policy_loss": "topr"}),
-    "decoupled_ppo": Recipe("Decoupled PPO, AReaL, arXiv 2505.24298", {"use_decoupled_loss": True}),
+    "decoupled_ppo": Recipe("Decoupled PPO, arXiv 2505.24298", {"use_decoupled_loss": True}),
 }.items():
     RECIPES[_name] = _recipe
 

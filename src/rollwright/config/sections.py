@@ -138,7 +138,7 @@ class PPOActorConfig(TrainEngineConfig):
     reward_clip: float | None = key(None, "Scaled rewards are clipped to ± this; None: they are not.", gt=0.0)
     kl_ctl: float = key(
         0.0,
-        "Weight of the KL to the reference in the loss (AReaL takes it from the reward); above 0 loads the reference model.",
+        "Weight of the KL to the reference in the loss (not taken from the reward); above 0 loads the reference model.",
         ge=0.0,
     )
     kl_estimator: str = key("k3", "Schulman's k1, k2 or k3; or a registered name or import path.", registry=KL_ESTIMATORS)
@@ -148,7 +148,7 @@ class PPOActorConfig(TrainEngineConfig):
         False,
         "Recompute log-probabilities with the trainer before the first step (prox_logp), also where the batch is on policy.",
     )
-    use_decoupled_loss: bool = key(False, "Clip around prox_logp and weight by the behaviour policy (AReaL, arXiv 2505.24298).")
+    use_decoupled_loss: bool = key(False, "Clip around prox_logp and weight by the behaviour policy (arXiv 2505.24298).")
     prox_logp_method: str = key(
         "recompute",
         "Where prox_logp comes from: a forward pass, or interpolated between behaviour and current by version.",
@@ -163,7 +163,7 @@ class PPOActorConfig(TrainEngineConfig):
     behav_imp_weight_level: str = key(
         "token",
         "Where the behaviour importance weight is taken: token, turn, sequence (geometric mean over its tokens) or "
-        "sequence_product (what verl and TRL call sequence).",
+        "sequence_product (product over its tokens).",
         choices=["token", "turn", "sequence", "sequence_product"],
     )
 

@@ -42,7 +42,7 @@ class FormatConfig:
 
     @property
     def video_key(self) -> None:
-        """Always None, because videos are not supported; Trinity-RFT's workflows read this attribute."""
+        """Always None, because videos are not supported; ported workflows read this attribute."""
 
     @property
     def template_variables(self) -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""Rows recognised by their column names: questions with answers, and the formats of Alpaca, TRL and verl.
+"""Rows recognised by their column names: questions with answers, Alpaca's format, and those of common training frameworks.
 
 The columns must be unambiguous: two columns that could both be the prompt, or a column that belongs to the prompt but would be left
 out, are refused with a hint what to write. ``docs/datasets.md`` lists the formats.
@@ -16,7 +16,7 @@ from rollwright.errors import DataError
 
 #: Columns that hold the prompt, as text or as a conversation.
 PROMPTS = ("question", "prompt", "problem", "instruction")
-#: Columns that hold the reference answer; the first one present is used. verl's rows have it in ``reward_model``.
+#: Columns that hold the reference answer; the first one present is used. Some rows have it in ``reward_model``.
 ANSWERS = ("answer", "response", "output", "solution", "ground_truth")
 #: Columns that hold text to train on; the first one present is used.
 COMPLETIONS = ("completion", "response", "output", "solution", "answer")

@@ -236,7 +236,7 @@ def _worked(row: Row, layout: FormatConfig | None, where: str) -> Row:
     messages, given = task["messages"], task.get("completion")
     if isinstance(task.get("label"), bool) and given is not None:
         raise DataError(
-            f"{where}: the column label says whether the completion is a good one (TRL's unpaired preferences), which supervised training "
+            f"{where}: the column label says whether the completion is a good one (unpaired preferences), which supervised training "
             "ignores: keep the rows to train on, and drop the column."
         )
     if messages[-1]["role"] != "assistant":

@@ -1,4 +1,4 @@
-"""Rewards in named parts: classes whose call returns a dict of numbers, as in Trinity-RFT's task-style workflows."""
+"""Rewards in named parts: classes whose call returns a dict of numbers."""
 
 from __future__ import annotations
 

@@ -238,8 +238,8 @@ class ModelWrapper:
         """
         if self._open_episode is None:
             raise WorkflowError(
-                "this run has no OpenAI front: set rollout.openai_front (explorer.rollout_model.enable_openai_api in a "
-                "Trinity-shaped file) to true, and install the 'openai' extra."
+                "this run has no OpenAI front: set rollout.openai_front (explorer.rollout_model.enable_openai_api in a ported file) "
+                "to true, and install the 'openai' extra."
             )
         if self._opened is None:
             self._opened = self._open_episode()

@@ -283,8 +283,8 @@ def returned_experiences(name: str, result: Any, is_eval: bool = False) -> list[
     Args:
         name: name of the workflow and its task, for messages.
         result: an experience, several of them, or None. A generator is exhausted here.
-        is_eval: in an evaluation, the metric ``accuracy`` is the reward of an experience without one, because Trinity-RFT's evaluation
-            workflows report nothing else.
+        is_eval: in an evaluation, the metric ``accuracy`` is the reward of an experience without one, because ported
+            evaluation workflows report nothing else.
 
     Raises:
         WorkflowError: the result is or contains something else, or an experience has no reward or is invalid.
