@@ -1,8 +1,9 @@
-"""The shape of the source tree: no files import each other in a circle."""
+"""The shape of the source tree: imports, classes, and what has one place."""
 
 from __future__ import annotations
 
 import ast
+import re
 from pathlib import Path
 
 SOURCE = Path(__file__).parents[2] / "src" / "rollwright"
@@ -70,3 +71,118 @@ def test_no_files_import_each_other_in_a_circle():
     modules = _modules()
     graph = {name: _imports(path, modules) - {name, "rollwright"} for name, path in modules.items()}
     assert _circles(graph) == []
+
+
+# -- classes ---------------------------------------------------------------------------------------------------------
+
+#: Classes with more than four of ours above them that are still to be taken apart. Only ever remove lines.
+DEEP_CLASSES = {
+    "BroadcastClient",
+    "BuiltinServersClient",
+    "RemoteClient",
+    "RemoteVersions",
+    "SGLangClient",
+    "VLLMClient",
+}
+#: Names of classes that are still to be renamed where they stand for a second time. Only ever remove lines.
+REPEATED_CLASSES = {
+    "Batch",
+    "Call",
+    "Group",
+    "Place",
+    "Run",
+    "Sampling",
+    "Tokens",
+    "WorkerPool",
+    "_Facts",
+}
+
+
+def _classes() -> list[tuple[str, list[str], Path]]:
+    """Name, names of the bases and file of every class of the package, those inside functions and classes too."""
+    found = []
+    for path in _modules().values():
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+            if isinstance(node, ast.ClassDef):
+                plain = [base.value if isinstance(base, ast.Subscript) else base for base in node.bases]
+                names = [base.attr if isinstance(base, ast.Attribute) else getattr(base, "id", "") for base in plain]
+                found.append((node.name, names, path))
+    return found
+
+
+def _above(name: str, bases: dict[str, set[str]]) -> set[str]:
+    """All of our classes that a class inherits from."""
+    found: set[str] = set()
+    waiting = [name]
+    while waiting:
+        new = (bases[waiting.pop()] & bases.keys()) - found - {name}
+        found |= new
+        waiting += new
+    return found
+
+
+def test_no_class_has_more_than_four_of_ours_above_it():
+    bases: dict[str, set[str]] = {}
+    for name, above, _ in _classes():
+        bases.setdefault(name, set()).update(above)
+    deep = {name: sorted(_above(name, bases)) for name in bases if len(_above(name, bases)) > 4}
+    assert {name: above for name, above in deep.items() if name not in DEEP_CLASSES} == {}
+    assert deep.keys() >= DEEP_CLASSES, "take the classes that are flat now out of DEEP_CLASSES"
+
+
+def test_a_class_name_stands_once():
+    places: dict[str, list[str]] = {}
+    for name, _, path in _classes():
+        places.setdefault(name, []).append(str(path.relative_to(SOURCE)))
+    repeated = {name: files for name, files in places.items() if len(files) > 1}
+    assert {name: files for name, files in repeated.items() if name not in REPEATED_CLASSES} == {}
+    assert repeated.keys() >= REPEATED_CLASSES, "take the names that stand once now out of REPEATED_CLASSES"
+
+
+# -- what has one place ----------------------------------------------------------------------------------------------
+
+#: Libraries that draw for people, and markup; only these packages use them.
+RENDERING = re.compile(
+    r"^\s*(?:from|import) (?:rich|textual|jinja2|matplotlib|pygments)\b|[\"'][^\"']*<(?:svg|html|div|span|table|style)\b",
+    re.MULTILINE,
+)
+RENDERS = ("viewer", "cli", "tracking")
+#: Files elsewhere that still render. Only ever remove lines.
+RENDERING_ELSEWHERE = {"trainers/bench.py", "trainers/stages.py"}
+
+#: Other systems, whose names only ``compat`` knows.
+FOREIGN = re.compile(r"(?<![\w/])(?:areal|trinity|verl|trl)(?!\w)", re.IGNORECASE)
+#: ``config/source.py`` has the registry that finds the dialects of ``compat``. Only ever remove lines.
+FOREIGN_ELSEWHERE = {
+    "config/source.py",
+    "algorithms/losses.py",
+    "algorithms/ratios.py",
+    "experience/experience.py",
+    "inference/remote.py",
+    "inference/request.py",
+    "rollout/areal_client.py",
+    "rollout/workflow_context.py",
+}
+
+
+def _files_with(pattern: re.Pattern[str], packages: tuple[str, ...]) -> dict[str, str]:
+    """First match of a pattern in each file outside of some packages."""
+    found = {}
+    for path in SOURCE.rglob("*.py"):
+        name = path.relative_to(SOURCE).as_posix()
+        match = None if name.split("/")[0] in packages else pattern.search(path.read_text(encoding="utf-8"))
+        if match:
+            found[name] = match[0].strip()
+    return found
+
+
+def test_only_what_shows_things_renders():
+    found = _files_with(RENDERING, RENDERS)
+    assert {name: match for name, match in found.items() if name not in RENDERING_ELSEWHERE} == {}
+    assert found.keys() >= RENDERING_ELSEWHERE, "take the files that are clean now out of RENDERING_ELSEWHERE"
+
+
+def test_other_systems_are_named_in_compat_alone():
+    found = _files_with(FOREIGN, ("compat",))
+    assert {name: match for name, match in found.items() if name not in FOREIGN_ELSEWHERE} == {}
+    assert found.keys() >= FOREIGN_ELSEWHERE, "take the files that are clean now out of FOREIGN_ELSEWHERE"

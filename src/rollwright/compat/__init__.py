@@ -9,10 +9,10 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import ClassVar
 
-from rollwright.config.source import Dialect
+from rollwright.config.source import ConfigDialect
 
 
-class AReaL(Dialect):
+class AReaL(ConfigDialect):
     """AReaL's keys. Its files have this project's shape, so only names differ."""
 
     system: ClassVar[str] = "AReaL"

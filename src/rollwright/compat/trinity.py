@@ -25,7 +25,7 @@ from rollwright.compat.trinity_keys import (
     hint,
 )
 from rollwright.config.generation import ALIASES
-from rollwright.config.source import Dialect, Document, KeyPath, Origins, Written, dotted, plain, undotted
+from rollwright.config.source import ConfigDialect, Document, KeyPath, Origins, Written, dotted, plain, undotted
 from rollwright.errors import ConfigError
 
 INPUT = ("buffer", "explorer_input")
@@ -43,7 +43,7 @@ _REPLAY = "buffer.trainer_input.experience_buffer.replay_buffer."
 KL_COEFFICIENT = 0.001
 
 
-class Trinity(Dialect):
+class Trinity(ConfigDialect):
     """Trinity-RFT's files, and the names that its sections have."""
 
     system: ClassVar[str] = "Trinity-RFT"
@@ -65,7 +65,7 @@ class Trinity(Dialect):
         )
 
     def translate(self, data: dict[str, Any], origins: Origins) -> Document:
-        """Translate a resolved file; see ``Dialect.translate``."""
+        """Translate a resolved file; see ``ConfigDialect.translate``."""
         work = Work(origins)
         for path, value in _leaves(data):
             _take(work, path, value)

@@ -147,7 +147,7 @@ class Origins:
         return next((override for override in reversed(self.overrides) if override.path in places), None)
 
 
-class Dialect:
+class ConfigDialect:
     """Another system's config: names of its keys, and the shape of its files. See ``rollwright.compat``."""
 
     #: What messages call the system.
@@ -175,7 +175,7 @@ class Dialect:
 
 
 #: Other systems whose files and names are read.
-DIALECTS: Registry[type[Dialect]] = Registry(
+DIALECTS: Registry[type[ConfigDialect]] = Registry(
     "dialect",
     variable="DIALECTS",
     built_in={"areal": "rollwright.compat:AReaL", "trinity": "rollwright.compat.trinity:Trinity"},

@@ -29,7 +29,7 @@ SYSTEM_PROMPT = "You solve mathematical problems. Work step by step and use your
 
 
 # What the agent's structured output has to hold. No docstring: it would become part of the schema that the model reads.
-class Result(BaseModel):
+class MathResult(BaseModel, title="Result"):
     result: str = Field(description="The final result, in the form that the problem asks for.")
 
 
@@ -113,7 +113,7 @@ class AgentScopeReactMathWorkflow(Workflow):
             react_config=ReActConfig(max_iters=self.arguments["max_iters"], interruption_raise_cancelled_error=True),
             injection_config=InjectionConfig(inject_runtime_state=False),
         )
-        schema = {"structured_schema": Result} if self.arguments["structured"] else {}
+        schema = {"structured_schema": MathResult} if self.arguments["structured"] else {}
         try:
             reply = await agent.reply(UserMsg(name="user", content=question), **schema)
         except openai.BadRequestError as error:

@@ -57,7 +57,7 @@ def outline_numbers(goal: str) -> list[str]:
 
 
 @dataclass
-class Part:
+class PathPart:
     """A goal, path or conclusion: marker, what was sampled, marker.
 
     Attributes:
@@ -220,7 +220,7 @@ class ParallelGenerationWorkflow(EpisodeWorkflow):
         closing: str,
         limit: int,
         in_new_branch: bool = False,
-    ) -> Part:
+    ) -> PathPart:
         """Sample one part, behind ``row`` and its opening; the row is left as it is."""
         opening_ids = self.encode(opening)
         gconfig = self.gconfig.new(
@@ -238,11 +238,11 @@ class ParallelGenerationWorkflow(EpisodeWorkflow):
         try:
             response = await engine.agenerate(request)
         except PromptTooLongError:
-            return Part(opening_ids, None, 0, False, self.encode(f"\n{closing}\n"))
+            return PathPart(opening_ids, None, 0, False, self.encode(f"\n{closing}\n"))
         content = self._content_length(response.output_tokens, closing)
         is_closed = content < response.output_len
         closing_ids = self.encode("\n" if is_closed else f"\n{closing}\n")
-        return Part(opening_ids, response, content, is_closed, closing_ids)
+        return PathPart(opening_ids, response, content, is_closed, closing_ids)
 
     def _content_length(self, tokens: list[int], closing: str) -> int:
         """Tokens before the closing tag that ends ``tokens``; all of them where none does.
@@ -256,7 +256,7 @@ class ParallelGenerationWorkflow(EpisodeWorkflow):
                 return len(tokens) - count + (0 if begins_with_tag else 1)
         return len(tokens)
 
-    def _marked(self, part: Part) -> str:
+    def _marked(self, part: PathPart) -> str:
         """A part with what is not trained between marks, as in the rollouts of the run directory."""
         row = BranchedSequence([], isolated=False)
         part.append_to(row, self.train_closing_tags)
