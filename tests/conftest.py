@@ -131,6 +131,14 @@ def usable_sandbox(name: str) -> str:
 
 
 @pytest.fixture(scope="session")
+def tokenizer():
+    """A tokenizer with a token for each character of ASCII."""
+    from rollwright.data.tokenizer import build_character_tokenizer
+
+    return build_character_tokenizer()
+
+
+@pytest.fixture(scope="session")
 def tiny_model(tmp_path_factory) -> Path:
     """A Qwen3 of two layers with random weights and a character tokenizer, in Hugging Face form."""
     from rollwright.data.tokenizer import build_character_tokenizer

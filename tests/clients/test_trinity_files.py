@@ -27,7 +27,7 @@ from rollwright.workflows.task_runner import TaskRunner
 
 ROOT = Path(__file__).parents[2]
 sys.path.insert(0, str(ROOT / "tests" / "unit" / "workflows"))
-from tool_scripts import Script, tool_tokenizer  # noqa: E402
+from parts import Script, tool_tokenizer  # noqa: E402
 
 FILES = ROOT / ".venv-clients-sources" / "trinity" / "common" / "workflows"
 if not FILES.is_dir():

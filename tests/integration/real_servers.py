@@ -10,8 +10,9 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import torch
+from parts import qwen3_config, random_model
 from torch import Tensor
-from transformers import AutoModelForCausalLM, Qwen3Config
+from transformers import AutoModelForCausalLM
 
 from rollwright.cluster.local import LocalServers
 from rollwright.config.generation import GenerationHyperparameters
@@ -30,25 +31,8 @@ remote.CHECK_SECONDS = 60.0  # a server that a busy machine keeps waiting is not
 def write_model(directory: Path, *, tied: bool = False, seed: int = 0) -> Path:
     """A random Qwen3 of 0.1 M parameters whose distributions are far from uniform, and a character tokenizer."""
     tokenizer = build_character_tokenizer()
-    config = Qwen3Config(
-        vocab_size=len(tokenizer),
-        hidden_size=64,
-        intermediate_size=96,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        head_dim=32,
-        max_position_embeddings=512,
-        tie_word_embeddings=tied,
-        bos_token_id=None,
-        eos_token_id=tokenizer.eos_token_id,
-        pad_token_id=tokenizer.pad_token_id,
-    )
-    torch.manual_seed(seed)
-    model = AutoModelForCausalLM.from_config(config).float()
-    with torch.no_grad():
-        for parameter in model.parameters():
-            parameter.mul_(3.0 if parameter.ndim == 2 else 1.0)
+    sizes = {"hidden_size": 64, "intermediate_size": 96, "head_dim": 32, "max_position_embeddings": 512}
+    model = random_model(qwen3_config(tokenizer, **sizes, tie_word_embeddings=tied), seed=seed, scale=3.0)
     model.save_pretrained(directory)
     tokenizer.save_pretrained(directory)
     return directory

@@ -13,7 +13,8 @@ import pytest
 import torch
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "unit" / "workflows"))
-from tool_scripts import Script, sampled, tool_tokenizer
+from parts import Script, tool_tokenizer
+from tool_scripts import sampled
 
 from rollwright.config.experiment import PPOConfig
 from rollwright.config.modes import AuxiliaryModelConfig

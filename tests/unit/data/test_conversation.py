@@ -3,12 +3,6 @@
 import pytest
 
 from rollwright.data.conversation import ConversationTokens, plain_message
-from rollwright.data.tokenizer import build_character_tokenizer
-
-
-@pytest.fixture(scope="module")
-def tokenizer():
-    return build_character_tokenizer()
 
 
 def rendered(tokenizer, messages):

@@ -5,21 +5,12 @@ import logging
 import pytest
 import torch
 import transformers
+from parts import TINY
 
 from rollwright.errors import ConfigError
 from rollwright.inference import model_facts
 from rollwright.inference.model_facts import Proofs, frequency_groups, refuse_unless_causal, regime_lengths
 
-TINY = {
-    "vocab_size": 31,
-    "hidden_size": 16,
-    "intermediate_size": 24,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "max_position_embeddings": 256,
-    "pad_token_id": 0,
-}
 LONGROPE = {"rope_type": "longrope", "rope_theta": 1e4, "short_factor": [1.0] * 2, "long_factor": [4.0] * 2, "factor": 4.0}
 
 

@@ -11,9 +11,9 @@ import httpx
 import openai
 import pytest
 from fastapi import FastAPI
+from parts import FixedEngine
 from server_parts import served, tiny_engine
 
-from rollwright.inference.engine import InferenceEngine
 from rollwright.inference.request import ModelRequest, ModelResponse
 from rollwright.inference.server.bodies import Chat, Completion
 from rollwright.inference.server.exchange import RequestError
@@ -24,8 +24,10 @@ TOOLS = [{"type": "function", "function": {"name": "search", "parameters": {"typ
 ASK = [{"role": "user", "content": "hi"}]
 
 
-class Scripted(InferenceEngine):
+class Scripted(FixedEngine):
     """Answers with fixed texts, token by token, and keeps what it was asked."""
+
+    version = 4
 
     def __init__(self, tokenizer, texts):
         self.tokenizer, self.texts, self.requests = tokenizer, list(texts), []
@@ -53,14 +55,6 @@ class Scripted(InferenceEngine):
                 output_versions=whole.output_versions[:end],
                 stop_match=whole.stop_match,
             )
-
-    def get_version(self):
-        return 4
-
-    def set_version(self, version): ...
-    def pause(self): ...
-    def resume(self): ...
-    def abort(self, rid=None): ...
 
 
 @pytest.fixture(scope="module")

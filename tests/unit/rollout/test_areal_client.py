@@ -5,7 +5,8 @@ from __future__ import annotations
 import asyncio
 
 import pytest
-from test_openai_front import TEMPLATE, TOOL_CALL, TOOLS, Script, sample_engine
+from parts import TOOL_TEMPLATE
+from test_openai_front import TOOL_CALL, TOOLS, Script, sample_engine
 
 from rollwright import ArealOpenAI, GenerationHyperparameters
 from rollwright.data.tokenizer import build_character_tokenizer
@@ -17,7 +18,7 @@ ASK = [{"role": "user", "content": "1+2?"}]
 
 @pytest.fixture(scope="module")
 def tokenizer():
-    return build_character_tokenizer(chat_template=TEMPLATE)
+    return build_character_tokenizer(chat_template=TOOL_TEMPLATE)
 
 
 async def three_turns(client):

@@ -12,11 +12,11 @@ import anthropic
 import openai
 import pytest
 import torch
+from parts import write_vision_model
 from PIL import Image
 from test_messages_dialect import client_of
 from test_openai_front import Script, plain_client, sample_engine
 
-from rollwright.config.experiment import NewVisionConfig
 from rollwright.config.generation import GenerationHyperparameters
 from rollwright.config.sections import OptimizerConfig, PPOActorConfig
 from rollwright.data.tokenizer import build_character_tokenizer, load_tokenizer
@@ -30,24 +30,14 @@ from rollwright.inference.server.exchange import RequestError
 from rollwright.inference.server.responses import kept_response
 from rollwright.rollout.openai_front import OpenAIFront
 from rollwright.training.actor import FSDPPPOActor
-from rollwright.training.model import load_model, new_vision_model
+from rollwright.training.model import load_model
 
 GCONFIG = GenerationHyperparameters(max_new_tokens=4, temperature=0.7)
 
 
 @pytest.fixture(scope="module")
 def directory(tmp_path_factory):
-    path = tmp_path_factory.mktemp("vision-model")
-    vision = NewVisionConfig(patch_size=8, layers=1, hidden_size=16, heads=2, max_tokens=16)
-    tokenizer = build_character_tokenizer("0123456789?aeqrsu", pieces=VISION_PIECES)
-    sizes = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2, "max_position_embeddings": 96}
-    model = new_vision_model(path, tokenizer=tokenizer, vision=vision, **sizes)
-    with torch.no_grad():  # far from uniform, so that what is seen decides what is said
-        for parameter in model.parameters():
-            if parameter.dim() > 1:
-                parameter.mul_(3.0)
-    model.save_pretrained(path)
-    return path
+    return write_vision_model(tmp_path_factory.mktemp("vision-model"), max_position_embeddings=96)
 
 
 @pytest.fixture(scope="module")

@@ -6,10 +6,10 @@ import re
 
 import pytest
 import torch
+from parts import qwen3_config, random_model
 
 from rollwright.config.generation import GenerationHyperparameters
 from rollwright.config.sections import RolloutConfig
-from rollwright.data.tokenizer import build_character_tokenizer
 from rollwright.errors import ConfigError, RolloutError, WeightUpdateError
 from rollwright.inference.request import ModelRequest
 from rollwright.rollout.engines import LocalRolloutEngine, RemoteSGLangEngine
@@ -18,28 +18,8 @@ from rollwright.workflows.rlvr import RLVRWorkflow
 
 
 @pytest.fixture(scope="module")
-def tokenizer():
-    return build_character_tokenizer()
-
-
-@pytest.fixture(scope="module")
 def model(tokenizer):
-    from transformers import Qwen3Config, Qwen3ForCausalLM
-
-    torch.manual_seed(0)
-    config = Qwen3Config(
-        vocab_size=len(tokenizer),
-        hidden_size=32,
-        intermediate_size=48,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        head_dim=8,
-        max_position_embeddings=256,
-        eos_token_id=tokenizer.eos_token_id,
-        pad_token_id=tokenizer.pad_token_id,
-    )
-    return Qwen3ForCausalLM(config).eval()
+    return random_model(qwen3_config(tokenizer))
 
 
 @pytest.fixture

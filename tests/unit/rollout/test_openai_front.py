@@ -10,7 +10,9 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import openai
+import parts
 import pytest
+from parts import TOOL_TEMPLATE
 
 from rollwright import WORKFLOWS, Workflow
 from rollwright.config.generation import GenerationHyperparameters
@@ -18,64 +20,31 @@ from rollwright.config.tasksets import FormatConfig, TasksetConfig
 from rollwright.data.tokenizer import build_character_tokenizer
 from rollwright.errors import WorkflowError
 from rollwright.experience.normaliser import normalise
-from rollwright.inference.engine import InferenceEngine
-from rollwright.inference.request import ModelRequest, ModelResponse
+from rollwright.inference.request import ModelResponse
 from rollwright.rollout.openai_front import OpenAIFront
 from rollwright.rollout.sample_engine import SampleEngine
 from rollwright.rollout.seeds import SampleName
 from rollwright.workflows.task_runner import TaskRunner
 
 DOCS = Path(__file__).resolve().parents[3] / "docs" / "openai-front.md"
-TEMPLATE = (
-    "{%- if tools -%}<|system|>{%- for tool in tools -%}{{- tool.function.name + ' ' -}}{%- endfor -%}"
-    "{{- '<tool_call></tool_call><|end|>' -}}{%- endif -%}"
-    "{%- for message in messages -%}"
-    "{{- '<|' + (message['role'] if message['role'] in ['system', 'assistant'] else 'user') + '|>' "
-    "+ (message['content'] or '') -}}"
-    "{%- for call in message.tool_calls or [] -%}"
-    "{{- '<tool_call>' + ({'name': call.function.name, 'arguments': call.function.arguments} | tojson) + '</tool_call>' -}}"
-    "{%- endfor -%}{{- '<|end|>' -}}{%- endfor -%}"
-    "{%- if add_generation_prompt -%}{{- '<|assistant|>' -}}{%- endif -%}"
-)
 TOOLS = [{"type": "function", "function": {"name": "add", "parameters": {"type": "object", "properties": {}}}}]
 # What the template would write otherwise: spaces, and the order of keys.
 TOOL_CALL = '<tool_call>{"arguments":  {"b": 2, "a": 1}, "name": "add"}</tool_call>'
 
 
-class Script(InferenceEngine):
-    """Answers with the given texts in turn."""
+class Script(parts.Script):
+    """Takes a hundredth of a second for an answer, whose tokens are told apart by their log-probabilities."""
 
     def __init__(self, tokenizer, *texts):
-        self.tokenizer, self.texts, self.requests = tokenizer, texts, []
-        self.context_length = 512
+        super().__init__(tokenizer, *texts, version=5, seconds=0.01, context_length=512)
 
-    async def agenerate(self, request: ModelRequest) -> ModelResponse:
-        self.requests.append(request)
-        text = self.texts[(len(self.requests) - 1) % len(self.texts)]
-        await asyncio.sleep(0.01)
-        tokens = [*self.tokenizer.encode(text, add_special_tokens=False), self.tokenizer.eos_token_id]
-        logprobs = [-0.01 * (position + 1) for position in range(len(tokens))]
-        return ModelResponse(
-            request.input_ids,
-            tokens,
-            logprobs,
-            [5] * len(tokens),
-            stop_match=tokens[-1],
-            temperature=request.gconfig.effective_temperature,
-        )
-
-    def get_version(self):
-        return 5
-
-    def set_version(self, version): ...
-    def pause(self): ...
-    def resume(self): ...
-    def abort(self, rid=None): ...
+    def logprobs(self, tokens):
+        return [-0.01 * (position + 1) for position in range(len(tokens))]
 
 
 @pytest.fixture(scope="module")
 def tokenizer():
-    return build_character_tokenizer(chat_template=TEMPLATE)
+    return build_character_tokenizer(chat_template=TOOL_TEMPLATE)
 
 
 @pytest.fixture(scope="module")

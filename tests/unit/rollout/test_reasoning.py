@@ -8,10 +8,11 @@ import anthropic
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from parts import TOOL_TEMPLATE
 from test_messages_dialect import FUNCTIONS as TOOLS_OF_MESSAGES
 from test_messages_dialect import checked as checked_message
 from test_messages_dialect import client_of
-from test_openai_front import TEMPLATE, TOOL_CALL, TOOLS, Script, StreamingScript, plain_client, sample_engine
+from test_openai_front import TOOL_CALL, TOOLS, Script, StreamingScript, plain_client, sample_engine
 from test_responses_dialect import FUNCTIONS, checked
 
 from rollwright.data.tokenizer import build_character_tokenizer
@@ -20,7 +21,7 @@ from rollwright.inference.server.openai_answer import OpenAICall, usage_of
 from rollwright.inference.server.text_stream import ReasoningSplit
 from rollwright.rollout.openai_front import OpenAIFront
 
-THINKING = TEMPLATE.replace(
+THINKING = TOOL_TEMPLATE.replace(
     "{%- for call in message.tool_calls",
     "{%- if message.reasoning_content -%}{{- '<think>' + message.reasoning_content + '</think>' -}}{%- endif -%}"
     "{%- for call in message.tool_calls",

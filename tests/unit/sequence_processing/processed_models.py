@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 
 import torch
-import transformers
+from parts import qwen3_config, random_model
 
 from rollwright.data.tokenizer import build_character_tokenizer
 
@@ -17,28 +17,8 @@ def tokenizer():
 
 def small_model(dtype: torch.dtype = torch.float32, seed: int = 0, context: int = 96, **changes):
     """A random Qwen3 of two layers whose distributions are far from uniform."""
-    torch.manual_seed(seed)
-    config = transformers.Qwen3Config(
-        vocab_size=len(tokenizer()),
-        hidden_size=32,
-        intermediate_size=48,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        head_dim=8,
-        max_position_embeddings=context,
-        tie_word_embeddings=True,
-        eos_token_id=tokenizer().eos_token_id,
-        pad_token_id=tokenizer().pad_token_id,
-        bos_token_id=None,
-        **changes,
-    )
-    model = transformers.AutoModelForCausalLM.from_config(config).to(dtype).eval()
-    with torch.no_grad():
-        for parameter in model.parameters():
-            if parameter.dim() > 1:
-                parameter.mul_(4.0)
-    return model
+    sizes = {"max_position_embeddings": context, "tie_word_embeddings": True, **changes}
+    return random_model(qwen3_config(tokenizer(), **sizes), seed=seed, scale=4.0).to(dtype)
 
 
 def reference(model, tokens: list[int], start: int, temperature: float = 1.0):

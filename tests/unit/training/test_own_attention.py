@@ -5,6 +5,7 @@ import inspect
 import pytest
 import torch
 import transformers
+from parts import TINY
 from tiny_policy import grouped_batch, tiny_actor, tiny_model
 from transformers import AttentionInterface
 from transformers.models.gemma2 import modeling_gemma2
@@ -18,23 +19,13 @@ from rollwright.training.logprobs import TokenScorer
 from rollwright.training.prefix_tree import build
 from rollwright.training.tree_attention import over_tree
 
-TINY = {
-    "vocab_size": 31,
-    "hidden_size": 16,
-    "intermediate_size": 24,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "head_dim": 8,
-    "max_position_embeddings": 256,
-    "pad_token_id": 0,
-}
+HEADS = {**TINY, "head_dim": 8}
 
 
 def gpt_oss(window: int = 64) -> transformers.GptOssForCausalLM:
     torch.manual_seed(0)
     config = transformers.GptOssConfig(
-        **TINY,
+        **HEADS,
         num_local_experts=2,
         num_experts_per_tok=1,
         sliding_window=window,
@@ -178,7 +169,7 @@ def test_without_a_tree_the_own_function_gets_what_the_layer_gave(monkeypatch, o
         monkeypatch.setattr(modeling_gemma2, "eager_attention_forward", catch)
     else:
         monkeypatch.setitem(AttentionInterface._global_mapping, own, catch)
-    layer = modeling_gemma2.Gemma2Attention(transformers.Gemma2Config(**TINY), 0)
+    layer = modeling_gemma2.Gemma2Attention(transformers.Gemma2Config(**HEADS), 0)
     query, key, value = (torch.zeros(1, heads, 3, 8) for heads in (4, 2, 2))
     registered = AttentionInterface()[tree_attention._registered(own)]
     given = {"dropout": 0.0, "scaling": 0.5, **arguments}

@@ -5,6 +5,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 import transformers
+from parts import TINY
 
 from rollwright.config.sections import MicroBatchSpec, TrainEngineConfig
 from rollwright.errors import ConfigError, TrainingError
@@ -12,16 +13,6 @@ from rollwright.training.engine import TrainEngine
 from rollwright.training.logprobs import TokenScorer
 from rollwright.training.micro_batches import BatchDivision, micro_batches
 
-TINY = {
-    "vocab_size": 31,
-    "hidden_size": 16,
-    "intermediate_size": 24,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "max_position_embeddings": 256,
-    "pad_token_id": 0,
-}
 LONGROPE = {
     "rope_type": "longrope",
     "rope_theta": 1e4,

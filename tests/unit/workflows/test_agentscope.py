@@ -7,7 +7,8 @@ import threading
 from types import SimpleNamespace
 
 import pytest
-from tool_scripts import Script, add, sampled, tool_tokenizer
+from parts import Script, tool_tokenizer
+from tool_scripts import add, sampled
 
 from rollwright.config.tasksets import FormatConfig, TasksetConfig
 from rollwright.errors import ConfigError

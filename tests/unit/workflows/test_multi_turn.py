@@ -14,11 +14,6 @@ GCONFIG = GenerationHyperparameters(max_new_tokens=16)
 TASK = {"messages": [{"role": "user", "content": "6*7="}], "answer": "42"}
 
 
-@pytest.fixture(scope="module")
-def tokenizer():
-    return build_character_tokenizer()
-
-
 class Answers:
     """Gives one answer after the other; one that ends with "…" is cut by its length limit."""
 

@@ -7,7 +7,7 @@ from types import SimpleNamespace
 
 import ported_workflows  # noqa: F401
 import pytest
-from tool_scripts import Script, tool_tokenizer
+from parts import Script, tool_tokenizer
 
 from rollwright.config.generation import GenerationHyperparameters
 from rollwright.config.sections import RolloutConfig

@@ -5,16 +5,10 @@ import asyncio
 import pytest
 
 from rollwright.config.generation import GenerationHyperparameters
-from rollwright.data.tokenizer import build_character_tokenizer
 from rollwright.errors import RewardError, WorkflowError
 from rollwright.inference.request import ModelResponse
 from rollwright.tracking.metrics import get_tracker
 from rollwright.workflows.rlvr import RLVRWorkflow
-
-
-@pytest.fixture(scope="module")
-def tokenizer():
-    return build_character_tokenizer()
 
 
 class Scripted:

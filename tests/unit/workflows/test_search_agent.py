@@ -3,6 +3,7 @@ import threading
 import time
 
 import pytest
+from parts import FixedEngine
 
 from rollwright.config.generation import GenerationHyperparameters
 from rollwright.data.tokenizer import build_character_tokenizer
@@ -10,7 +11,6 @@ from rollwright.environments.retrieval import ToolError
 from rollwright.errors import ConfigError, WorkflowError
 from rollwright.experience.contract import check_trajectory
 from rollwright.experience.trajectory import row_lengths
-from rollwright.inference.engine import InferenceEngine
 from rollwright.inference.request import ModelResponse
 from rollwright.rewards.text import f1_score
 from rollwright.tracking.metrics import get_tracker
@@ -20,7 +20,7 @@ from rollwright.workflows.turns import fill
 TOKENIZER = build_character_tokenizer()
 
 
-class ScriptedEngine(InferenceEngine):
+class ScriptedEngine(FixedEngine):
     """Says what it is told to, turn by turn of each conversation, and keeps the requests."""
 
     def __init__(self, *turns, version=3):
@@ -38,14 +38,6 @@ class ScriptedEngine(InferenceEngine):
         stop = next((s for s in request.gconfig.stop if text.endswith(s)), None)
         ids, reason = (ids[:limit], "length") if len(ids) > limit else (ids, "stop")
         return ModelResponse(request.input_ids, ids, [-0.5] * len(ids), [self.version] * len(ids), reason, stop)
-
-    def get_version(self):
-        return self.version
-
-    def set_version(self, version): ...
-    def pause(self): ...
-    def resume(self): ...
-    def abort(self, rid=None): ...
 
 
 class Library:

@@ -5,31 +5,23 @@ from __future__ import annotations
 import asyncio
 
 import pytest
+from parts import FixedEngine
 
 from rollwright.config.generation import GenerationHyperparameters
 from rollwright.data.tokenizer import build_character_tokenizer
 from rollwright.errors import DataError, PromptTooLongError, RewardError, WorkflowError
-from rollwright.inference.engine import InferenceEngine
 from rollwright.inference.request import ModelResponse
 from rollwright.workflows.search_agent import SearchAgentWorkflow, show_document
 
 TOKENIZER = build_character_tokenizer()
 
 
-class Answering(InferenceEngine):
+class Answering(FixedEngine):
     """Answers 1997 to everything."""
 
     async def agenerate(self, request):
         ids = TOKENIZER.encode("<answer> 1997 </answer>", add_special_tokens=False)
         return ModelResponse(request.input_ids, ids, [-0.5] * len(ids), [0] * len(ids), "stop")
-
-    def get_version(self):
-        return 0
-
-    def set_version(self, version): ...
-    def pause(self): ...
-    def resume(self): ...
-    def abort(self, rid=None): ...
 
 
 def reward_of(row, **settings) -> float:

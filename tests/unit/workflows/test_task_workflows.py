@@ -7,21 +7,22 @@ import threading
 
 import pytest
 import torch
+from parts import FixedEngine
 
 from rollwright import Experience, ModelWrapper, Task, Workflow
 from rollwright.config.generation import GenerationHyperparameters
 from rollwright.config.tasksets import FormatConfig, TasksetConfig
-from rollwright.data.tokenizer import build_character_tokenizer
 from rollwright.errors import DataError, RolloutError, WorkflowError
-from rollwright.inference.engine import InferenceEngine
 from rollwright.inference.request import ModelRequest, ModelResponse
 from rollwright.workflows.registry import WORKFLOWS
 from rollwright.workflows.task import class_trait, trait
 from rollwright.workflows.task_runner import AbandonableThreads, TaskRunner
 
 
-class Scripted(InferenceEngine):
+class Scripted(FixedEngine):
     """Answers with the given texts, one after the other."""
+
+    version = 3
 
     def __init__(self, tokenizer, *texts):
         self.tokenizer, self.texts, self.requests = tokenizer, list(texts), []
@@ -32,22 +33,6 @@ class Scripted(InferenceEngine):
         text = self.texts[(len(self.requests) - 1) % len(self.texts)]
         output = [*self.tokenizer.encode(text, add_special_tokens=False), self.tokenizer.eos_token_id]
         return ModelResponse(request.input_ids, output, [-0.1] * len(output), [3] * len(output), "stop")
-
-    def get_version(self):
-        return 3
-
-    def set_version(self, version): ...
-
-    def pause(self): ...
-
-    def resume(self): ...
-
-    def abort(self, rid=None): ...
-
-
-@pytest.fixture(scope="module")
-def tokenizer():
-    return build_character_tokenizer()
 
 
 TASKSET = TasksetConfig(format=FormatConfig(prompt_key="question", response_key="answer"))

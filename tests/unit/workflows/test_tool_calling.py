@@ -6,7 +6,8 @@ import functools
 import threading
 
 import pytest
-from tool_scripts import Script, add, sampled, tool_tokenizer
+from parts import Script, tool_tokenizer
+from tool_scripts import add, sampled
 
 from rollwright.config.tasksets import FormatConfig, TasksetConfig
 from rollwright.errors import ConfigError, WorkflowError

@@ -1,12 +1,12 @@
 import asyncio
 
 import pytest
+from parts import FixedEngine
 
 from rollwright.config.generation import GenerationHyperparameters
 from rollwright.data.tokenizer import build_character_tokenizer
 from rollwright.errors import ConfigError
 from rollwright.experience.contract import check_trajectory
-from rollwright.inference.engine import InferenceEngine
 from rollwright.inference.request import ModelResponse
 from rollwright.workflows.tool_integrated import SYSTEM_PROMPT, ToolIntegratedWorkflow, parse_script
 
@@ -15,7 +15,9 @@ pytestmark = pytest.mark.usefixtures("bubblewrap")
 TOKENIZER = build_character_tokenizer()
 
 
-class ScriptedEngine(InferenceEngine):
+class ScriptedEngine(FixedEngine):
+    version = 1
+
     def __init__(self, *turns):
         self.turns, self.requests = list(turns), []
 
@@ -25,14 +27,6 @@ class ScriptedEngine(InferenceEngine):
         ids = said[: request.gconfig.max_new_tokens]
         reason = "length" if len(ids) < len(said) else "stop"
         return ModelResponse(request.input_ids, ids, [-0.5] * len(ids), [1] * len(ids), reason)
-
-    def get_version(self):
-        return 1
-
-    def set_version(self, version): ...
-    def pause(self): ...
-    def resume(self): ...
-    def abort(self, rid=None): ...
 
 
 def run(*turns, **options):

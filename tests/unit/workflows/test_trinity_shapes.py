@@ -4,7 +4,7 @@ import dataclasses
 from copy import deepcopy
 
 import pytest
-from tool_scripts import Script, tool_tokenizer
+from parts import Script, tool_tokenizer
 
 import rollwright
 from rollwright import (

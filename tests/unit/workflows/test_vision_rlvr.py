@@ -4,10 +4,10 @@ import asyncio
 
 import pytest
 import torch
+from parts import write_vision_model
 from PIL import Image
 from worlds.counting import counting_squares
 
-from rollwright.config.experiment import NewVisionConfig
 from rollwright.config.generation import GenerationHyperparameters
 from rollwright.config.sections import MicroBatchSpec, OptimizerConfig, PPOActorConfig, RolloutConfig
 from rollwright.data.tokenizer import build_character_tokenizer, load_tokenizer
@@ -23,7 +23,7 @@ from rollwright.inference.request import ModelResponse
 from rollwright.inference.router import Server
 from rollwright.trainers.supervised import supervised_batch
 from rollwright.training.actor import FSDPPPOActor
-from rollwright.training.model import load_model, new_vision_model
+from rollwright.training.model import load_model
 from rollwright.workflows.vision_rlvr import VisionRLVRWorkflow
 
 GCONFIG = GenerationHyperparameters(max_new_tokens=6, temperature=0.7)
@@ -31,17 +31,7 @@ GCONFIG = GenerationHyperparameters(max_new_tokens=6, temperature=0.7)
 
 @pytest.fixture(scope="module")
 def directory(tmp_path_factory):
-    path = tmp_path_factory.mktemp("vision-model")
-    vision = NewVisionConfig(patch_size=8, layers=1, hidden_size=16, heads=2, max_tokens=16)
-    tokenizer = build_character_tokenizer("0123456789?aeqrsu", pieces=VISION_PIECES)
-    sizes = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2, "max_position_embeddings": 64}
-    model = new_vision_model(path, tokenizer=tokenizer, vision=vision, **sizes)
-    with torch.no_grad():  # far from uniform, so that what is seen decides what is said
-        for parameter in model.parameters():
-            if parameter.dim() > 1:
-                parameter.mul_(3.0)
-    model.save_pretrained(path)
-    return path
+    return write_vision_model(tmp_path_factory.mktemp("vision-model"), max_position_embeddings=64)
 
 
 class Recording:

@@ -1,6 +1,7 @@
 import asyncio
 
 import pytest
+from parts import FixedEngine
 
 from rollwright.config.tasksets import TasksetConfig
 from rollwright.data.tokenizer import ASCII, build_word_tokenizer
@@ -8,7 +9,6 @@ from rollwright.environments.shop.shop import shop
 from rollwright.environments.shop.tasks import vocabulary, worked_steps
 from rollwright.errors import PromptTooLongError, WorkflowError
 from rollwright.experience.normaliser import normalise
-from rollwright.inference.engine import InferenceEngine
 from rollwright.inference.request import ModelResponse
 from rollwright.rollout.sample_engine import SampleEngine
 from rollwright.rollout.seeds import SampleName
@@ -20,7 +20,7 @@ TOKENIZER = build_word_tokenizer(vocabulary(), characters=ASCII)
 SHOP = {"seed": 1, "products": 200, "goals": 60, "page_size": 5}
 
 
-class ScriptedEngine(InferenceEngine):
+class ScriptedEngine(FixedEngine):
     def __init__(self, replies):
         self.replies, self.prompts = list(replies), []
 
@@ -31,14 +31,6 @@ class ScriptedEngine(InferenceEngine):
             raise reply
         ids = [*TOKENIZER.encode(reply, add_special_tokens=False), TOKENIZER.eos_token_id]
         return ModelResponse(request.input_ids, ids, [-0.1] * len(ids), [0] * len(ids), rid=request.rid)
-
-    def get_version(self):
-        return 0
-
-    def set_version(self, version): ...
-    def pause(self): ...
-    def resume(self): ...
-    def abort(self, rid=None): ...
 
 
 def visit(engine, session_id=3, **arguments):

@@ -3,21 +3,15 @@
 from __future__ import annotations
 
 import pytest
-from tool_scripts import Script
+from parts import Script
 
 from rollwright import Experience, Workflow
 from rollwright.config.sections import RolloutConfig
 from rollwright.config.tasksets import FormatConfig, TasksetConfig
-from rollwright.data.tokenizer import build_character_tokenizer
 from rollwright.rollout.executor import RolloutExecutor
 from rollwright.workflows.task_runner import TaskRunner, sample_numbers
 
 SIZE = 4
-
-
-@pytest.fixture(scope="module")
-def tokenizer():
-    return build_character_tokenizer()
 
 
 class Base(Workflow):

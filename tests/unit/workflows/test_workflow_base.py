@@ -10,13 +10,12 @@ from dataclasses import asdict
 from pathlib import Path
 
 import pytest
-from tool_scripts import Script
+from parts import Script
 
 import rollwright
 from rollwright import MathBoxedRewardFn, MultiTurnWorkflow, Task, Workflow, get_logger, logging
 from rollwright.config.generation import GenerationHyperparameters
 from rollwright.config.tasksets import FormatConfig, TasksetConfig
-from rollwright.data.tokenizer import build_character_tokenizer
 from rollwright.errors import WorkflowError
 from rollwright.rollout.executor import RolloutExecutor
 from rollwright.workflows.model_wrapper import ModelWrapper
@@ -25,11 +24,6 @@ from rollwright.workflows.task import WorkflowPool, class_trait
 from rollwright.workflows.task_runner import TaskRunner
 
 TASK = Task(raw_task={"question": "2+2="}, rollout_args=GenerationHyperparameters(temperature=0.7))
-
-
-@pytest.fixture(scope="module")
-def tokenizer():
-    return build_character_tokenizer()
 
 
 @pytest.fixture
