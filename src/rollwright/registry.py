@@ -54,16 +54,16 @@ Registered = TypeVar("Registered")
 
 
 class Registry(Generic[Entry]):
-    """Names and what they stand for.
+    """Maps names to entries that users can add.
 
     Args:
         kind: what an entry is, in messages: "workflow", "reward function".
         error: class of the errors.
         variable: name of the registry in code, for messages: "WORKFLOWS".
-        built_in: entries that come with Rollwright, as import paths; each is imported when it is asked for.
+        built_in: import paths of built-in entries; each is imported on first use.
         entry_points: group of entry points whose names are registered, such as "rollwright.workflows".
         marks: keyword arguments of ``register``, which become attributes of the entry.
-        accepts: whether an object can be an entry; anything that can be called unless given.
+        accepts: whether an object can be an entry. By default, any callable can.
     """
 
     def __init__(
@@ -94,7 +94,7 @@ class Registry(Generic[Entry]):
         The same module and qualified name replaces itself, so that a notebook's cell may be run again.
 
         Raises:
-            RollwrightError: of this registry's class, where the name stands for something else.
+            RollwrightError: the registry's error class, if the name is taken by something else.
         """
         if not isinstance(name, str) or not name:
             raise self.error(
@@ -113,14 +113,14 @@ class Registry(Generic[Entry]):
 
         return add
 
-    #: The same, by the name that other systems use.
+    #: Another name of ``register``, for ported code.
     register_module = register
 
     def get(self, name: str) -> Entry:
-        """The entry of a registered name, or of an import path: ``package.module:attribute`` or ``package.module.attribute``.
+        """Find the entry of a registered name or an import path: ``package.module:attribute`` or ``package.module.attribute``.
 
         Raises:
-            RollwrightError: of this registry's class, where nothing was found; the message lists what was tried.
+            RollwrightError: the registry's error class, if nothing was found; the message lists what was tried.
         """
         if name in self:
             if name not in self._entries:
@@ -151,10 +151,10 @@ class Registry(Generic[Entry]):
         )
 
     def build(self, name: str, /, *arguments: Any, **keywords: Any) -> Any:
-        """What the entry of ``name`` returns when called with the arguments.
+        """Call the entry of ``name`` with the arguments.
 
         Raises:
-            RollwrightError: of this registry's class: there is no such entry, or it does not take these arguments.
+            RollwrightError: the registry's error class, if there is no such entry or it does not take these arguments.
         """
         factory: Any = self.get(name)
         try:
@@ -265,7 +265,7 @@ class Plugins:
         return found
 
     def load(self) -> None:
-        """Import all that was added and what the environment names, once.
+        """Import all added plugins and those named by the environment, once.
 
         Raises:
             ConfigError: one cannot be imported.
@@ -325,15 +325,15 @@ def nearest(word: object, known: Iterable[object]) -> str:
 
 
 def import_path(path: str, what: str, error: type[RollwrightError] = ConfigError) -> Any:
-    """What ``package.module:attribute`` or ``package.module.attribute`` names.
+    """Import ``package.module:attribute`` or ``package.module.attribute``.
 
     Args:
         path: the import path.
-        what: what is looked for, in messages.
+        what: kind of the object, for messages.
         error: class of the errors.
 
     Raises:
-        RollwrightError: of class ``error``: there is no such thing, or its module fails to import.
+        RollwrightError: ``error``, if there is no such object or its module fails to import.
     """
     tried: list[str] = []
     found = _find(path, what, error, tried)
@@ -358,7 +358,7 @@ def missing_module_hint(error: BaseException) -> str:
 
 
 def _find(path: str, what: str, error: type[RollwrightError], tried: list[str]) -> Any:
-    """What an import path names, or None; reasons are added to ``tried``. A module that exists but fails is an error."""
+    """Find the object of an import path, or return None and add reasons to ``tried``. A module that fails to import is an error."""
     parts = path.replace(":", ".").split(".")
     if len(parts) < 2 or not all(parts):
         return None

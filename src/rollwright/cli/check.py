@@ -14,7 +14,7 @@ from rollwright.errors import CheckpointError, DataError, RollwrightError
 def check(
     run: Annotated[Path, typer.Argument(help="The directory of the run, or of a stage of it.")],
 ) -> None:
-    """Check which files of a run are intact, and list what the others lack: bytes, lines, steps.
+    """Check the files of a run, and list what is missing: bytes, lines, steps.
 
     Checks run.json, stages.json, config.yaml, metrics.jsonl, the journal, recover checkpoints and the experience store. Exits with 1 if
     something is missing or damaged.

@@ -30,7 +30,7 @@ def show(arguments: Arguments) -> None:
 
 @app.command()
 def check(arguments: Arguments, plugin_dir: PluginDirectories = None) -> None:
-    """Check a config: exit with 0 where it can run, else name every fault with its key, file and line.
+    """Check a config: exit with 0 if it can run, else list every fault with its key, file and line.
 
     Workflows, rewards and operators are looked up by their names, as a run would; models and data are not.
     """

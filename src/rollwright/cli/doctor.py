@@ -1,4 +1,4 @@
-"""``rollwright doctor``: what this machine has for a run, and what to do about what is missing.
+"""``rollwright doctor``: check this machine for what runs need, with advice about what is missing.
 
 Each check is a function that returns findings; a finding has a state:
 
@@ -35,7 +35,7 @@ GIB = 1 << 30
 _LITTLE_MEMORY, _LITTLE_DISK = 2 * GIB, 1 * GIB
 #: Ports that a user starts servers at, as the docs do.
 _PORTS = {30000: "rollwright serve-model, SGLang", 8000: "vLLM"}
-#: What each extra is for, short enough for a line of eighty columns with what installs it.
+#: Purpose of each extra, short enough for a line of eighty columns with the command that installs it.
 _EXTRAS = {
     "agentscope": "ReAct agents",
     "grammar": "output by schema",
@@ -79,7 +79,7 @@ def doctor(
     ),
     as_json: bool = typer.Option(False, "--json", help="Print the findings as JSON."),
 ) -> None:
-    """Look at this machine: versions, processors, memory, GPU, ports, directories, extras; each with what to do."""
+    """Check this machine: versions, processors, memory, GPU, ports, directories, extras; with advice for each."""
     checks: list[Callable[[], Iterable[Finding]]] = [
         versions,
         processors,
@@ -131,7 +131,7 @@ def _escaped(text: str) -> str:
 
 
 def versions() -> Iterator[Finding]:
-    """Python, Rollwright, and the packages whose versions decide what works."""
+    """Check Python, Rollwright, and packages whose versions matter."""
     topic = "Versions"
     python = platform.python_version()
     if sys.version_info < (3, 11):  # noqa: UP036 - it may be run from a checkout by any interpreter
@@ -148,7 +148,7 @@ def versions() -> Iterator[Finding]:
 
 
 def processors() -> Iterator[Finding]:
-    """Processors that this process may use, and how many threads compute on them."""
+    """Check the usable processors and the number of compute threads."""
     topic = "Processors"
     present = os.cpu_count() or 1
     usable = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else present
@@ -184,13 +184,13 @@ def _text(path: str) -> str:
 
 
 def _cpu_quota() -> float | None:
-    """Processors' time that a container's group may use; None: no limit, or none that can be read."""
+    """Processor quota of the container; None if there is no limit or it cannot be read."""
     quota, _, period = _text("/sys/fs/cgroup/cpu.max").partition(" ")
     return int(quota) / int(period) if quota.isdigit() else None
 
 
 def memory() -> Iterator[Finding]:
-    """Memory and shared memory."""
+    """Check memory and shared memory."""
     topic = "Memory"
     try:
         page = os.sysconf("SC_PAGE_SIZE")
@@ -216,7 +216,7 @@ def memory() -> Iterator[Finding]:
 
 
 def gpus() -> Iterator[Finding]:
-    """GPUs, and whether this torch can use them."""
+    """Check the GPUs, and whether this torch can use them."""
     topic = "GPU"
     try:
         import torch
@@ -246,7 +246,7 @@ def gpus() -> Iterator[Finding]:
 
 
 def ports() -> Iterator[Finding]:
-    """Ports that servers are started at by hand; a run finds free ones by itself."""
+    """Check the usual ports of servers that are started by hand; runs find free ports themselves."""
     topic = "Network"
     for port, users in _PORTS.items():
         with socket.socket() as listener:
@@ -272,7 +272,7 @@ def ports() -> Iterator[Finding]:
 
 
 def directories(fileroot: Path) -> Iterator[Finding]:
-    """Directories that runs write to."""
+    """Check the directories that runs write to."""
     cache = Path(os.environ.get("HF_HOME", "~/.cache/huggingface")).expanduser()
     for name, path, how in [
         ("Runs", fileroot, "Choose another with cluster.fileroot."),
@@ -294,7 +294,7 @@ def directories(fileroot: Path) -> Iterator[Finding]:
 
 
 def sandbox() -> Iterator[Finding]:
-    """Where Python that a model writes would run."""
+    """Check the sandbox for Python that a model writes."""
     from rollwright.processes.sandbox import check_sandbox
 
     try:
@@ -306,7 +306,7 @@ def sandbox() -> Iterator[Finding]:
 
 
 def extras() -> Iterator[Finding]:
-    """Optional parts, by what this installation says of itself."""
+    """Check the optional dependencies."""
     try:
         asked = metadata.distribution("rollwright").requires or []
     except metadata.PackageNotFoundError:

@@ -1,4 +1,4 @@
-"""What a failed command leaves behind: one line for the user, the traceback in a file."""
+"""Reports of failed commands: one line for the user, and the traceback in a file."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ from pathlib import Path
 from rollwright.errors import ConfigError, LostRankError, RollwrightError
 from rollwright.registry import missing_module_hint
 
-#: Of a file of tracebacks, before it is set aside and replaces the one that was set aside before.
+#: Size at which a file of tracebacks is renamed; the file renamed before is replaced.
 LOG_BYTES = 1_000_000
 
 _directory: Path | None = None
 
 
 def keep_tracebacks_in(directory: Path) -> None:
-    """From now on tracebacks of this process go to ``directory`` (a run's logs), where it exists when they come."""
+    """Write later tracebacks of this process to ``directory`` (a run's logs) if it exists by then."""
     global _directory
     _directory = directory
 
@@ -27,7 +27,7 @@ def keep_tracebacks_in(directory: Path) -> None:
 def report(error: Exception) -> None:
     """Print the cause of a failure to stderr, and write the traceback to a file.
 
-    A ``ConfigError`` needs no traceback: the user can fix it. Of several processes that train together, one tells the cause.
+    A ``ConfigError`` needs no traceback: the user can fix it. If several processes train together, only one reports the cause.
     """
     if not _tells(error):
         return
@@ -46,7 +46,7 @@ def report(error: Exception) -> None:
 
 
 def _tells(error: Exception) -> bool:
-    """False in a process that fails because another one has, or as another one does."""
+    """False in a process that fails because of, or in the same way as, another one."""
     if os.environ.get("WORLD_SIZE", "1") == "1" or not os.environ["WORLD_SIZE"].isdigit():
         return True
     if isinstance(error, LostRankError):  # an agent tells which process it was

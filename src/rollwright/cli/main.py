@@ -16,7 +16,7 @@ import typer
 from rollwright.cli.failures import report
 from rollwright.tracking.logging import getLogger
 
-#: Name -> where the command is (``module:attribute``, a function or a ``typer.Typer`` of several commands), and its help.
+#: Name of a command -> ``module:attribute`` of its function or ``typer.Typer``, and its help.
 COMMANDS: dict[str, tuple[str, str]] = {
     "run": ("rollwright.cli.run:run", "Carry out a config: train, warm up, evaluate, whatever its stages say."),
     "examples": ("rollwright.cli.examples:examples", "List the examples; `rollwright run NAME` runs one."),

@@ -103,7 +103,7 @@ def _check_name(name: str, directory: Path) -> None:
         raise ConfigError(f"a module {name!r} is installed already, which {name}.py would hide; choose another name.")
 
 
-#: What ``rollwright new workflow`` writes; ``<name>`` and ``<Class>`` are replaced.
+#: Template of ``rollwright new workflow``; ``<name>`` and ``<Class>`` are replaced.
 WORKFLOW = '''"""<Class>: say here, in one sentence, what an episode is."""
 
 from __future__ import annotations

@@ -112,9 +112,9 @@ def run(
 
 
 def _spare_a_busy_machine() -> None:
-    """Let compute threads that wait give up their processor where others want it. By default they spin, and steps take many times longer.
+    """Let waiting compute threads yield on a busy machine. By default they spin, which makes steps many times slower.
 
-    The variable is read when torch is loaded; what the user has set stays.
+    torch reads the variable when it is loaded; a value that the user has set is kept.
     """
     processors = os.cpu_count() or 1
     if hasattr(os, "getloadavg") and os.getloadavg()[0] > processors and "torch" not in sys.modules:

@@ -94,7 +94,7 @@ def _batch_size(text: str, automatic: Any) -> Any:
 
 
 def _load(path: str, device: str, dtype: str, trust_remote_code: bool) -> tuple[Any, Any]:
-    """The model, with its adapter where ``path`` is one, and the tokenizer."""
+    """Load the model, with its adapter if ``path`` is one, and the tokenizer."""
     from rollwright.config.sections import TrainEngineConfig
     from rollwright.data.tokenizer import load_tokenizer
     from rollwright.training.model import load_model, resolve_device

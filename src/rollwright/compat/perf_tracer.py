@@ -84,7 +84,7 @@ def trace_perf(name: str, *, category: str | None = None) -> Callable[[Callable[
     return decorate
 
 
-#: Decorator: a span over a phase of an episode.
+#: Decorator that traces a phase of an episode.
 trace_session = trace_perf
 
 

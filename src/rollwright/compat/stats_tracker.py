@@ -56,7 +56,7 @@ class StatsTracker(MetricsTracker):
             **values: float tensors of the mask's shape.
 
         Raises:
-            MetricError: there is no such mask, or the shapes differ.
+            MetricError: the mask is not set, or the shapes differ.
         """
         mask = self._masks.get(self.full_name(denominator))
         for name, value in values.items():

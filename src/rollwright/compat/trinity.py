@@ -39,7 +39,7 @@ _SECTIONS = {
     "task_selector": "selector_args",
 }
 _REPLAY = "buffer.trainer_input.experience_buffer.replay_buffer."
-#: The weight of the KL that Trinity-RFT takes where a file names a ``kl_loss_fn`` and no ``kl_coef``.
+#: Trinity-RFT's default of ``kl_coef`` if a file names a ``kl_loss_fn``.
 KL_COEFFICIENT = 0.001
 
 
@@ -59,7 +59,7 @@ class Trinity(ConfigDialect):
     }
 
     def recognises(self, data: dict[str, Any]) -> bool:
-        """True where the top level has sections that only Trinity-RFT's files have."""
+        """True if the top level has sections of Trinity-RFT's files."""
         return bool({"buffer", "algorithm", "explorer", "synchronizer"} & set(data)) or "model_path" in (
             data.get("model") or {}
         )
@@ -74,7 +74,7 @@ class Trinity(ConfigDialect):
 
 
 class Work:
-    """What a translation has so far.
+    """State of a translation.
 
     Args:
         origins: where the file's keys are written, for messages.
@@ -86,20 +86,20 @@ class Work:
         self.written: dict[KeyPath, Written] = {}
         self.notes: list[str] = []
         self.faults: list[str] = []
-        self.defaults: dict[str, dict[str, Any]] = {"": {}, "evaluation ": {}}  # of every taskset; of those of evaluation
-        self.together: dict[str, Any] = {}  # keys of TOGETHER, and what they say
-        self.places_of_tasksets: dict[str, str] = {}  # by the section that they stand in
+        self.defaults: dict[str, dict[str, Any]] = {"": {}, "evaluation ": {}}  # of all tasksets; of evaluation tasksets
+        self.together: dict[str, Any] = {}  # values of the keys in TOGETHER
+        self.places_of_tasksets: dict[str, str] = {}  # by their section
 
     def place(self, key: str) -> str:
-        """Where a key is written."""
+        """Place where a key is written."""
         return self.origins.of(undotted(key))
 
     def fault(self, key: str, message: str) -> ConfigError:
-        """What is wrong with a key, and where."""
+        """The error about a key, with its place."""
         return ConfigError(f"{self.place(key)}: {key} {message}")
 
     def put(self, key: str, *pairs: tuple[str, Any]) -> None:
-        """Set what a key becomes, tell it, and remember how it was written."""
+        """Set the keys that a foreign key becomes, add a note for the user, and remember how it was written."""
         for target, value in pairs:
             parts: Any = undotted(target)
             node: Any = self.data
@@ -117,7 +117,7 @@ class Work:
 
 
 def _take(work: Work, path: KeyPath, value: Any) -> None:
-    """Translate one key, or note why it cannot be."""
+    """Translate one key, or record why that is impossible."""
     key = dotted(path)
     try:
         if value in ({}, []):
@@ -152,7 +152,7 @@ def _take(work: Work, path: KeyPath, value: Any) -> None:
 
 
 def _finish(work: Work) -> None:
-    """What several keys decide together; then the faults of all keys at once."""
+    """Translate keys that depend on each other; then raise the faults of all keys at once."""
     for decide in (_name, _kl, _entropy, _replay, _batch_of_experiences, _synchronisation, _lengths, _stragglers):
         try:
             decide(work)
@@ -214,7 +214,7 @@ def _take_taskset_key(work: Work, path: KeyPath, value: Any) -> None:
 
 
 def _take_inside(work: Work, path: KeyPath, target: str, inner: KeyPath, value: Any) -> None:
-    """Translate a key inside of a taskset, whose place here is ``target``."""
+    """Translate a key of the taskset that becomes ``target``."""
     key, head, rest = dotted(path), str(inner[0]), dotted(inner[1:])
     if head in _SECTIONS and not rest:
         raise ConfigError(f"is a section of keys, not {value!r}")
@@ -241,7 +241,7 @@ def _take_inside(work: Work, path: KeyPath, target: str, inner: KeyPath, value: 
 
 
 def _finish_tasksets(work: Work) -> None:
-    """Give tasksets the defaults of their section, the response's length, and the group that ``n`` means."""
+    """Fill in the tasksets' defaults, response length and group size."""
     training, evaluation = work.data.get("tasksets", []), work.data.get("eval_tasksets", [])
     response, group = (work.data.get("gconfig", {}).get(key) for key in ("max_new_tokens", "n_samples"))
     for index, taskset in enumerate([*training, *evaluation]):
@@ -273,7 +273,7 @@ def _finish_tasksets(work: Work) -> None:
 
 
 def _name(work: Work) -> None:
-    """A group of runs is a directory there, between the project's and the run's; here it is a part of the run's name."""
+    """Make the group of runs, a directory of its own in Trinity-RFT, a part of the run's name."""
     group, name = work.together.get("group"), work.together.get("name", "trial")
     if group:
         work.put("group", ("trial_name", f"{group}-{name}"))
@@ -282,7 +282,7 @@ def _name(work: Work) -> None:
 
 
 def _stragglers(work: Work) -> None:
-    """Samples that take longer than the others."""
+    """Translate the keys about samples that take longer than the others."""
     ratio, wait = "explorer.over_rollout.ratio", "explorer.over_rollout.wait_after_min"
     dynamic = "explorer.dynamic_timeout.enable"
     if ratio in work.together:

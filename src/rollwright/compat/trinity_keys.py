@@ -1,4 +1,4 @@
-"""The keys of Trinity-shaped files: what each becomes here, or the one value at which it asks for what happens here anyway."""
+"""Tables of the keys of Trinity-RFT's files: the keys that they become, or the values that are already the behaviour."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from rollwright.registry import suggestion
 
 Pairs = list[tuple[str, Any]]
 
-#: Key there -> key here.
+#: Foreign key -> own key.
 RENAMED: dict[str, str] = {
     "project": "experiment_name",
     "mode": "mode",
@@ -67,7 +67,7 @@ def _policy_loss(name: str, importance_level: str = "token") -> Pairs:
     return [("actor.policy_loss", name), ("actor.importance_level", importance_level)]
 
 
-#: ``advantage_fn`` and ``policy_loss_fn``: what each is made of here. They win over what ``algorithm_type`` sets, as there.
+#: Own keys of each ``advantage_fn`` and ``policy_loss_fn``. They win over ``algorithm_type``.
 ADVANTAGES: dict[str, Pairs] = {
     "grpo": _advantage("group", "group"),
     "grpo_advantage": _advantage("group", "group"),
@@ -85,10 +85,10 @@ POLICY_LOSSES: dict[str, Pairs] = {
     "topr": _policy_loss("topr"),
 }
 
-#: Weights of the tokens in a step's loss. Names of this project's own are taken, too.
+#: Weights of the tokens in a step's loss; own names are accepted, too.
 AGGREGATIONS = {"token-mean": "token", "seq-mean-token-mean": "row", "token": "token", "row": "row", "constant": "constant"}
 
-#: Key there -> what its value becomes: pairs of a key here and a value.
+#: Foreign key -> function from its value to pairs of own key and value.
 CONVERTED: dict[str, Callable[[Any], Pairs]] = {
     "continue_from_checkpoint": lambda on: [("recover.mode", "auto" if on else "off")],
     "model.max_response_tokens": lambda n: [("gconfig.max_new_tokens", n)],
@@ -105,7 +105,7 @@ CONVERTED: dict[str, Callable[[Any], Pairs]] = {
     "explorer.auxiliary_models": lambda models: [("auxiliary_models", _auxiliary_models(models))],
 }
 
-#: Key there -> the values at which it asks for what happens here anyway.
+#: Foreign key -> values that ask for what is always done.
 ALREADY_SO: dict[str, tuple[Any, ...]] = {
     "algorithm.kl_penalty_fn": ("none",),
     "algorithm.kl_loss_fn_args.adaptive": (False,),
@@ -136,7 +136,7 @@ ALREADY_SO: dict[str, tuple[Any, ...]] = {
     "log.level": ("INFO",),
 }
 
-#: Keys whose meaning here depends on others of the file.
+#: Keys that are translated together with others.
 TOGETHER = (
     "name",
     "group",
@@ -174,13 +174,13 @@ TASKSET_RENAMED: dict[str, str] = {
     "repeat_times": "group_size",
     "ratio": "ratio",
 }
-#: Defaults of the tasksets, or of the evaluation tasksets alone, that have none of their own.
+#: Defaults for tasksets, or for evaluation tasksets only.
 TASKSET_DEFAULTS = {
     "buffer.explorer_input.default_workflow_type": ("", "workflow"),
     "buffer.explorer_input.default_reward_fn_type": ("", "reward_fn"),
     "buffer.explorer_input.default_eval_workflow_type": ("evaluation ", "workflow"),
 }
-#: Sections that are refused as a whole: beginning of their keys, and why.
+#: Prefix of sections that are refused as a whole, and why.
 REFUSED: dict[str, str] = {
     "trainer.trainer_config": "holds the keys of another trainer (veRL), which does not train here; use algorithm and trainer, or "
     "the actor section of this project's own form",
@@ -188,14 +188,14 @@ REFUSED: dict[str, str] = {
     "service": "starts services of another system; remove it",
     "stages": "are written in this project's own form (docs/configuration.md)",
 }
-#: Keys of a taskset's format that may only be left out or false, and why.
+#: Keys of a taskset's format that must be left out or false, and why.
 FORMAT_REFUSED = {
     "video_key": "names films, which no model here sees; remove it",
     "enable_concatenated_multi_turn": "is of supervised rows: a stage of kind sft trains on whole conversations (docs/supervised.md)",
 }
 SELECTORS = {"sequential": "sequential", "shuffle": "shuffle", "random": "random", "difficulty_based": "difficulty"}
 
-#: Every key outside of tasksets that has a meaning here.
+#: Every known key outside of tasksets.
 KNOWN = (
     *RENAMED,
     *CONVERTED,
@@ -207,14 +207,14 @@ KNOWN = (
 
 
 def choice(value: Any, *choices: str) -> str:
-    """The value, which has to be one of the choices."""
+    """Return the value if it is one of the choices."""
     if value not in choices:
         raise ConfigError(f"is {value!r}; here there are {', '.join(choices)}")
     return value
 
 
 def hint(path: KeyPath, known: Sequence[KeyPath]) -> str:
-    """What to do about a refused key: the known key from which one word differs by a misspelling, or to remove it."""
+    """Advice about a refused key: the known key that differs by one misspelt word, or to remove it."""
     for at, word in enumerate(path):
         alike = {
             str(other[at]): dotted(other)
@@ -236,7 +236,7 @@ def _operators(listed: Any) -> list[dict[str, Any]]:
     return [{"name": each.get("name", ""), "args": dict(each.get("args") or {})} for each in listed]
 
 
-#: Key of an auxiliary model there -> key here.
+#: Foreign key of an auxiliary model -> own key.
 AUXILIARY_RENAMED = {
     "model_path": "model_path",
     "dtype": "dtype",
@@ -244,7 +244,7 @@ AUXILIARY_RENAMED = {
     "base_url": "base_url",
     "api_key": "api_key",
 }
-#: Keys of an auxiliary model that say nothing which matters for one server on this machine.
+#: Keys of an auxiliary model without effect for a single local server.
 AUXILIARY_ALREADY_SO: dict[str, tuple[Any, ...]] = {
     "engine_num": (1,),
     "tensor_parallel_size": (1,),

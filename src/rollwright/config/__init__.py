@@ -21,5 +21,5 @@ def key(default: Value, text: str, **limits: Any) -> Value:
 
 
 def key_from(factory: Callable[[], Value], text: str, **limits: Any) -> Value:
-    """The same, of a default that is made anew for each instance."""
+    """A field whose default is made by ``factory`` for each instance; otherwise as :func:`key`."""
     return field(default_factory=factory, metadata={"help": text, **limits})

@@ -41,13 +41,13 @@ class ParallelSizes:
 
 
 def _size(side: str, axis: str, meaning: str) -> Any:
-    """A property of an allocation: a size of one side; 0 where that side is not given."""
+    """Return a property that reads one size of one side; 0 if that side is not given."""
     return property(lambda allocation: getattr(getattr(allocation, side), axis, 0), doc=meaning)
 
 
 @dataclass(frozen=True)
 class AllocationMode:
-    """A parsed allocation: the sizes of generation and of training, where given.
+    """A parsed allocation: the sizes of generation and of training, if given.
 
     Attributes:
         gen_backend: sglang, vllm or builtin; None where only training is given.

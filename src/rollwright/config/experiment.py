@@ -1,4 +1,4 @@
-"""A whole experiment: the sections together, and what repeats said once."""
+"""The configs of whole stages, made of sections."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from rollwright.config.tasksets import DatasetConfig, TasksetConfig
 
 @dataclass
 class FinetuneSpec:
-    """How long a run is: what schedules are computed from."""
+    """The length of a run, from which schedules are computed."""
 
     total_train_epochs: int
     dataset_size: int
@@ -45,7 +45,7 @@ class FinetuneSpec:
 
 @dataclass
 class RunConfig:
-    """What every stage has that runs a model."""
+    """Keys of every stage that runs a model."""
 
     experiment_name: str = key("experiment", "Name of the experiment; paths and sinks derive from it.", public=True)
     trial_name: str = key("trial", "Name of this trial of the experiment.", public=True)
@@ -73,7 +73,7 @@ class EpisodesConfig:
 
 @dataclass
 class BaseExperimentConfig(RunConfig):
-    """What every training run has."""
+    """Keys of every training run."""
 
     total_train_epochs: int = key(1, "Passes over the training tasks.", ge=1)
     total_train_steps: int | None = key(None, "Steps of the run; where set, epochs are not counted.", ge=1)
@@ -136,7 +136,7 @@ class SFTConfig(EpisodesConfig, BaseExperimentConfig):
 
 @dataclass
 class DPOConfig(SFTConfig):
-    """Direct preference optimisation, on pairs of replies of which one is preferred."""
+    """Direct preference optimisation on pairs of a preferred and a rejected reply."""
 
     train_dataset: DatasetConfig = field(default_factory=lambda: DatasetConfig(type="preference"))
     ref: TrainEngineConfig | None = key(None, "Reference policy; None: the model's first weights.")
@@ -146,7 +146,7 @@ class DPOConfig(SFTConfig):
 
 @dataclass
 class EvalConfig(EpisodesConfig, RunConfig):
-    """Scores of a model on a split: greedy, and the mean of several samples beside it."""
+    """Evaluation of a model on a split: greedily, and by the mean of several samples."""
 
     path: str = key("", "Model directory or Hugging Face name.", public=True)
     label: str = key("", "Name of the result in tables and summary.json; empty: the stage's.")
@@ -159,7 +159,7 @@ class EvalConfig(EpisodesConfig, RunConfig):
 
 @dataclass
 class NewVisionConfig:
-    """The part of a new model that sees."""
+    """Vision tower of a new model."""
 
     patch_size: int = key(14, "Side of an image patch, in pixels.", ge=2)
     merge_size: int = key(2, "Patches a side that become one token.", ge=1)
@@ -192,7 +192,7 @@ class NewModelConfig:
     seed: int = key(1, "Seed of the weights.")
 
 
-#: What a stage of each kind is told.
+#: Config class of each kind of stage.
 STAGE_CLASSES: dict[str, type] = {
     "model": NewModelConfig,
     "sft": SFTConfig,

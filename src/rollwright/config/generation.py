@@ -11,7 +11,7 @@ from typing import Any
 from rollwright.config import key, key_from
 from rollwright.errors import ConfigError
 
-#: Names that users of other systems know, and the field each stands for.
+#: Other names of fields.
 ALIASES = {"n": "n_samples", "max_tokens": "max_new_tokens", "min_tokens": "min_new_tokens"}
 
 
@@ -33,7 +33,7 @@ def _second_name(name: str) -> Any:
     )
 
 
-#: What calls of OpenAI's APIs take by themselves, and what else a request to a front of ours may have.
+#: Arguments of OpenAI's APIs, and further ones that a request to a front of ours may have.
 _ANY_ARGUMENTS = frozenset(["max_new_tokens", "temperature", "top_p"])
 _AGENT_ARGUMENTS = _ANY_ARGUMENTS | {"frequency_penalty", "presence_penalty"}
 _CHAT_ARGUMENTS = _AGENT_ARGUMENTS | {"n_samples", "stop", "seed", "logit_bias"}
@@ -132,18 +132,18 @@ class GenerationHyperparameters:
 
     @property
     def is_greedy(self) -> bool:
-        """True where the most likely token is taken."""
+        """True if the most likely token is always taken."""
         return self.greedy or self.temperature == 0.0
 
     @property
     def adjusts_scores(self) -> bool:
-        """True where a bias, a penalty or a grammar changes the scores that tokens are drawn from."""
+        """True if a bias, a penalty or a grammar changes the scores from which tokens are drawn."""
         penalties = self.frequency_penalty, self.presence_penalty, self.repetition_penalty != 1.0, self.logit_bias
         return any(penalties) or any(text is not None for text in (self.json_schema, self.regex, self.grammar))
 
     @property
     def effective_temperature(self) -> float:
-        """The temperature that log-probabilities are given at: 1 where sampling is greedy."""
+        """The temperature of the returned log-probabilities: 1 if sampling is greedy."""
         return 1.0 if self.is_greedy else self.temperature
 
     def new(self, **changes: Any) -> GenerationHyperparameters:
@@ -172,7 +172,7 @@ class GenerationHyperparameters:
         return cls().new(**names)
 
     def to_openai_args_dict(self, exclude_args: Sequence[str] | None = None, api_format: str = "completions") -> dict[str, Any]:
-        """Arguments of an OpenAI client's ``create``; what its API does not have goes into ``extra_body``.
+        """Arguments of an OpenAI client's ``create``; arguments that its API lacks go into ``extra_body``.
 
         Args:
             exclude_args: our names of what to leave out.
@@ -199,7 +199,7 @@ class GenerationHyperparameters:
         return arguments
 
     def new_with_stop_and_pad_token_ids(self, tokenizer: Any) -> GenerationHyperparameters:
-        """A copy whose ``stop_token_ids`` also hold the tokenizer's end and pad tokens, where it has them.
+        """A copy whose ``stop_token_ids`` also hold the tokenizer's end and pad tokens, if it has them.
 
         A tokenizer as transformers loads it is adapted in place: from here on its ``apply_chat_template(tokenize=True)`` returns ids.
         """

@@ -1,8 +1,8 @@
 """Interpolation: ``${other.key}``, ``${oc.env:VAR,default}`` and ``${run_dir}`` in the values of a config.
 
-The notation is OmegaConf's: ``${a.b.0.c}`` or ``${a.b[0].c}`` is another key, from the
-top; ``${.c}`` one beside this key, ``${..c}`` one beside the mapping that it is in; ``${oc.env:VAR}`` an environment variable,
-``${oc.decode:text}`` a text read as YAML. They nest, and ``\\${`` is the text ``${``.
+The notation is OmegaConf's: ``${a.b.0.c}`` or ``${a.b[0].c}`` is another key, from the top; ``${.c}`` one beside this
+key, ``${..c}`` one beside the mapping that contains it; ``${oc.env:VAR}`` an environment variable, ``${oc.decode:text}`` a text read
+as YAML. They nest, and ``\\${`` is the text ``${``.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from rollwright.config.secrets import HIDDEN, Secret, hidden_by_name
 from rollwright.config.source import KeyPath, Origins, default_of, dotted, parse_value, plain, undotted
 from rollwright.errors import ConfigError
 
-#: What ``${run_dir}`` means in every file.
+#: Value of ``${run_dir}`` in every file.
 RUN_DIR = "${cluster.fileroot}/${experiment_name}/${trial_name}"
 
 _CALL = re.compile(r"\s*([A-Za-z_][\w.]*)\s*:(.*)", re.DOTALL)
@@ -51,11 +51,11 @@ def resolve(
 
 
 class _UnresolvedError(Exception):
-    """An interpolation has no value; the text says why, and what to do."""
+    """Raised if an interpolation has no value; the message says why and what to do."""
 
 
 class _Resolver:
-    """Gives values for what is written, with the keys that interpolations may name."""
+    """Resolves values that contain interpolations."""
 
     def __init__(self, whole: dict[str, Any], origins: Origins) -> None:
         self.whole = whole
@@ -63,7 +63,7 @@ class _Resolver:
         self._open: list[KeyPath] = []  # the keys whose text is being resolved, from the outermost on
 
     def value(self, written: Any, path: KeyPath) -> Any:
-        """The value of what is written at ``path``."""
+        """Resolve what is written at ``path``."""
         if isinstance(written, dict):
             return {key: hidden_by_name(key, self.value(item, (*path, key))) for key, item in written.items()}
         if isinstance(written, list):
@@ -82,7 +82,7 @@ class _Resolver:
             self._open.pop()
 
     def _text(self, text: str) -> Any:
-        """The value, where the text is one interpolation and nothing else; otherwise the text with values in their places."""
+        """Resolve a text: to any value if it is a single interpolation, else to text with the values filled in."""
         parts: list[tuple[Any, str]] = []  # value; how it is written
         for source, is_interpolation in _split(text):
             value = self._interpolation(source[2:-1]) if is_interpolation else source.replace("\\${", "${")
@@ -98,7 +98,7 @@ class _Resolver:
         return Secret(whole, HIDDEN if HIDDEN in written else "".join(written))
 
     def _interpolation(self, inside: str) -> Any:
-        """The value of what stands between ``${`` and ``}``."""
+        """Resolve the text between ``${`` and ``}``."""
         call = _CALL.fullmatch(inside)
         if call is None:
             return self._named(str(self._text(inside)))
@@ -203,7 +203,7 @@ def _written(value: Any) -> str:
 
 
 def _secret(value: Any, written: str) -> Any:
-    """``value`` with a ``Secret`` in place of every text: what comes from the environment."""
+    """Replace every text in a value from the environment by a ``Secret``."""
     if isinstance(value, dict):
         return {key: _secret(item, HIDDEN) for key, item in value.items()}
     if isinstance(value, list):

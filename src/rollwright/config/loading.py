@@ -2,7 +2,7 @@
 
 A file is one experiment, or a run of several stages: make a model, warm it up, train it, evaluate it. It then has shared keys at
 its top level and a list ``stages:``. Each stage has a ``kind``, a ``name`` and keys of its own, which are merged over the shared
-ones. A shared key reaches the stages whose config has it; one that reaches none is refused, as is an unknown key of a stage. A
+ones. A shared key applies to the stages whose config has it; one that applies to none is refused, as is an unknown key of a stage. A
 file without ``stages`` is one stage of the ``kind`` it names (``rl`` unless it does).
 
 The command line wins over the file: ``key=value`` in every stage that has the key, ``stages.NAME.key=value`` in that stage alone.
@@ -124,7 +124,7 @@ def _build(cls: type, data: dict[str, Any], faults: Faults, around: dict[str, An
 
 
 def _import_plugins(data: dict[str, Any], faults: Faults) -> None:
-    """Import what ``plugins`` names, and make its paths absolute: they are relative to the file that names them."""
+    """Import the plugins, and make their paths, which are relative to the config file, absolute."""
     listed = data.get("plugins")
     if not isinstance(listed, list) or not all(isinstance(source, str) for source in listed):
         return  # not given, or told when it is validated
@@ -173,13 +173,13 @@ def is_as_written(text: str, *, has_checksum: bool) -> bool:
 #: Keys that are no settings of a stage's config.
 _STAGE_KEYS = ("stages", "kind", "name")
 
-#: What an evaluation from the command line alone starts from.
+#: Keys of an evaluation from the command line alone.
 _EVALUATION = {"experiment_name": "eval", "workflow": "rollwright.workflows.rlvr.RLVRWorkflow"}
 
 
 @dataclass
 class Stage:
-    """One stage of a run, ready to be carried out; ``origins`` say where its keys were written, for messages."""
+    """One stage of a run. ``origins`` knows where its keys were written, for messages."""
 
     name: str
     kind: str
@@ -288,7 +288,7 @@ class _File:
                 raise ConfigError(f"{where}: stages.{index}: expected a mapping with kind and the stage's keys, got {keys!r}.")
 
     def stage(self, index: int, keys: dict[str, Any]) -> Stage | None:
-        """One stage of its own keys; where it has faults, they are noted and the result is of no use."""
+        """Build one stage from its own and the shared keys. Faults are collected; the result is unusable if there are any."""
         kind = keys.get("kind")
         name = keys.get("name", kind)
         mine = [
@@ -391,7 +391,7 @@ def _has_key(config: Any, path: KeyPath) -> bool:
     return True
 
 
-#: What a stage of each kind cannot run without, and what it is.
+#: Keys that a stage of each kind needs, and what they hold.
 _NEEDED: dict[str, dict[str, str]] = {
     "model": {"path": "the directory to write the model to"},
     "sft": {"model.path": "the model to train", "train_dataset.path": "the rows to train on"},

@@ -1,4 +1,4 @@
-"""Overrides: ``key=value`` arguments of the command line, read and set in what a config file says."""
+"""Overrides: ``key=value`` arguments of the command line, parsed and merged into the data of a config file."""
 
 from __future__ import annotations
 

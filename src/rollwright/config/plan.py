@@ -1,4 +1,4 @@
-"""What the stages of a run do, in words."""
+"""Descriptions of what the stages of a run do."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def run_directory_of(stages: Sequence[Stage]) -> Path:
 
 
 def describe(stages: Sequence[Stage]) -> str:
-    """A numbered line for each stage, and where the run writes."""
+    """Describe each stage in a numbered line, and say where the run writes."""
     processes = max((stage.config.cluster.processes for stage in stages if hasattr(stage.config, "cluster")), default=1)
     on_ray = any(stage.config.cluster.kind == "ray" for stage in stages if hasattr(stage.config, "cluster"))
     several = f", each in {processes} processes of this machine where it trains," if processes > 1 and not on_ray else ""
@@ -37,7 +37,7 @@ def describe(stages: Sequence[Stage]) -> str:
 
 
 def in_words(stage: Stage) -> str:
-    """What a stage does: ``train MODEL on the completions of DATASET, 400 steps``."""
+    """Describe a stage: ``train MODEL on the completions of DATASET, 400 steps``."""
     return f"{_WORDS[stage.kind](stage.config)}{_kl(stage)}"
 
 
@@ -88,7 +88,7 @@ def _eval(config: EvalConfig) -> str:
 
 
 def _class(workflow: str | None) -> str:
-    """A workflow as it is written, but one of ours by its name alone."""
+    """A workflow as written in the config; a built-in one by its class name alone."""
     return workflow.rpartition(".")[2] if workflow and workflow.startswith("rollwright.") else str(workflow)
 
 
@@ -105,7 +105,7 @@ def _length(config: Any) -> str:
 
 
 def _sampling_of_tasks(config: PPOConfig) -> str:
-    """How tasks are sampled, with one entry for each taskset whose arguments differ."""
+    """Describe how tasks are sampled, by taskset if their arguments differ."""
     own = {taskset.name: _sampling(taskset.gconfig or config.gconfig) for taskset in config.tasksets}
     if len(set(own.values())) > 1:
         return "; ".join(f"{name}: {sampling}" for name, sampling in own.items())

@@ -53,7 +53,7 @@ OPTIMIZERS: Registry[Callable[..., Any]] = Registry(
 
 @dataclass(frozen=True)
 class Recipe:
-    """What an algorithm sets. Keys are those of ``actor``; ``rollout.`` keys apply where the config has that section."""
+    """Defaults that an algorithm sets: keys of ``actor``, and of ``rollout`` if the config has that section."""
 
     source: str
     actor: dict[str, Any] = field(default_factory=dict)
@@ -134,10 +134,10 @@ def find_recipe(name: str) -> Recipe:
 
 
 def apply_recipe(config: Any, explicitly_set_keys: Collection[str] | None = None) -> Any:
-    """Set, in place, the keys that the recipe of ``config`` gives and that the user did not set.
+    """Set the keys of the config's recipe that the user did not set, in place.
 
-    Evaluation generates as many tokens as the run (``gconfig.max_new_tokens``) where its own limit is not set. Doing it again
-    changes nothing: a config remembers that its recipe was applied.
+    Evaluation generates as many tokens as the run (``gconfig.max_new_tokens``) unless its own limit is set. Applying a recipe twice
+    changes nothing: a config remembers that it was applied.
 
     Args:
         config: an experiment config with an ``actor`` section, or a ``PPOActorConfig`` alone.

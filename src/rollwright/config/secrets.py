@@ -17,7 +17,7 @@ from typing import Any
 
 import yaml
 
-#: What stands for a secret.
+#: Placeholder of a secret.
 HIDDEN = "***"
 
 _NAMES = r"(?:api[_-]?key|(?:auth|access|api|hf|bearer)[_-]?token|password|passwd|secret(?:[_-]?key)?)"
@@ -51,7 +51,7 @@ def is_secret_name(key: object) -> bool:
 
 
 def command_line(words: Iterable[str]) -> str:
-    """The words of a command with ``***`` in place of values whose option or key has a secret's name."""
+    """A command with ``***`` in place of values whose option or key is named like a secret."""
     return _SECRET_ARGUMENT.sub(rf"\1{HIDDEN}", " ".join(words))
 
 
@@ -65,7 +65,7 @@ def shown(text: str, metadata: Mapping[str, Any]) -> str:
 
 
 def hidden_by_name(key: object, value: Any) -> Any:
-    """The value; a ``Secret`` where it is plain text under a secret's name."""
+    """Return the value, as a ``Secret`` if it is text under a key that is named like a secret."""
     return Secret(value) if type(value) is str and value and is_secret_name(key) else value
 
 
@@ -78,7 +78,7 @@ def secrets_of(config: Any, metadata: Mapping[str, Any] | None = None) -> Iterat
 
 
 def hidden_texts(config: Any) -> set[str]:
-    """Every text of a config that must not be written anywhere: those written as ``***``, and what environment variables gave.
+    """All texts of a config that must not be written anywhere: those written as ``***`` and those from environment variables.
 
     The latter only from 8 characters on: a shorter one, such as a number of steps, stands in other texts by chance.
     """

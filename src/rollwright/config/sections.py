@@ -346,7 +346,7 @@ class EvaluatorConfig(IntervalConfig):
 
 @dataclass
 class StatsLoggerConfig:
-    """Where metrics go besides metrics.jsonl in the run directory."""
+    """Sinks of metrics in addition to metrics.jsonl in the run directory."""
 
     sinks: list[str] = key_from(list, "tensorboard, wandb, trackio, mlflow, or a sink that a plugin registers in SINKS.")
     show: list[str] = key_from(list, "Further metrics of metrics.jsonl that each step's display shows, such as actor/entropy.")

@@ -60,7 +60,7 @@ _PREFILL_TOKENS = 4096
 
 @dataclass
 class ServerConfig:
-    """What every server can be told."""
+    """Keys of every server."""
 
     model_path: str = key("", "Model directory or name; empty: the actor's.", public=True)
     dtype: str = key("auto", "Compute type; auto uses rollout.dtype.")

@@ -1,4 +1,4 @@
-"""A YAML file as plain containers, together with the line on which each key stands.
+"""A YAML file as plain containers, with the line number of each key.
 
 Paths are tuples of keys and list positions: ``("actor", "optimizer", "lr")``, ``("stages", 1, "name")``.
 """
@@ -73,7 +73,7 @@ class Override:
 
 @dataclass(frozen=True)
 class Written:
-    """How a key was written that stands under another one now: its name there, and where that was."""
+    """Original name and place of a key that was renamed."""
 
     key: str
     place: str
@@ -81,10 +81,9 @@ class Written:
 
 @dataclass
 class Document:
-    """What a YAML file says, before interpolation: containers, lines and the file's name.
+    """The content of a YAML file before interpolation: containers, line numbers and the file's name.
 
-    ``written`` and ``notes`` are of files in another system's shape: what their author called the keys, and a line on each
-    key for the user to read.
+    ``written`` and ``notes`` belong to translated files: the original names of the keys, and a line for the user about each key.
     """
 
     data: dict[str, Any]
@@ -98,8 +97,8 @@ class Document:
 class Origins:
     """Where values come from, for messages: a file and line, or an override of the command line.
 
-    ``prefixes`` are the places of the document where a path is looked up, first match wins: a stage's own keys stand
-    before the shared ones.
+    ``prefixes`` are the places of the document where a path is looked up; the first match wins, so a stage's own keys come before
+    the shared ones.
     """
 
     document: Document
@@ -108,7 +107,7 @@ class Origins:
     renamed: dict[KeyPath, Written] = field(default_factory=dict)  # keys that were given under a second name
 
     def of(self, path: KeyPath) -> str:
-        """``file:line``, or the override's text; of the nearest key above where the path itself was not written."""
+        """``file:line`` or the override that set a key; of the nearest parent if the key itself was not written."""
         for above in (path[:length] for length in range(len(path), -1, -1)):
             if override := self._override(above):
                 return f"override {override.text!r}"
@@ -123,7 +122,7 @@ class Origins:
         return self.document.file
 
     def name(self, path: KeyPath) -> str:
-        """What messages call a key: as it was written, and what it is here where that is another name."""
+        """Name of a key in messages: as it was written, with its own name if that differs."""
         written = self._written(path)
         if written is None or written.key == dotted(path) or self._override(path):
             return dotted(path)
@@ -138,7 +137,7 @@ class Origins:
         return Path() if overridden else Path(self.document.file).parent
 
     def raw(self, path: KeyPath) -> str | None:
-        """The text behind the ``=`` where the value itself was given as an override."""
+        """The text behind the ``=`` of the override that set this very key; None if there is none."""
         override = self._override(path)
         return override.raw if override else None
 
@@ -150,19 +149,19 @@ class Origins:
 class ConfigDialect:
     """Another system's config: names of its keys, and the shape of its files. See ``rollwright.compat``."""
 
-    #: What messages call the system.
+    #: Name of the system in messages.
     system: ClassVar[str] = ""
-    #: Name of a config dataclass -> (a key in the user's file -> the field that it means); read with a warning.
+    #: Name of a config dataclass -> (key in the user's file -> field); read with a warning.
     renamed: ClassVar[Mapping[str, Mapping[str, str]]] = {}
     #: The same for names that are as good as this project's: read without a warning.
     second_names: ClassVar[Mapping[str, Mapping[str, str]]] = {}
 
     def recognises(self, data: dict[str, Any]) -> bool:
-        """True where a file with these keys has the other system's shape."""
+        """True if a file with these keys belongs to the other system."""
         return False
 
     def translate(self, data: dict[str, Any], origins: Origins) -> Document:
-        """The same experiment as a document of the project's own shape, which knows how each key was written.
+        """Translate a file to a document with this project's keys, which remembers how each key was written.
 
         Args:
             data: the file's keys, overrides applied and interpolations resolved.
@@ -174,7 +173,7 @@ class ConfigDialect:
         raise NotImplementedError
 
 
-#: Other systems whose files and names are read.
+#: Systems whose files and key names are understood.
 DIALECTS: Registry[type[ConfigDialect]] = Registry(
     "dialect",
     variable="DIALECTS",
@@ -275,12 +274,12 @@ def _scalar(node: yaml.Node, document: Document) -> Any:
 
 
 def default_of(each: dataclasses.Field) -> Any:
-    """A field's default, made anew; ``MISSING`` where it has none."""
+    """A new default of a field; ``MISSING`` if it has none."""
     return each.default if each.default_factory is dataclasses.MISSING else each.default_factory()
 
 
 def plain(value: Any, metadata: Mapping[str, Any] | None = None) -> Any:
-    """Dataclasses, enums and paths as what YAML can hold, with what stands for each secret in its place.
+    """Convert dataclasses, enums and paths to what YAML can hold, with placeholders for secrets.
 
     Args:
         value: a config, or the value of a key.

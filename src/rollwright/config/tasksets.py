@@ -1,4 +1,4 @@
-"""The one description of tasks: where rows come from, how a row is read, what runs on it, and how it is drawn."""
+"""Config of tasks: where rows come from, how they are read, what runs on them, and in which order they are drawn."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from rollwright.errors import ConfigError
 
 @dataclass
 class FormatConfig:
-    """Which columns of a row hold what. One that sets nothing is no format: columns are known by their names."""
+    """Roles of a row's columns. If nothing is set, columns are recognised by their names."""
 
     prompt_type: str = key(
         "plaintext",
@@ -120,7 +120,7 @@ class TasksetConfig:
 
     @property
     def columns(self) -> FormatConfig:
-        """The format as columns: the default one where there is none, or a registered function has read the row."""
+        """The format's columns; the default ones if there is no format or a registered function reads the rows."""
         return self.format if isinstance(self.format, FormatConfig) else FormatConfig()
 
 

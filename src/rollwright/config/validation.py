@@ -31,7 +31,7 @@ logger = logging.getLogger("rollwright.config")
 
 
 def validated(cls: type, data: Any, faults: Faults) -> Any:
-    """An instance of the dataclass ``cls`` from a mapping of its keys; where there are faults, the result is of no use.
+    """Build an instance of the dataclass ``cls`` from a mapping of its keys; unusable if faults were found.
 
     Raises:
         ConfigError: a field has a type that a config cannot hold.
@@ -50,10 +50,10 @@ def validated(cls: type, data: Any, faults: Faults) -> Any:
 
 
 def refuse_wrong_arguments(function: Callable[..., Any], arguments: Mapping[str, Any], key: str) -> None:
-    """Check keyword arguments by the annotations of what is called with them; those without a usable annotation are not checked.
+    """Check keyword arguments against a function's annotations; those without a usable annotation are not checked.
 
     Args:
-        function: what is called with them.
+        function: the function that takes them.
         arguments: by name.
         key: where they were written, for messages.
 
@@ -76,7 +76,7 @@ def refuse_wrong_arguments(function: Callable[..., Any], arguments: Mapping[str,
 
 
 class _Section(dict):
-    """The keys that a section is given, under the fields' own names."""
+    """The keys of a section as given, under the names of the fields."""
 
     def __init__(self, cls: type, default: Any) -> None:
         super().__init__()
@@ -86,7 +86,7 @@ class _Section(dict):
 
 
 def names_besides(cls: type) -> dict[Any, tuple[str, bool]]:
-    """Second names of a dataclass's keys and names from other systems: the field that each means, and whether to warn."""
+    """Other names of a dataclass's keys: the field that each means, and whether to warn."""
     dialects = [DIALECTS.get(name) for name in DIALECTS.built_in]
     tables = [
         *((each.renamed, True) for each in dialects),
@@ -204,7 +204,7 @@ def is_section(kind: Any) -> bool:
 
 @functools.cache
 def adapter_of(cls: type) -> pydantic.TypeAdapter:
-    """What validates the mapping of a dataclass's keys, makes the instance, and knows the schema."""
+    """The adapter that validates a mapping of a dataclass's keys, makes the instance, and gives the schema."""
     try:
         return pydantic.TypeAdapter(_typed(cls, {}))
     except (pydantic.PydanticUserError, TypeError) as error:
@@ -303,7 +303,7 @@ def _as_long(length: int, value: Any) -> Any:
 
 
 def _text(metadata: Mapping[str, Any], value: Any, handler: Callable[[Any], str]) -> str:
-    """A text, which stays a secret where it is one."""
+    """Validate a text; a secret stays one."""
     text = handler(value)
     if not metadata.keys().isdisjoint(("public", "choices", "registry")):
         return text
@@ -345,7 +345,7 @@ def _refusal(message: str) -> PydanticCustomError:
     return PydanticCustomError("refused", "{message}", {"message": message})
 
 
-#: Kind of pydantic's error -> what was expected.
+#: Kind of a pydantic error -> expected value in words.
 _EXPECTED = {
     "int": "a whole number",
     "float": "a number",
@@ -366,7 +366,7 @@ _LIMITS = {
 
 
 def _words(problem: Any) -> str:
-    """The message of one of pydantic's errors."""
+    """Word the message of a pydantic error."""
     kind, value, context = problem["type"], problem["input"], problem.get("ctx", {})
     if kind in _LIMITS:
         return f"must be {_LIMITS[kind].format(**context)}, got {value}"
