@@ -242,7 +242,7 @@ class Plugins:
 
         Args:
             source: a path; or a module's name, where there is no such path.
-            relative_to: the directory that a relative path is taken from; None: the current one.
+            relative_to: base directory of a relative path; by default the current one.
 
         Returns:
             The absolute path, or the module's name.

@@ -39,7 +39,7 @@ COMMANDS: dict[str, tuple[str, str]] = {
 
 
 def build_app(chosen: str | None) -> typer.Typer:
-    """The application with every command listed; only ``chosen`` is imported (None: only listed, ``"*"``: all)."""
+    """The application with every command listed; only ``chosen`` is imported (``"*"`` imports all, None none)."""
     app = typer.Typer(
         help="Reinforcement learning for language-model agents. The unit is the workflow: the code of one episode.",
         no_args_is_help=True,
@@ -70,7 +70,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Run one command line.
 
     Args:
-        argv: the arguments; None: those of the process.
+        argv: the arguments; by default those of the process.
 
     Returns:
         The exit status.

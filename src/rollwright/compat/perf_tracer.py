@@ -7,7 +7,6 @@ metrics. A run writes both; there is nothing to configure or save.
 from __future__ import annotations
 
 import enum
-import functools
 import inspect
 from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import asynccontextmanager, contextmanager
@@ -65,21 +64,8 @@ def trace_perf(name: str, *, category: str | None = None) -> Callable[[Callable[
     """Return a decorator that records a span over each call of a function, plain or async."""
 
     def decorate(function: Callable[..., Any]) -> Callable[..., Any]:
-        if inspect.iscoroutinefunction(function):
-
-            @functools.wraps(function)
-            async def awaited(*arguments: Any, **keywords: Any) -> Any:
-                with trace_scope(name, category):
-                    return await function(*arguments, **keywords)
-
-            return awaited
-
-        @functools.wraps(function)
-        def called(*arguments: Any, **keywords: Any) -> Any:
-            with trace_scope(name, category):
-                return function(*arguments, **keywords)
-
-        return called
+        trace = atrace_scope if inspect.iscoroutinefunction(function) else trace_scope
+        return trace(name, category)(function)
 
     return decorate
 

@@ -7,7 +7,6 @@ begin with ``eval/`` wherever they are reported, so its scope is ``rollout``, to
 from __future__ import annotations
 
 import enum
-import functools
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -93,15 +92,7 @@ class StatsTracker(MetricsTracker):
     def scope_func_wrapper(self, name: str) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
         """Return a decorator that prefixes the function's reports with ``name/``."""
 
-        def decorate(function: Callable[..., Any]) -> Callable[..., Any]:
-            @functools.wraps(function)
-            def inside(*arguments: Any, **keywords: Any) -> Any:
-                with self.scope(name):
-                    return function(*arguments, **keywords)
-
-            return inside
-
-        return decorate
+        return self.scope(name)
 
     def export(self, reset: bool = True, reduce_group: Any = None) -> dict[str, float]:
         """Like ``MetricsTracker.export``. A ``reduce_group`` may have only one member, because a trainer reduces over its ranks itself."""

@@ -15,15 +15,12 @@ Marked = TypeVar("Marked")
 
 
 def Deprecated(marked: Marked) -> Marked:  # noqa: N802
-    """Mark a class or function as deprecated, as in Trinity-RFT's files; no effect on behaviour."""
-    marked._is_deprecated = True  # type: ignore[attr-defined]
+    """Return a class or function unchanged: its author marked it as deprecated."""
     return marked
 
 
-def Experimental(marked: Marked) -> Marked:  # noqa: N802
-    """Mark a class or function as experimental, as in Trinity-RFT's files; no effect on behaviour."""
-    marked._is_experimental = True  # type: ignore[attr-defined]
-    return marked
+#: Likewise for classes and functions marked as experimental.
+Experimental = Deprecated
 
 
 def build_mm_message(prompt: str, images: Sequence[Any] | None = None, videos: Sequence[Any] | None = None) -> dict[str, Any]:

@@ -51,7 +51,7 @@ class RunConfig:
     trial_name: str = key("trial", "Name of this trial of the experiment.", public=True)
     seed: int = key(1, "Seed of everything that is random.")
     deterministic: bool = key(False, "The run repeats bit for bit on one machine (docs/determinism.md).")
-    tokenizer_path: str = key("", "Tokenizer directory or name; empty: the model's path.", public=True)
+    tokenizer_path: str = key("", "Tokenizer directory or name; default: the model's path.", public=True)
     stats_logger: StatsLoggerConfig = field(default_factory=StatsLoggerConfig)
     cluster: ClusterConfig = field(default_factory=ClusterConfig)
     plugins: list[str] = key_from(
@@ -106,12 +106,12 @@ class PPOConfig(EpisodesConfig, BaseExperimentConfig):
     )
     bench: BenchConfig = field(default_factory=BenchConfig)
     service: ServiceConfig = field(default_factory=ServiceConfig)
-    eval_workflow: str | None = key(None, "Workflow of evaluation; None: the same.")
-    eval_workflow_kwargs: dict[str, Any] | None = key(None, "Its arguments; None: the same, with the evaluator's gconfig.")
+    eval_workflow: str | None = key(None, "Workflow of evaluation; default: the same.")
+    eval_workflow_kwargs: dict[str, Any] | None = key(None, "Its arguments; default: the same, with the evaluator's gconfig.")
     gconfig: GenerationHyperparameters = field(default_factory=GenerationHyperparameters)
     journal: JournalConfig = field(default_factory=JournalConfig)
     actor: PPOActorConfig = field(default_factory=PPOActorConfig)
-    ref: TrainEngineConfig | None = key(None, "Reference policy of the KL; None: the actor's first weights where kl_ctl > 0.")
+    ref: TrainEngineConfig | None = key(None, "Reference policy of the KL; default: the actor's first weights if kl_ctl > 0.")
     critic: TrainEngineConfig | None = key(None, "Value model. Not built yet: refused.")
 
 
@@ -139,7 +139,7 @@ class DPOConfig(SFTConfig):
     """Direct preference optimisation on pairs of a preferred and a rejected reply."""
 
     train_dataset: DatasetConfig = field(default_factory=lambda: DatasetConfig(type="preference"))
-    ref: TrainEngineConfig | None = key(None, "Reference policy; None: the model's first weights.")
+    ref: TrainEngineConfig | None = key(None, "Reference policy; default: the model's first weights.")
     beta: float = key(0.1, "Strength of the pull towards the reference.", gt=0.0)
     label_smoothing: float = key(0.0, "Share of pairs taken to be the wrong way round (conservative DPO).", ge=0.0, lt=0.5)
 
@@ -149,7 +149,7 @@ class EvalConfig(EpisodesConfig, RunConfig):
     """Evaluation of a model on a split: greedily, and by the mean of several samples."""
 
     path: str = key("", "Model directory or Hugging Face name.", public=True)
-    label: str = key("", "Name of the result in tables and summary.json; empty: the stage's.")
+    label: str = key("", "Name of the result in tables and summary.json; default: the stage's.")
     trust_remote_code: bool = key(False, "Run code that comes with a model. Off unless asked for.")
     dataset: DatasetConfig = field(default_factory=lambda: DatasetConfig(split="test", shuffle=False, drop_last=False))
     gconfig: GenerationHyperparameters = field(default_factory=GenerationHyperparameters)
@@ -178,17 +178,15 @@ class NewModelConfig:
     hidden_size: int = key(128, "Width of the residual stream.", ge=8)
     layers: int = key(4, "Transformer blocks.", ge=1)
     heads: int = key(4, "Attention heads.", ge=1)
-    kv_heads: int | None = key(None, "Key-value heads; null: as many as heads.", ge=1)
-    head_dim: int | None = key(None, "Size of a head; null: hidden_size / heads.", ge=2)
-    intermediate_size: int | None = key(None, "Width of the feed-forward; null: three times hidden_size.", ge=8)
+    kv_heads: int | None = key(None, "Key-value heads; default: as many as heads.", ge=1)
+    head_dim: int | None = key(None, "Size of a head; default: hidden_size / heads.", ge=2)
+    intermediate_size: int | None = key(None, "Width of the feed-forward; default: three times hidden_size.", ge=8)
     tie_embeddings: bool = key(True, "Input and output embeddings are one matrix.")
     max_position_embeddings: int = key(512, "Longest sequence, in tokens.", ge=8)
-    vocabulary_from: str = key(
-        "", "Tokenizer directory or name that is taken over; empty: a character tokenizer is made.", public=True
-    )
-    characters: str = key("", "Characters of the tokenizer; empty: printable ASCII and newline.")
+    vocabulary_from: str = key("", "Tokenizer directory or name to copy; default: make a character tokenizer.", public=True)
+    characters: str = key("", "Characters of the tokenizer; default: printable ASCII and newline.")
     pieces: list[str] = key_from(list, "Strings that are one token each, such as '<answer>' or syllables.")
-    vision: NewVisionConfig | None = key(None, "The part that sees, of architecture qwen2_vl; null: its defaults.")
+    vision: NewVisionConfig | None = key(None, "Vision tower of architecture qwen2_vl; default: a small one.")
     seed: int = key(1, "Seed of the weights.")
 
 

@@ -82,7 +82,7 @@ class GenerationHyperparameters:
     stop_token_ids: list[int] = key_from(list, "Token ids that end a request; kept in output.")
     ignore_eos: bool = key(False, "Go on after the end token (forced lengths, benchmarks).")
     skip_special_tokens: bool = key(True, "Leave special tokens out of decoded text.")
-    seed: int | None = key(None, "Seed of the request; None: derived from the run's seed.")
+    seed: int | None = key(None, "Seed of the request; default: derived from the run's seed.")
 
     def __post_init__(self) -> None:
         if isinstance(self.stop, str):

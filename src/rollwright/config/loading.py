@@ -229,7 +229,7 @@ def load_eval_stages(file: str | Path | None, overrides: Sequence[str] = ()) -> 
     """The evaluations of a config file: its eval stages, or one made of the keys that an evaluation has.
 
     Args:
-        file: any config file; None: everything is in ``overrides``.
+        file: any config file. None takes everything from ``overrides``.
         overrides: as for ``load_stages``.
 
     Raises:

@@ -27,11 +27,11 @@ class StoreConfig:
         choices=["sql", "queue", "file"],
     )
     url: str = key(
-        "", "SQLAlchemy URL, such as sqlite:///path.db or postgresql://…, or the file's path; empty: in the run directory."
+        "", "SQLAlchemy URL, such as sqlite:///path.db or postgresql://…, or the file's path; default: in the run directory."
     )
     train_batch_size: int | None = key(
         None,
-        "Experiences in a training step: whole groups until there are at least so many; None: train_dataset.batch_size groups.",
+        "Experiences in a training step: whole groups until there are at least this many; default: train_dataset.batch_size groups.",
         ge=1,
     )
     order: str = key(
@@ -39,7 +39,7 @@ class StoreConfig:
         "Which experiences are trained next: the oldest, the freshest, by decaying priority, or any.",
         choices=["fifo", "freshest", "priority", "uniform"],
     )
-    uses: int | None = key(1, "How often each experience is trained on; None: without end (priority and uniform).", ge=1)
+    uses: int | None = key(1, "How often each experience is trained on; None for no limit (priority and uniform).", ge=1)
     priority_fn: str = key(
         "linear_decay",
         "Priority where order is priority: linear_decay (version - decay x uses), or "
@@ -70,7 +70,7 @@ class ServiceConfig:
     port: int = key(0, "Port of the service; 0: a free one, written to service.json.", ge=0, le=65535)
     api_key: str | None = key(
         None,
-        "Key that opens runs and gives feedback; None: made up, written to service.json. ${oc.env:NAME} keeps it out of the file.",
+        "Key that opens runs and gives feedback; default: a random one, written to service.json. ${oc.env:NAME} keeps it out of the file.",
         secret=True,
     )
     feedback_seconds: float = key(
@@ -91,7 +91,7 @@ class BenchConfig:
     """Scores of the checkpoints of a run on its evaluation tasks; generation arguments are those of the tasksets or the evaluator."""
 
     checkpoints: list[str] = key_from(
-        list, "Model directories, or names; empty: the model that the run began with, and every checkpoint of the run."
+        list, "Model directories, or names; default: the model that the run began with, and every checkpoint of the run."
     )
     samples: int = key(8, "Samples of each task.", ge=1)
     pass_at: list[int] = key_from(lambda: [1, 2, 4, 8], "Each k of pass@k; those above samples are left out.")
@@ -104,14 +104,14 @@ class AuxiliaryModelConfig:
 
     model_path: str = key("", "Directory or Hugging Face name; served beside the run and ended with it.", public=True)
     base_url: str = key("", "URL of a server that runs already, such as https://host/v1.")
-    model: str = key("", "Name that requests to base_url give; empty: the first that it lists.")
+    model: str = key("", "Name that requests to base_url give; default: the first that it lists.")
     api_key: str | None = key(None, "Key for base_url. ${oc.env:NAME} keeps it out of the file.", secret=True)
     timeout: float = key(600.0, "Seconds that one request may take.", gt=0.0)
     max_retries: int = key(2, "Times a failed request is sent again.", ge=0)
     device: str = key("auto", "Device of the server that is started.")
     dtype: str = key("auto", "Its compute type.", choices=["auto", "float32", "bfloat16", "float16"])
-    context_length: int | None = key(None, "Its prompt and new tokens together; None: the model's.", ge=2)
+    context_length: int | None = key(None, "Its prompt and new tokens together; default: the model's.", ge=2)
     max_running_requests: int = key(64, "Sequences that it decodes together.", ge=1)
     kv_cache_bytes: int | None = key(None, "Memory of its cache.", ge=1)
-    threads: int | None = key(None, "Its compute threads; None: one for each core.", ge=1, le=1024)
+    threads: int | None = key(None, "Its compute threads; default: one for each core.", ge=1, le=1024)
     setup_timeout: float = key(300.0, "Seconds that the run waits for its health.", gt=0.0)

@@ -87,7 +87,7 @@ class TrainEngineConfig:
         choices=["auto", "always", "never"],
     )
     shard_size: int | None = key(
-        None, "Ranks that share one copy of the weights; fewer than there are: copies are replicated (HSDP). None: all.", ge=1
+        None, "Ranks that share one copy of the weights; with fewer than all, copies are replicated (HSDP). Default: all.", ge=1
     )
     cpu_offload: bool = key(False, "Shards rest in the host's memory, and the optimizer steps there; for GPUs.")
     mb_spec: MicroBatchSpec = field(default_factory=MicroBatchSpec)
@@ -126,7 +126,7 @@ class PPOActorConfig(TrainEngineConfig):
         choices=["token", "row", "constant"],
     )
     loss_constant: float = key(1024.0, "Tokens a row counts for where loss_aggregation is constant.", gt=0.0)
-    adv_norm: NormConfig | None = key_from(NormConfig, "How rewards become advantages; None: raw rewards.")
+    adv_norm: NormConfig | None = key_from(NormConfig, "How rewards become advantages; None uses raw rewards.")
     adv_estimator: str = key(
         "normalised",
         "From rewards to advantages (docs/algorithms.md): a registered name or import path; normalised: as adv_norm says.",
@@ -135,7 +135,7 @@ class PPOActorConfig(TrainEngineConfig):
     adv_estimator_kwargs: dict[str, Any] = key_from(dict, "Arguments of an adv_estimator other than normalised.")
     reward_scaling: float = key(1.0, "Rewards are multiplied by this after reward_bias is added.")
     reward_bias: float = key(0.0, "Added to every reward.")
-    reward_clip: float | None = key(None, "Scaled rewards are clipped to ± this; None: they are not.", gt=0.0)
+    reward_clip: float | None = key(None, "Scaled rewards are clipped to ± this; default: no clipping.", gt=0.0)
     kl_ctl: float = key(
         0.0,
         "Weight of the KL to the reference in the loss (not taken from the reward); above 0 loads the reference model.",
@@ -179,7 +179,7 @@ class RolloutConfig:
         registry=BACKENDS,
     )
     addresses: list[str] = key_from(
-        list, "host:port of servers that run already; empty: from the environment, else started here."
+        list, "host:port of running servers; default: from the environment, else servers are started here."
     )
     servers: int = key(1, "Servers that are started here, where none run already.", ge=1)
     tensor_parallel: int = key(1, "GPUs of each server that is started here.", ge=1)
@@ -190,7 +190,7 @@ class RolloutConfig:
         ge=0,
     )
     api_key: str | None = key(None, "Bearer token for the servers. ${oc.env:NAME} keeps it out of the file.", secret=True)
-    path: str = key("", "Model of an engine that runs alone; empty: the actor's.", public=True)
+    path: str = key("", "Model of an engine that runs alone; default: the actor's.", public=True)
     device: str = key("auto", "Device of the built-in engine.")
     dtype: str = key(
         "auto",
@@ -199,10 +199,10 @@ class RolloutConfig:
         choices=["auto", "float32", "bfloat16", "float16"],
     )
     max_running_requests: int = key(256, "Sequences that the built-in engine decodes together.", ge=1)
-    context_length: int | None = key(None, "Prompt and new tokens together; None: the model's.", ge=2)
+    context_length: int | None = key(None, "Prompt and new tokens together; default: the model's.", ge=2)
     kv_cache_bytes: int | None = key(
         None,
-        "Memory of the built-in engine's cache; None: what max_running_requests and context_length need, at most a quarter of free memory.",
+        "Memory of the built-in engine's cache; default: as max_running_requests and context_length need, at most a quarter of free memory.",
         ge=1,
     )
     prefix_cache: bool = key(True, "Keep the cache of finished requests so that the next turn starts from it.")
@@ -224,7 +224,7 @@ class RolloutConfig:
         "Where Python that the model writes runs: bubblewrap; docker or podman (docker:IMAGE for another image than "
         "python:3.12-slim); or unsafe, a plain process, only for code that you trust (docs/sandbox.md).",
     )
-    sample_timeout: float | None = key(3600.0, "Seconds that one sample may take; None: no limit.", gt=0.0)
+    sample_timeout: float | None = key(3600.0, "Seconds that one sample may take; None for no limit.", gt=0.0)
     max_sample_retries: int = key(1, "Times a failed sample is run again.", ge=0)
     max_failed_share: float = key(
         0.2, "Share of the last 64 samples that may fail (after retries) before the run stops.", ge=0.0, le=1.0
@@ -268,7 +268,7 @@ class RolloutConfig:
     setup_timeout: float = key(300.0, "Seconds that initialize waits for a server's health.", gt=0.0)
     logprob_tolerance: float | None = key(
         None,
-        "Largest mean difference of engine and trainer log-probabilities after a publication; None: 1e-3 in float32, 5e-2 in 16-bit types.",
+        "Largest mean difference of engine and trainer log-probabilities after a publication; default: 1e-3 in float32, 5e-2 in 16-bit types.",
         gt=0.0,
     )
 
@@ -328,9 +328,7 @@ class JournalConfig:
         "An episode goes on after a resume and asks for something else than before. restart: it begins anew; fail: the run stops.",
         choices=["restart", "fail"],
     )
-    keep: int | None = key(
-        None, "Recover checkpoints whose finished episodes are kept; None: those of the whole run stay.", ge=1
-    )
+    keep: int | None = key(None, "Recover checkpoints whose finished episodes are kept; default: all of the run.", ge=1)
 
 
 @dataclass
@@ -350,7 +348,7 @@ class StatsLoggerConfig:
 
     sinks: list[str] = key_from(list, "tensorboard, wandb, trackio, mlflow, or a sink that a plugin registers in SINKS.")
     show: list[str] = key_from(list, "Further metrics of metrics.jsonl that each step's display shows, such as actor/entropy.")
-    project: str | None = key(None, "Project name at the sink; None: experiment_name.")
+    project: str | None = key(None, "Project name at the sink; default: experiment_name.")
     dump_rollouts: int = key(
         4, "Trajectories of each step or evaluation written readable to rollouts/; 0: none; -1: all.", ge=-1
     )
@@ -361,18 +359,18 @@ class StatsLoggerConfig:
 class SlurmConfig:
     """The job that carries out a run (cluster.kind: slurm)."""
 
-    partition: str | None = key(None, "Partition; None: the cluster's default.")
-    account: str | None = key(None, "Account that is charged; None: the user's default.")
-    time: str | None = key(None, "Time limit as sbatch takes it, in quotes, such as '1-00:00:00'; None: the partition's.")
+    partition: str | None = key(None, "Partition; default: the cluster's default.")
+    account: str | None = key(None, "Account that is charged; default: the user's default.")
+    time: str | None = key(None, "Time limit as sbatch takes it, in quotes, such as '1-00:00:00'; default: the partition's.")
     end_early: int = key(
         120,
         "Seconds before the time limit at which the run is told to finish its step and save; 0: it is not told.",
         ge=0,
         le=65535,
     )
-    cpus_per_node: int | None = key(None, "CPUs of each node; None: the cluster's default.", ge=1)
-    gpus_per_node: int | None = key(None, "GPUs of each node; None: not asked for.", ge=1)
-    memory: str | None = key(None, "Memory of each node as sbatch takes it, such as 64G; None: the cluster's default.")
+    cpus_per_node: int | None = key(None, "CPUs of each node; default: the cluster's default.", ge=1)
+    gpus_per_node: int | None = key(None, "GPUs of each node; default: none are requested.", ge=1)
+    memory: str | None = key(None, "Memory of each node as sbatch takes it, such as 64G; default: the cluster's default.")
     arguments: list[str] = key_from(list, "Further options of sbatch, such as --qos=high.")
     setup: list[str] = key_from(list, "Lines of shell before the run, such as 'module load cuda'.")
     poll_seconds: float = key(5.0, "Seconds between two questions to Slurm about the job.", gt=0.0)
@@ -395,25 +393,25 @@ class ClusterConfig:
         ge=1,
     )
     address: str = key(
-        "", "ray: host:port of a Ray that runs, or auto; empty: RAY_ADDRESS, else one is started on this machine for the run."
+        "", "ray: host:port of a Ray that runs, or auto; default: RAY_ADDRESS, else one is started on this machine for the run."
     )
     nodes: int = key(1, "ray: nodes that have to be there before anything starts; slurm: nodes of the job.", ge=1)
     workers: int = key(1, "ray: processes that run episodes.", ge=1)
     max_workers: int | None = key(
-        None, "ray: as many join where the cluster has room, now or when nodes are added to it; None: workers.", ge=1
+        None, "ray: maximum number if the cluster has room, now or when nodes are added; default: workers.", ge=1
     )
-    max_servers: int | None = key(None, "ray: likewise for inference servers; None: rollout.servers.", ge=1)
+    max_servers: int | None = key(None, "ray: likewise for inference servers; default: rollout.servers.", ge=1)
     cpus_per_rank: float = key(1.0, "ray: CPUs that each process of the training is placed with.", ge=0.0)
     cpus_per_server: float = key(1.0, "ray: CPUs that each inference server is placed with.", ge=0.0)
     cpus_per_worker: float = key(1.0, "ray: CPUs that each process of episodes is placed with.", ge=0.0)
     gpus_per_rank: int | None = key(
         None,
-        "ray: GPUs of each process of the training; None: 1 where the cluster has GPUs and the model's device is not cpu.",
+        "ray: GPUs of each process of the training; default: 1 where the cluster has GPUs and the model's device is not cpu.",
         ge=0,
     )
     gpus_per_server: int | None = key(
-        None, "ray: GPUs of each inference server; None: rollout.tensor_parallel, or 0 for a backend that needs none.", ge=0
+        None, "ray: GPUs of each inference server; default: rollout.tensor_parallel, or 0 for a backend that needs none.", ge=0
     )
     gpus_per_worker: int = key(0, "ray: GPUs of each process of episodes, for rewards that compute on one.", ge=0)
     fileroot: str = key("runs", "Runs are kept in <fileroot>/<experiment_name>/<trial_name>.", public=True)
-    threads: int | None = key(None, "Compute threads of this process; None: one for each core.", ge=1, le=1024)
+    threads: int | None = key(None, "Compute threads of this process; default: one for each core.", ge=1, le=1024)

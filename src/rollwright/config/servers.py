@@ -62,7 +62,7 @@ _PREFILL_TOKENS = 4096
 class ServerConfig:
     """Keys of every server."""
 
-    model_path: str = key("", "Model directory or name; empty: the actor's.", public=True)
+    model_path: str = key("", "Model directory or name; default: the actor's.", public=True)
     dtype: str = key("auto", "Compute type; auto uses rollout.dtype.")
     trust_remote_code: bool = key(False, "Run code that comes with a model.")
     extra_args: dict[str, Any] = key_from(dict, "Further arguments of the server, by the server's own names.")
@@ -149,7 +149,7 @@ class VLLMConfig(ServerConfig):
         choices=["auto", "cpu"],
     )
     enforce_eager: bool = key(False, "No compiled graphs.")
-    python: str | None = key(None, "Interpreter of the environment that vLLM is installed in; None: this one.")
+    python: str | None = key(None, "Interpreter of the environment that vLLM is installed in; default: this one.")
     env: dict[str, str] = key_from(dict, "Environment variables of the server.")
 
     @staticmethod
@@ -203,7 +203,7 @@ class LocalServerConfig(ServerConfig):
     max_running_requests: int | None = key(None, "Sequences decoded together.", ge=1)
     kv_cache_bytes: int | None = key(None, "Memory of the engine's cache.", ge=1)
     prefix_cache: bool = key(True, "Keep the cache of finished requests for the next turn of a conversation.")
-    threads: int | None = key(None, "Compute threads; None: one for each core.", ge=1, le=1024)
+    threads: int | None = key(None, "Compute threads; default: one for each core.", ge=1, le=1024)
     weights_roots: list[str] = key_from(list, "Where updates from files may be read.")
     random_seed: int = key(1, "Seed of requests that bring none.")
     batch_invariant: bool = key(False, "What a request is answered does not depend on what else is computed.")

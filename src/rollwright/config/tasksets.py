@@ -77,7 +77,7 @@ class TasksetConfig:
         **_DATASETS,
     )
     format: FormatConfig | str | None = key(
-        None, "Which columns hold what, or a registered format; null: known by their names (docs/datasets.md)."
+        None, "Roles of the columns, or a registered format; default: recognised by their names (docs/datasets.md)."
     )
     max_length: int | None = key(None, "Leave out, and count, tasks whose prompt has more tokens.", ge=1, **_DATASETS)
     batch_size: int = key(8, "Tasks in a batch.", ge=1, **_DATASETS)
@@ -87,8 +87,10 @@ class TasksetConfig:
     workflow_args: dict[str, Any] = key_from(dict, "Arguments that every task's workflow sees.", **_TASKSETS)
     reward_fn: str | None = key(None, "Reward function of rows that name none.", **_TASKSETS)
     reward_fn_args: dict[str, Any] = key_from(dict, "Keyword arguments of the reward function.", **_TASKSETS)
-    gconfig: GenerationHyperparameters | None = key(None, "Generation arguments of these tasks; null: the run's.", **_TASKSETS)
-    group_size: int | None = key(None, "Samples of each task; null: the run's gconfig.n_samples.", ge=1, **_TASKSETS)
+    gconfig: GenerationHyperparameters | None = key(
+        None, "Generation arguments of these tasks; default: the run's.", **_TASKSETS
+    )
+    group_size: int | None = key(None, "Samples of each task; default: the run's gconfig.n_samples.", ge=1, **_TASKSETS)
     isolation: str = key(
         "thread",
         "Where run() runs: thread, beside the others, which a time limit cannot end; process, which it kills "
@@ -97,7 +99,7 @@ class TasksetConfig:
         **_TASKSETS,
     )
     isolated_processes: int | None = key(
-        None, "Processes that run at once where isolation is process; null: one for each CPU.", ge=1, **_TASKSETS
+        None, "Processes that run at once if isolation is process; default: one for each CPU.", ge=1, **_TASKSETS
     )
     selector: str = key(
         "shuffle",

@@ -43,13 +43,13 @@ def arithmetic(
 
     Args:
         split: train, valid or test.
-        size: number of tasks; None: all of the split, at most 10,000.
+        size: number of tasks. None uses all of the split, at most 10,000.
         digits: digits of the operands at most.
-        min_digits: digits of the operands at least; None: as many as ``digits``.
+        min_digits: minimum number of digits of the operands; by default ``digits``.
         operation: ``+``, ``-``, ``*`` or several of them, such as ``+-``.
         worked: the completion shows its work; otherwise it is the answer alone.
         answer_format: how the answer stands at the completion's end; ``{answer}`` is the number.
-        carries: share of the sums in which a column carries into the next one; None: as they come (about half of two-digit
+        carries: share of the sums in which a column carries into the next one. None leaves it to chance (about half of two-digit
             sums). Tasks of the kind that is too frequent are left out.
         seed: which tasks, and in which order.
 
@@ -157,7 +157,7 @@ def _worked_sum(a: int, b: int) -> list[str]:
 
 
 def _worked_difference(a: int, b: int) -> list[str]:
-    """``52-38`` as ``12-8=4``, ``5-3-1=1``: ten is borrowed where the upper digit is too small, and paid back as ``-1``."""
+    """``52-38`` as ``12-8=4``, ``5-3-1=1``: ten is borrowed if the upper digit is too small, and paid back as ``-1``."""
     steps, borrow = [], 0
     for position in range(len(str(a))):
         x, y = a // 10**position % 10, b // 10**position % 10

@@ -1,7 +1,7 @@
 """Rows recognised by their column names: questions with answers, Alpaca's format, and those of common training frameworks.
 
 The columns must be unambiguous: two columns that could both be the prompt, or a column that belongs to the prompt but would be left
-out, are refused with a hint what to write. ``docs/datasets.md`` lists the formats.
+out, are refused with advice. ``docs/datasets.md`` lists the formats.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ COMPLETIONS = ("completion", "response", "output", "solution", "answer")
 _PARTS_OF_PROMPTS = ("input", "context", "passage", "choices", "options", "history", "system", "system_prompt")
 
 _FUNCTION = "a format function (docs/datasets.md, From row to task)"
-#: What to write for rows that have none of the known columns but have one of these.
+#: Advice for rows that have none of the known columns but one of these.
 _ADVICE = {
     "conversations": f"ShareGPT's conversations (from, value) become messages (role, content) in {_FUNCTION}",
     "conversation": "name it: format: {prompt_type: messages, messages_key: conversation}",

@@ -1,4 +1,4 @@
-"""The tokens of a conversation that goes on: what was sampled is kept as it was sampled, never decoded and encoded again.
+"""Tokens of a conversation over several requests: sampled tokens are kept, never decoded and encoded again.
 
 A chat template turns messages into text, and text into tokens, but a model's own reply must stay the tokens that it sampled.
 So each reply is remembered together with the messages that it answered; when a later request begins with the same messages,
@@ -28,7 +28,7 @@ class ConversationTokens:
     def __init__(self, tokenizer: Any, encode: Callable[[str], list[int]] | None = None, **template_kwargs: Any) -> None:
         """Args:
         tokenizer: with the chat template.
-        encode: the ids of rendered text; None: the tokenizer's.
+        encode: function from rendered text to ids; by default the tokenizer's.
         template_kwargs: variables of the template.
         """
         self.tokenizer = tokenizer
@@ -64,10 +64,10 @@ class ConversationTokens:
         output_ids: Sequence[int],
         tools: list[dict[str, Any]] | None = None,
     ) -> None:
-        """Keep the tokens of ``reply`` to ``messages``, for the request that goes on from them.
+        """Remember the tokens of ``reply`` to ``messages``, for the request that continues the conversation.
 
-        The request may give the reply's reasoning in a field of its own or in the text, with other white space around it. It may
-        leave it out where the reply had it in a field of its own.
+        That request may give the reply's reasoning in a separate field or in the text, with other white space around it. It may
+        leave it out if the reply had it in a separate field.
         """
         plain = [plain_message(message) for message in [*messages, reply]]
         forms = [plain, [*plain[:-1], {**plain[-1], "reasoning_content": ""}]] if reply.get("reasoning_content") else [plain]
@@ -77,7 +77,7 @@ class ConversationTokens:
     def _text_after(
         self, messages: list[dict[str, Any]], count: int, ids: list[int], tools: list[dict[str, Any]] | None
     ) -> str | None:
-        """What the template puts after the sampled tokens of reply ``count - 1``; None where it rewrites what came before."""
+        """Text that the template puts after the sampled tokens of reply ``count - 1``; None if it rewrites earlier text."""
         is_first = (messages[: count - 1], tools) == self._first[:2]  # rendering takes longest of all that a call needs
         before = self._first[2] if is_first else self._render(messages[: count - 1], tools, True)
         before = before.rstrip().removesuffix("<think>").rstrip()
@@ -142,7 +142,7 @@ def _reply_text(
     tools: list[dict[str, Any]] | None,
     template_kwargs: dict[str, Any],
 ) -> str:
-    """The text that the model has to write for ``message``, including tool calls and reasoning as the template renders them."""
+    """The text that a model would write for ``message``, with tool calls and reasoning as the template renders them."""
     plain = plain_message(message)
     if not plain.get("tool_calls") and not plain.get("reasoning_content"):
         return plain["content"]
@@ -186,7 +186,7 @@ def _plain_call(call: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _reasoning_and_text(message: dict[str, Any]) -> tuple[str, Any]:
-    """The reasoning of an assistant's message, wherever it is given, and what it says."""
+    """Reasoning and text of an assistant's message, wherever the reasoning is given."""
     reasoning, content = message.get("reasoning_content") or "", message["content"]
     if reasoning and isinstance(content, str):
         content = content.lstrip()  # Inspect begins it with a line break

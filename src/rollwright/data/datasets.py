@@ -30,7 +30,7 @@ Builder = Callable[..., Sequence[Row | Example]]
 
 
 class DatasetRegistry(Registry[Builder]):
-    """Datasets by name: a builder takes a split and arguments of its own, and returns rows or examples."""
+    """Registry of datasets: a builder takes a split and its own arguments, and returns rows or examples."""
 
     def build(self, name: str, split: str = "train", **kwargs: Any) -> list[Row | Example]:
         """Call the builder of a name, or of an import path.

@@ -26,7 +26,7 @@ from rollwright.registry import Registry
 
 @dataclass
 class Example:
-    """One example of a dataset that is given as text.
+    """One example of a dataset, as text.
 
     Attributes:
         prompt: what the model reads, template and all.
@@ -69,7 +69,7 @@ FORMATS: Registry[Callable[[Row], Any]] = Registry("format", DataError, variable
 _PLAIN = FormatConfig()
 #: Keys that name the columns of prompt and answer. If a format sets none of them, the columns are recognised by their names.
 _NAMING = ("prompt_type", "prompt_key", "response_key", "messages_key")
-#: Keys of a format that datasets, or some types of datasets, do not read, and what to use instead.
+#: Keys of a format that (some types of) datasets do not read, and what to use instead.
 _TASKSET_ONLY: dict[str, str] = dict.fromkeys(("workflow_key", "reward_fn_key", "reply_prefix"), "it is for tasksets")
 _PAIRS_ONLY = ("chosen_key", "rejected_key")
 _OF_TYPES: dict[str, dict[str, str]] = {
@@ -83,7 +83,7 @@ _OF_TYPES["rl"] = _OF_TYPES["sft"] | {
 
 
 def read_rows_by(name: str, rows: Sequence[Row], source: str) -> list[Row]:
-    """Rows as a registered format reads them: with ``messages``, and what they had."""
+    """Read rows with a registered format; the result has ``messages`` and the rows' own columns."""
     function = FORMATS.get(name)
     read = []
     for row, where in zip(rows, _places(rows, source), strict=True):
@@ -112,7 +112,7 @@ def to_tasks(rows: Sequence[Row], layout: FormatConfig | str | None, source: str
 
     Args:
         rows: as they were read.
-        layout: which columns hold what, or the name of a registered format; None: known by their names.
+        layout: roles of the columns, or the name of a registered format. By default they are recognised by their names.
         source: name of the dataset, for messages.
         kind: ``sft``: rows must have a worked ``completion`` to train on; where there is none, the answer is it.
             ``preference``: they must have a ``chosen`` and a ``rejected`` reply.
@@ -214,7 +214,7 @@ def _check_is_asked(messages: list[Row], where: str) -> None:
 
 
 def with_system(messages: list[Row], prompt: str | None) -> list[Row]:
-    """The messages with a system message of ``prompt`` first, where there is a prompt and they have none of their own."""
+    """Put a system message of ``prompt`` first, if there is a prompt and the messages do not begin with one."""
     if prompt and messages[0].get("role") != "system":
         return [{"role": "system", "content": prompt}, *messages]
     return messages

@@ -3,8 +3,8 @@
 Invariants:
 
 * the *n*-th task drawn over the whole run has ``ordinal`` n (from 0), across epochs and resumes;
-* what is drawn depends on rows, batch size, shuffle and seed only: a loader that loads another's state goes on with
-  exactly the tasks that the other would have drawn next, in the middle of an epoch too.
+* the draws depend on rows, batch size, shuffle and seed only: a loader that loads another's state continues with exactly the
+  tasks that the other would have drawn next, even in the middle of an epoch.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ def shuffled(size: int, seed: int, epoch: int) -> list[int]:
 
 @dataclass
 class _NumberedRows(Dataset[Row]):
-    """The rows as they are read: ``(position, ordinal)`` gives the row with its ordinal."""
+    """Rows as the reader takes them: ``(position, ordinal)`` gives the row with its ordinal."""
 
     rows: Any
 
@@ -121,7 +121,7 @@ class TaskLoader:
             yield self.draw()
 
     def draw(self) -> list[Row]:
-        """The next batch, of the next epoch where this one is at its end."""
+        """The next batch; the first of the next epoch if this one has ended."""
         if self._reader is None:
             self._reader = self._rest_of_epoch()
         batch = next(self._reader)
@@ -140,20 +140,20 @@ class TaskLoader:
         starts = range(self._position["drawn"] * self.batch_size, self._tasks, self.batch_size)
         batches = [keys[start : start + self.batch_size] for start in starts]
         rows = _NumberedRows(self.rows)
-        # A generator of its own: else every epoch would draw from the process's random state.
+        # Without its own generator, every epoch would draw from the process's random state.
         return iter(
             DataLoader(rows, batch_sampler=batches, collate_fn=list, num_workers=self._num_workers, generator=torch.Generator())
         )
 
     def state_dict(self) -> dict[str, Any]:
-        """Where the loader stands, and what it draws from."""
+        """Position of the loader, and what identifies its draws."""
         return {**self._position, "ordinal": self.ordinal, "draws_from": self._draws_from}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Go on where another loader stood.
+        """Continue at the position of another loader.
 
         Raises:
-            CheckpointError: the state is of a loader over other rows, or with another batch size, order or seed.
+            CheckpointError: the other loader had different rows, or another batch size, order or seed.
         """
         here, there = self._draws_from, state["draws_from"]
         if different := [f"{key} was {there.get(key)}, is {here[key]}" for key in here if here[key] != there.get(key)]:

@@ -9,7 +9,7 @@ from rollwright.data.arithmetic import SPLIT_SHARES, split_of
 from rollwright.errors import DataError
 from rollwright.registry import nearest
 
-#: Entries drawn for each task wanted before giving up: a small space runs out of questions of its own.
+#: Entries drawn for each task wanted before giving up: a small space runs out of new questions.
 DRAWS_PER_TASK = 50
 
 

@@ -1,4 +1,4 @@
-"""Rows from files, directories and Hugging Face datasets, as they stand there."""
+"""Rows of files, directories and Hugging Face datasets, unchanged."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ Row = dict[str, Any]
 
 
 class Rows(list[Row]):
-    """Rows that know where each was read: ``places[i]`` is ``file:line``, or the file and the row's number."""
+    """Rows with their sources: ``places[i]`` is ``file:line``, or the file and the row's number."""
 
     def __init__(self, placed: Iterable[tuple[Row, str]] = ()) -> None:
         placed = list(placed)
@@ -75,7 +75,7 @@ def _file_rows(file: Path) -> Iterator[tuple[Row, str]]:
 
 
 def names_a_file(path: str | Path) -> bool:
-    """Whether a path is one of this machine by its look, and no name of a dataset."""
+    """True if a path looks like a local file rather than the name of a dataset."""
     return Path(path).suffix in ENDINGS or str(path).startswith((".", "/", "~"))
 
 
@@ -105,7 +105,7 @@ def _lines(file: Path) -> Iterator[tuple[int, str]]:
 
 
 def _csv_rows(file: Path, delimiter: str = ",") -> Iterator[tuple[Any, str]]:
-    """Rows by the names of the first line; a value is text, and None where the cell is empty."""
+    """Read rows with the names of the first line as keys; values are text, or None for empty cells."""
     csv.field_size_limit(2**31 - 1)  # the text of a document may be one cell
     reader = csv.reader((line for _, line in _lines(file)), delimiter=delimiter, strict=True)
     try:
@@ -160,7 +160,7 @@ def _numbered(rows: Iterable[Any], source: str) -> Iterator[tuple[Any, str]]:
     return ((row, f"{source}: row {index}") for index, row in enumerate(rows))
 
 
-#: File endings, and what reads each kind of file.
+#: File ending -> function that reads such a file.
 ENDINGS: dict[str, Callable[[Path], Iterator[tuple[Any, str]]]] = {
     ".jsonl": _jsonl_rows,
     ".ndjson": _jsonl_rows,
@@ -218,7 +218,7 @@ def _hub_rows(path: str, split: str, name: str | None) -> Iterator[tuple[Row, st
 
 
 def unreachable_hub() -> str:
-    """Why Hugging Face cannot be reached, found out within ``HUB_WAIT`` seconds; empty where it answers."""
+    """Why Hugging Face cannot be reached, determined within ``HUB_WAIT`` seconds; empty if it answers."""
     import datasets
     import datasets.config
     import huggingface_hub
@@ -230,7 +230,7 @@ def unreachable_hub() -> str:
 
     def ask() -> None:
         try:
-            # Longer than it is waited for below, so that one limit decides what is said.
+            # Longer than the wait below, so that a single limit decides about the message.
             huggingface_hub.get_session().head(place, timeout=10 * HUB_WAIT)
             found.append("")
         except Exception as error:  # of its HTTP library

@@ -1,4 +1,4 @@
-"""Tokenizers: loading one whose chat template gives ids, and making small ones in ordinary Hugging Face form."""
+"""Tokenizers: loading them so that chat templates give ids, and making small ones in Hugging Face form."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def load_tokenizer(path: str | Path | Any, trust_remote_code: bool = False) -> A
 
     Returns:
         The tokenizer, with ``apply_chat_template(tokenize=True) -> list[int]`` and a pad token (the end token where the
-        tokenizer has none of its own).
+        tokenizer has none).
 
     Raises:
         ConfigError: there is no tokenizer at ``path``, or it has neither a pad nor an end token.
@@ -83,7 +83,7 @@ def build_character_tokenizer(
 
     Args:
         characters: the characters, in the order of their ids; repeated ones count once.
-        path: directory to write it to in Hugging Face form (``tokenizer.json``, chat template); None: not written.
+        path: directory to write it to in Hugging Face form (``tokenizer.json``, chat template). None does not write it.
         pieces: strings of several characters that are one token each, such as ``"<answer>"``; the longest match wins.
         chat_template: Jinja template; the default knows the roles system, user and assistant.
 
@@ -131,7 +131,7 @@ def build_word_tokenizer(
     """Make a tokenizer whose tokens are the given words or syllables, and single characters for everything else.
 
     The longest word that matches is taken, from left to right, wherever it stands: give words with their leading space
-    where they should only match at the beginning of a word. Arguments and result as for ``build_character_tokenizer``.
+    if they should only match at the beginning of a word. Arguments and result as for ``build_character_tokenizer``.
     """
     single = [word for word in words if len(word) == 1]
     return build_character_tokenizer([*characters, *single], path, [w for w in words if len(w) > 1], chat_template)

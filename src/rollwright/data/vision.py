@@ -1,4 +1,4 @@
-"""Images for models that see: what stands for an image in a prompt, and processors that need no torchvision.
+"""Images for vision models: their placeholders in prompts, and processors that need no torchvision.
 
 An image is written into a prompt as ``<|vision_start|><|image_pad|><|vision_end|>``; the processor repeats the middle token
 once for each feature that the model makes of the image.
@@ -32,12 +32,12 @@ MARK = "<image>"
 #: How base64 text of a PNG, JPEG, GIF or WebP file begins, or a URL that holds one.
 _BASE64_BEGINNINGS = ("data:", "iVBOR", "/9j/", "R0lGOD", "UklGR")
 
-#: What a processor gives of the text, not of the images.
+#: Outputs of a processor that belong to the text, not to the images.
 _TEXT_OUTPUTS = ("input_ids", "attention_mask", "mm_token_type_ids")
 
 
 class VisionProcessor:
-    """Text and images to what a model of the Qwen-VL families takes; called as transformers' processors are.
+    """Converts text and images to inputs of Qwen-VL models; called like the processors of transformers.
 
     Args:
         tokenizer: has the image tokens.
@@ -63,15 +63,15 @@ class VisionProcessor:
     def __call__(
         self, images: Sequence[Any] | None = None, text: str | Sequence[str] = "", **kwargs: Any
     ) -> dict[str, torch.Tensor]:
-        """One prompt with its images.
+        """Process one prompt with its images.
 
         Args:
-            images: PIL images, in the order of their placeholders; None or empty: text alone.
-            text: the prompt with one image token for each image; a list of one is taken, too.
+            images: PIL images in the order of their placeholders; None or empty for text alone.
+            text: the prompt with one image token for each image, or a list with this one prompt.
             **kwargs: ``padding`` and ``return_tensors``, which change nothing for one prompt.
 
         Returns:
-            ``input_ids``, ``attention_mask`` and ``mm_token_type_ids`` (1 where an image is) ``[1, P]``; with images ``pixel_values [patches, size]`` and
+            ``input_ids``, ``attention_mask`` and ``mm_token_type_ids`` (1 at image tokens) ``[1, P]``; with images also ``pixel_values [patches, size]`` and
             ``image_grid_thw [images, 3]``.
 
         Raises:
@@ -140,12 +140,12 @@ def new_image_processor(
 
 
 def multi_modal_outputs(processed: Mapping[str, Any]) -> dict[str, torch.Tensor]:
-    """What a processor made of the images: its outputs without those of the text; empty where there was no image."""
+    """A processor's outputs for the images, without those for the text; empty if there was no image."""
     return {key: torch.as_tensor(value) for key, value in processed.items() if key not in _TEXT_OUTPUTS}
 
 
 def image_inputs(processor: Any, images: Any) -> dict[str, torch.Tensor]:
-    """What a model takes of images whose places are in the prompt already."""
+    """Model inputs of images whose placeholders are already in the prompt."""
     return multi_modal_outputs(processor.image_processor(images=as_images(images), return_tensors="pt"))
 
 
@@ -155,11 +155,11 @@ def place_images(prompt: Any, count: int, placeholder: str) -> Any:
     Args:
         prompt: text, or messages whose content is text or blocks (``{"type": "image"}``, ``{"type": "text", "text": …}``).
         count: number of images.
-        placeholder: what stands for one image.
+        placeholder: text that represents one image.
 
     Returns:
-        The prompt with text contents alone. Image blocks and ``<image>`` marks become placeholders; where there are neither
-        and no placeholder, all images stand at the beginning of the first message of the user.
+        The prompt with text contents only. Image blocks and ``<image>`` marks become placeholders. If there are neither marks nor
+        placeholders, all images are put at the beginning of the user's first message.
 
     Raises:
         DataError: the prompt has places for another number of images.
@@ -186,7 +186,7 @@ def _as_text(content: Any, placeholder: str) -> str:
 
 
 def image_placeholder(processor: Any) -> str:
-    """What stands for one image in the prompts of a processor."""
+    """Placeholder of one image in a processor's prompts."""
     token = getattr(processor, "image_token", None) or IMAGE
     vocabulary = processor.tokenizer.get_vocab()
     return f"{VISION_START}{token}{VISION_END}" if {VISION_START, VISION_END} <= vocabulary.keys() else token

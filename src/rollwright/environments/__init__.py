@@ -1,1 +1,1 @@
-"""What agents act on: the retrieval service, the shop, the encyclopedia, tools."""
+"""Environments of agents: the retrieval service, the shop and the encyclopedia."""

@@ -20,7 +20,7 @@ import numpy as np
 
 from rollwright.errors import DataError
 
-#: Attributes of a corpus that say where its rows are; each is kept in a file of its own.
+#: Attributes of a corpus that locate its rows; each is saved in a separate file.
 _LAYOUT = ("spans", "titled", "url_keys", "url_rows")
 
 
@@ -123,7 +123,7 @@ class Corpus:
         return cls(buffer, np.asarray(spans, np.int64), np.asarray(titled, bool), url_keys[order], url_rows[order], name)
 
     def save_layout(self, folder: Path) -> None:
-        """Write where the rows are, so that ``with_layout`` need not parse the file again."""
+        """Write the positions of the rows, so that ``with_layout`` need not parse the file again."""
         for name in _LAYOUT:
             np.save(folder / f"{name}.npy", getattr(self, name))
 
@@ -137,7 +137,7 @@ class Corpus:
         return len(self.spans)
 
     def document(self, index: int) -> dict[str, Any]:
-        """Row ``index``, with ``wikipedia_title`` where the corpus has a title."""
+        """Row ``index``, with ``wikipedia_title`` if the corpus has titles."""
         start, end = self.spans[index]
         row = json.loads(self.buffer[start:end])
         if self.titled[index]:
@@ -145,14 +145,14 @@ class Corpus:
         return row
 
     def document_json(self, index: int) -> bytes:
-        """The same row as JSON text; bytes of the file wherever nothing has to be added."""
+        """The same row as JSON text; the file's own bytes if nothing has to be added."""
         if self.titled[index]:
             return json.dumps(self.document(index), ensure_ascii=False).encode()
         start, end = self.spans[index]
         return self.buffer[start:end]
 
     def page(self, url: str) -> dict[str, str] | None:
-        """``{"url", "contents"}`` of the document at an address; None where there is none.
+        """``{"url", "contents"}`` of the document at an address; None if there is none.
 
         Where several rows share an address (the passages of one page), their contents are joined in order.
         """
@@ -163,7 +163,7 @@ class Corpus:
         return {"url": url, "contents": "\n\n".join(contents)} if contents else None
 
     def texts(self) -> Iterator[str]:
-        """Title and contents of each row: what is indexed."""
+        """Title and contents of each row, for the index."""
         for index in range(len(self)):
             row = self.document(index)
             title = row.get("wikipedia_title")

@@ -3,7 +3,7 @@
 * ``POST /retrieve {"queries": [str], "topk": int | null, "return_scores": bool}`` gives ``{"result": [[document, ...], ...]}``;
   with scores each item is ``{"document": document, "score": float}``.
 * ``POST /access {"urls": [str]}`` gives ``{"result": [{"url", "contents"} | null, ...]}``.
-* ``GET /health`` says what is served.
+* ``GET /health`` describes the corpus.
 
 Requests are parsed on the event loop and searched off it: queries that arrive while a search runs are searched together next.
 An error is ``{"error": {"message": ...}}`` with a status of 400 or above, also where the path is unknown or the search failed.
@@ -62,9 +62,9 @@ class _Waiting:
 
 
 class QueryBatcher:
-    """Searches off the event loop, ``threads`` at a time; what arrives meanwhile is searched together next.
+    """Searches in threads, so that the event loop is free; requests that arrive meanwhile form the next batch.
 
-    No request waits for company: an idle searcher takes what is there at once.
+    No request waits for others: an idle thread takes what has arrived at once.
     """
 
     def __init__(self, retriever: Retriever, threads: int = 1) -> None:
@@ -92,7 +92,7 @@ class QueryBatcher:
         return await item.result
 
     def close(self) -> None:
-        """Stop the threads; what is waiting is not searched."""
+        """Stop the threads; waiting requests are dropped."""
         self._executor.shutdown(wait=False, cancel_futures=True)
 
     async def _search_waiting(self) -> None:
@@ -135,7 +135,7 @@ def create_app(
         corpus: the documents.
         retriever: an index over them.
         settings: the key that requests other than ``/health`` must carry, and the limit of their bodies.
-        pages: where ``/access`` looks; None: the corpus itself.
+        pages: corpus for ``/access``; by default the searched one.
         threads: searches that run at once.
     """
     batcher = QueryBatcher(retriever, threads)

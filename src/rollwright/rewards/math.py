@@ -23,7 +23,7 @@ from rollwright.rewards.parts import RewardFn
 from rollwright.rewards.registry import REWARD_FUNCTIONS
 from rollwright.rewards.text import format_reward, last_boxed, last_tagged, references
 
-#: Takes a second, and is not needed where these functions are only looked up.
+#: Imported by workers only, because it takes a second.
 _IMPORTS = ("math_verify",) if importlib.util.find_spec("math_verify") else ()
 _ROUNDING = Fraction(1, 2_000_000)
 _LONGEST_ANSWER = 2000  # characters that are parsed; an answer stands at the end
@@ -34,12 +34,12 @@ _DAPO_ANSWER = re.compile(r"(?i)answer\s*:\s*([^\n]+)")
 
 
 def equivalent(found: str, wanted: str, *, is_free_text: bool = False) -> bool:
-    """True where two answers are mathematically the same.
+    """True if two answers are mathematically equal.
 
-    No limit is set here: math-verify's own works only in a main thread. Call it where it can be killed.
+    There is no time limit, because math-verify's own works only in a main thread. Call it in a process that can be killed.
 
     Args:
-        found: an answer, or, where ``is_free_text``, a completion from whose end math-verify extracts one.
+        found: an answer; with ``is_free_text`` a completion from whose end math-verify extracts one.
         wanted: the reference.
     """
     found, wanted = without_grouping(found), without_grouping(wanted)
@@ -82,12 +82,12 @@ def _marked(answer: str) -> str:
 
 
 def _is_right(found: str | None, answer: Any) -> bool:
-    """True where an answer is one of the references."""
+    """True if an answer equals one of the references."""
     return found is not None and any(equivalent(found, gsm8k_answer(one)) for one in references(answer))
 
 
 def accuracy(completion: str, answer: Any) -> float:
-    r"""1 where the completion's answer is one of the references: what it tags, boxes or puts after ``####``, else its end."""
+    r"""Return 1 if the completion's answer (tagged, boxed, after ``####``, or else its end) is one of the references."""
     part = last_tagged(completion, "answer")
     if part is None:
         part = last_boxed(completion)
@@ -103,7 +103,7 @@ def accuracy(completion: str, answer: Any) -> float:
 def accuracy_reward(
     prompt: str, completion: str, prompt_ids: list[int], completion_ids: list[int], *, answer: Any = None, **_: Any
 ) -> float:
-    """1 where the completion's answer equals a reference by math-verify, else 0."""
+    """Return 1 if the completion's answer equals a reference according to math-verify, else 0."""
     return accuracy(completion, answer)
 
 
@@ -179,10 +179,10 @@ def math_dapo_reward(
     penalty_factor: float = 1.0,
     **_: Any,
 ) -> float:
-    """1 where the last line ``Answer: …`` equals a reference, else -1, less DAPO's soft punishment of overlong responses.
+    """Return 1 if the last line ``Answer: …`` equals a reference, else -1, minus DAPO's soft overlong punishment.
 
     The punishment is 0 up to ``max_response_length - cache_length`` tokens, falls linearly to ``-penalty_factor`` at
-    ``max_response_length`` and stays there (Yu et al., arXiv 2503.14476, equation 13). None: no punishment.
+    ``max_response_length`` and stays there (Yu et al., arXiv 2503.14476, equation 13). None disables it.
     """
     found = _DAPO_ANSWER.findall(completion)
     part = found[-1].strip() if found else last_boxed(completion)

@@ -105,7 +105,7 @@ def _value(match: re.Match[str]) -> Fraction | None:
 
 
 def sole_number(text: str) -> Fraction | None:
-    """The number that an answer is, units and words aside; None where it has none or several. ``x = 18`` is 18."""
+    """The number in an answer, ignoring units and words; None if it has none or several. ``x = 18`` is 18."""
     head, _, tail = text.rpartition("=")
     if "=" in head and _SEVERAL_EQUATIONS.search(head):
         return None
@@ -127,7 +127,7 @@ def is_plain_number(text: str) -> bool:
 
 
 def is_several_numbers(text: str) -> bool:
-    """True for text with several numbers none of which is the answer: ``20 apples and 18 pears``, ``5 ft 6 in``, ``3 to 5``."""
+    """True for text with several numbers, none of them the answer: ``20 apples and 18 pears``, ``5 ft 6 in``, ``3 to 5``."""
     found = _numbers(text)
     rest = _NUMBER.sub(" ", _written_plainly(text))
     is_prose = bool(_PROSE.search(rest) or re.search("[–—]", rest)) and not re.search(r"[\\=^*/+]", rest)
@@ -135,13 +135,13 @@ def is_several_numbers(text: str) -> bool:
 
 
 def first_number(text: str) -> Fraction | None:
-    """The first number in a text; None where there is none or an expression is first."""
+    """The first number in a text; None if there is none or an expression comes first."""
     found = _numbers(text)
     return _value(found[0]) if found else None
 
 
 def last_number(text: str) -> Fraction | None:
-    """The last number in a text; ``5-3`` ends with 3, ``= -3`` with minus 3. None where there is none or an expression is last."""
+    """The last number in a text; ``5-3`` ends with 3, ``= -3`` with minus 3. None if there is none or an expression comes last."""
     found = _numbers(text)
     return _value(found[-1]) if found else None
 
@@ -179,7 +179,7 @@ def _statement(text: str) -> tuple[Callable[[str], Fraction | None], str]:
 
 
 def gsm8k_answer(text: str) -> str:
-    """The final answer of a GSM8K solution: what follows its last ``####``; the whole text where there is no such mark."""
+    """The final answer of a GSM8K solution: what follows its last ``####``; the whole text without such a mark."""
     return text.rsplit("####", 1)[-1].strip()
 
 
@@ -191,7 +191,7 @@ def _same_number(found: Fraction | None, answer: Any) -> float:
 def numeric_reward(
     prompt: str, completion: str, prompt_ids: list[int], completion_ids: list[int], *, answer: Any = None, **_: Any
 ) -> float:
-    """1 where the number that the completion states is the answer, else 0."""
+    """Return 1 if the number that the completion states is the answer, else 0."""
     return _same_number(stated_number(completion), answer)
 
 
@@ -199,7 +199,7 @@ def numeric_reward(
 def gsm8k_reward(
     prompt: str, completion: str, prompt_ids: list[int], completion_ids: list[int], *, answer: Any = None, **_: Any
 ) -> float:
-    """1 where the number after the completion's last ``####``, or else the one it states, is that of the GSM8K solution."""
+    """Return 1 if the number after the last ``####``, or else the stated one, is that of the GSM8K solution, else 0."""
     text = f"#### {gsm8k_answer(completion)}" if "####" in completion else completion
     return _same_number(stated_number(text), answer)
 
@@ -208,6 +208,6 @@ def gsm8k_reward(
 def arithmetic_reward(
     prompt: str, completion: str, prompt_ids: list[int], completion_ids: list[int], *, answer: Any = None, **_: Any
 ) -> float:
-    """1 where the one number in the last ``<answer>…</answer>``, or without such tags the one stated, is the answer, else 0."""
+    """Return 1 if the only number in the last ``<answer>…</answer>``, or else the stated one, is the answer, else 0."""
     tagged = last_tagged(completion, "answer")
     return _same_number(stated_number(completion if tagged is None else f"<answer>{tagged}</answer>"), answer)

@@ -20,7 +20,7 @@ _OPERATIONS = {ast.Add: operator.add, ast.Sub: operator.sub, ast.Mult: operator.
 
 
 def last_tagged(text: str, tag: str) -> str | None:
-    """What stands between the last ``<tag>`` and the ``</tag>`` after it, stripped; None where there is no such pair."""
+    """Stripped text between the last ``<tag>`` and the ``</tag>`` after it; None if there is no such pair."""
     end = text.rfind(f"</{tag}>")
     start = text.rfind(f"<{tag}>", 0, end) if end >= 0 else -1
     return text[start + len(tag) + 2 : end].strip() if start >= 0 else None
@@ -61,7 +61,7 @@ def references(answer: Any) -> list[str]:
 def exact_match_reward(
     prompt: str, completion: str, prompt_ids: list[int], completion_ids: list[int], *, answer: Any = None, **_: Any
 ) -> float:
-    """1 where the completion, or what stands in its last ``<answer>…</answer>``, is one of the references, else 0."""
+    """Return 1 if the completion, or its last ``<answer>…</answer>``, is one of the references, else 0."""
     tagged = last_tagged(completion, "answer")
     found = completion.strip() if tagged is None else tagged
     return float(any(found == one.strip() for one in references(answer)))
@@ -111,7 +111,7 @@ def has_think_answer_format(completion: str) -> bool:
 def format_reward(
     prompt: str, completion: str, prompt_ids: list[int], completion_ids: list[int], *, format_weight: float = 0.1, **_: Any
 ) -> float:
-    """``format_weight`` where the completion thinks and answers in the right tags, else minus ``format_weight``."""
+    """Return ``format_weight`` if the completion thinks and answers in the right tags, else ``-format_weight``."""
     return format_weight if has_think_answer_format(completion) else -format_weight
 
 

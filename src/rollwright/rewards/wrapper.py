@@ -1,10 +1,10 @@
 """``AsyncRewardWrapper``: any reward function as an awaitable that cannot hang, crash or block the rollout.
 
 A reward function is called as ``(prompt, completion, prompt_ids, completion_ids, **columns)``. The first four are positional,
-whatever the function calls them. The task's other columns are keywords, except those whose name is one of the function's first
+so their names do not matter. The task's other columns are keywords, except those whose name is one of the function's first
 four parameters; a function without ``**kwargs`` gets only those it has parameters for. A parameter named ``data`` receives the
-whole row as a dict, with the columns that were left out. Called with other than four positional arguments, as workflows of one's own
-may do, the wrapper passes on what it was given.
+whole row as a dict, with the columns that were left out. If a workflow calls
+the wrapper with another number of positional arguments, they are passed on unchanged.
 """
 
 from __future__ import annotations
@@ -30,11 +30,11 @@ from rollwright.processes.sandbox import sandbox_name, sandboxed
 from rollwright.rewards.parts import RewardFn, SummedParts
 from rollwright.rewards.registry import REWARD_FUNCTIONS
 
-#: What every reward function is given first, by position.
+#: First, positional arguments of every reward function.
 POSITIONAL = ("prompt", "completion", "prompt_ids", "completion_ids")
 #: Columns that name a task, for messages, best first.
 TASK_COLUMNS = ("ordinal", "task_id", "query_id", "id", "index")
-#: What the journal's names of reward calls begin with.
+#: Prefix of the names of reward calls in the journal.
 REWARD_CALLS = "reward "
 #: Exceptions caused by the code, not by the environment: the same call raises them again.
 FAULTS = (
@@ -56,7 +56,7 @@ _keys = itertools.count(1)
 
 
 class AsyncRewardWrapper:
-    """Calls a reward function under a time limit, wherever that is safe.
+    """Calls a reward function with a time limit, where it can do no harm.
 
     * An **async** function is awaited on the caller's event loop and cancelled when its time is up.
     * A **sync** function runs in a worker process of ours (lambdas and closures too, sent by cloudpickle) and is killed with
@@ -83,7 +83,7 @@ class AsyncRewardWrapper:
             reward_fn: the function, a name in ``REWARD_FUNCTIONS`` or an import path.
             timeout_seconds: limit of one attempt, from when the function begins to run. A function that hung is not tried
                 again.
-            max_workers: worker processes at most, shared by the wrappers that ask for as many; None: one for each CPU.
+            max_workers: maximum number of worker processes, shared by wrappers with the same number. By default one for each CPU.
             max_retries: how often a function that raised or crashed is tried again.
 
         Raises:
@@ -214,7 +214,7 @@ class AsyncRewardWrapper:
         return self._pickled
 
     def _error(self, error: Exception, tries: int, prompt: Any, data: dict[str, Any]) -> RewardError:
-        """What a failed call raises; ``error`` is that of its last attempt."""
+        """Make the exception of a failed call; ``error`` is that of its last attempt."""
         kind, times = RewardError, f" in each of {tries} attempts" if tries > 1 else ""
         if len(self._faults) >= EQUAL_FAULTS and len({task for _, task in self._faults}) > 1:
             kind = BrokenRewardError
@@ -347,7 +347,7 @@ def _without_partials(function: Any) -> Any:
 
 
 def _score(function: Callable[..., Any], sandbox: str, /, *arguments: Any, **keywords: Any) -> float:
-    """What a worker runs."""
+    """Run a reward function in a worker."""
 
     async def awaited() -> Any:
         return await value
@@ -374,7 +374,7 @@ def _cloudpickle(value: Any, what: str) -> bytes:
 
 
 def _is_importable(module: ModuleType) -> bool:
-    """True where a fresh process would find this very module by its name."""
+    """True if a new process would import this very module by its name."""
     top = module.__name__.partition(".")[0]
     own = getattr(sys.modules.get(top), "__spec__", None)
     for finder in sys.meta_path:

@@ -21,14 +21,14 @@ from rollwright.workflows.task import Task, TaskReward, Workflow
 from rollwright.workflows.tool_calling import ToolCallingWorkflow, ToolFunctions
 
 MAX_ITERATIONS = 8
-#: Larger than any context here: AgentScope never compresses the history, which would rewrite what was sampled. A prompt that
+#: Larger than any context here: AgentScope never compresses the history, which would change sampled tokens. A prompt that
 #: is too long is refused by the engine instead.
 CONTEXT_SIZE = 1 << 24
 
 SYSTEM_PROMPT = "You solve mathematical problems. Work step by step and use your tools where they help. Put the final result into \\boxed{}."
 
 
-# What the agent's structured output has to hold. No docstring: it would become part of the schema that the model reads.
+# The agent's structured output. A docstring would become part of the schema that the model reads.
 class MathResult(BaseModel, title="Result"):
     result: str = Field(description="The final result, in the form that the problem asks for.")
 
@@ -40,7 +40,7 @@ class AgentScopeReactMathWorkflow(Workflow):
     Needs the extra ``agentscope`` and ``rollout.openai_front: true``. The reward function (default ``math_boxed_reward``) scores
     the agent's result; an agent that comes to none is scored on empty text. ``workflow_args`` may hold:
 
-    * ``tools``: functions, their import paths, or ``execute_python``; default: that one;
+    * ``tools``: functions, their import paths, or ``execute_python`` (the default);
     * ``structured`` (true): the agent gives its result by calling AgentScope's tool for structured output; false: its last
       text is the result;
     * ``max_iters`` (8): rounds of reasoning and acting at most;

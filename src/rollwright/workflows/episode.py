@@ -1,4 +1,4 @@
-"""What the built-in workflows share: the parts of an episode, and what happens around it.
+"""Base of the built-in workflows: the parts of an episode, and what happens around it.
 
 An ``EpisodeWorkflow`` returns token ids, mask and reward of an episode. Log-probabilities, versions, temperature and truncation
 come from the record: the executor's engine keeps one; with a plain engine the workflow keeps one itself.
@@ -31,7 +31,7 @@ from rollwright.workflows.turns import TokenSequence
 logger = getLogger("workflows")
 
 T = TypeVar("T")
-#: ``(prompt, tokenizer, enable_thinking) -> [P] token ids``; the prompt is what a ``PromptFunction`` returned.
+#: ``(prompt, tokenizer, enable_thinking) -> [P] token ids``; the prompt comes from a ``PromptFunction``.
 InputIdsFunction = Callable[[Any, Any, bool], Sequence[int]]
 #: ``(task) -> prompt``: by default a list of messages.
 PromptFunction = Callable[[dict[str, Any]], Any]
@@ -133,8 +133,8 @@ class EpisodeWorkflow(RolloutWorkflow):
         """Run the episodes of a task at once; see :class:`RolloutWorkflow`.
 
         Returns:
-            The row of the episode, or a list of rows; with an engine that keeps no record, a whole trajectory. None where an
-            episode was rejected: a group is whole or not at all.
+            The row of the episode, or a list of rows; with an engine that keeps no record, a whole trajectory. None if an
+            episode was rejected, because a group must be complete.
         """
         keeps_record = isinstance(engine, InferenceEngine) and engine.recorder is not None
         asked: Any = engine if keeps_record else _RecordingEngine(engine)
@@ -155,7 +155,7 @@ class EpisodeWorkflow(RolloutWorkflow):
         """Run one episode.
 
         Returns:
-            A row with ``input_ids``, ``loss_mask`` and ``rewards``, in one dimension; None where the engine gave it up.
+            A row with ``input_ids``, ``loss_mask`` and ``rewards``, in one dimension; None if the request was aborted.
         """
 
     def stop_at(self, *stops: str) -> None:
@@ -169,7 +169,7 @@ class EpisodeWorkflow(RolloutWorkflow):
     async def score(
         self, prompt_ids: list[int], completion_ids: list[int], data: dict[str, Any], skip_special_tokens: bool = True
     ) -> float:
-        """What the reward function gives for a completion; ``skip_special_tokens`` is of the completion's text."""
+        """Score a completion with the reward function; ``skip_special_tokens`` applies to the completion's text."""
         prompt = self.tokenizer.decode(prompt_ids, skip_special_tokens=False)
         completion = self.tokenizer.decode(completion_ids, skip_special_tokens=skip_special_tokens)
         return await self.async_reward_fn(prompt, completion, prompt_ids, completion_ids, **data)
@@ -179,9 +179,9 @@ class EpisodeWorkflow(RolloutWorkflow):
         get_tracker(self.rollout_stat_scope).scalar(**figures)
 
     async def dump(self, sequence: TokenSequence, data: dict[str, Any], facts: dict[str, Any]) -> None:
-        """Write an episode that is one sequence to ``dump_dir``: its prompt, and all that followed; see ``dump_sample``.
+        """Write an episode of one sequence to ``dump_dir``; see ``dump_sample``.
 
-        What the policy did not sample stands between ``⟦`` and ``⟧``, as in the rollouts of the run directory.
+        Tokens that the policy did not sample are between ``⟦`` and ``⟧``, as in the rollouts of the run directory.
         """
         if self.dump_dir is None:
             return
@@ -199,7 +199,7 @@ class EpisodeWorkflow(RolloutWorkflow):
 
 
 class _RecordingEngine:
-    """An engine that keeps no record, and the record of what an episode asks of it."""
+    """Records the requests of an episode to an engine that keeps no record."""
 
     def __init__(self, engine: Any) -> None:
         self.engine = engine
@@ -231,7 +231,7 @@ async def run_concurrently(parts: Iterable[Coroutine[Any, Any, T]]) -> list[T]:
 
 
 def task_name(data: Mapping[str, Any]) -> Any:
-    """What a task calls itself: its ``query_id``, its ``id``, else the ordinal of its draw."""
+    """Name of a task: its ``query_id``, its ``id``, or the ordinal of its draw."""
     return next((data[key] for key in ("query_id", "id", "ordinal") if data.get(key) is not None), "task")
 
 
@@ -258,7 +258,7 @@ async def dump_sample(
         facts: written in the first lines, such as the reward.
 
     Returns:
-        The file, or None where it could not be written.
+        The file, or None if it could not be written.
     """
     name = "".join(character if character.isalnum() or character in "-_" else "_" for character in str(task))[:80]
     path = Path(dump_dir) / str(version) / f"{name}-{uuid.uuid4().hex[:8]}.txt"

@@ -1,8 +1,8 @@
 """Task workflows in processes of their own, which can be killed: ``isolation: process`` of a taskset.
 
-A process runs one task at a time and is used again. When its sample is cancelled it is killed with all that it started. In it,
-the workflow runs in the main thread; model calls go through an event loop in a second thread, which no workflow can block; a
-third thread reads what the parent sends.
+A process runs one task at a time and is reused. When its sample is cancelled, it is killed with all its children. The workflow runs
+in the main thread; model calls go through an event loop in a second thread, which no workflow can block; a third thread reads the
+parent's messages.
 
 The parent sends ``RUN`` (a task) and ``ANSWER``, both pickled. The child sends ``READY``, ``ASK`` (JSON), ``DONE`` (experiences in
 safetensors bytes) and ``FAILED`` (a traceback). Nothing that the child sends is unpickled.
@@ -57,7 +57,7 @@ class IsolatedWorkflows:
 
     Args:
         tokenizer: the policy's.
-        limit: processes that run at once; None: one for each processor. Further samples wait, within their time limit.
+        limit: processes that run at once. None allows one per processor. Further samples wait, within their time limit.
     """
 
     def __init__(self, tokenizer: Any, limit: int | None = None) -> None:
@@ -128,10 +128,10 @@ def _kill_all(processes: set[IsolatedProcess]) -> None:
 
 
 class IsolatedProcess:
-    """One process, used by one event loop. A thread owns it: starts it and reads what it sends.
+    """One process, used by one event loop. A thread starts it and reads its messages.
 
     Args:
-        loop: that model calls are made on.
+        loop: event loop for model calls.
         tokenizer: the policy's; the process gets a copy.
     """
 
@@ -173,7 +173,7 @@ class IsolatedProcess:
             self._process.kill()
 
     def _own(self, tokenizer: Any) -> None:
-        """In a thread: start the process and read what it sends, until it ends."""
+        """Start the process and read its messages until it ends; runs in a thread."""
         process = self._process = ChildProcess("rollwright.workflows.isolation", pickle.dumps(tokenizer))
         with contextlib.suppress(RuntimeError):  # the loop is closed
             with contextlib.suppress(EOFError, OSError):  # it has ended; what that means, the loop decides
@@ -263,14 +263,14 @@ def main() -> None:
 
 
 def pack_experiences(experiences: Sequence[Experience] | None) -> bytes:
-    """A line with the lengths of experiences, then their bytes; None is kept apart from an empty list."""
+    """Pack experiences: a line with their lengths, then their bytes. None and an empty list stay different."""
     parts = [experience.serialize() for experience in experiences or ()]
     lengths = None if experiences is None else [len(part) for part in parts]
     return b"".join([json.dumps(lengths).encode(), b"\n", *parts])
 
 
 def unpack_experiences(data: bytes) -> list[Experience] | None:
-    """What ``pack_experiences`` packed."""
+    """Inverse of ``pack_experiences``."""
     line, _, content = data.partition(b"\n")
     lengths = json.loads(line)
     if lengths is None:
@@ -280,7 +280,7 @@ def unpack_experiences(data: bytes) -> list[Experience] | None:
 
 
 class Parent:
-    """The other side: answers to what is asked, by number."""
+    """The parent process: sends questions to it, and matches the answers by number."""
 
     def __init__(self, channel: Channel) -> None:
         self.loop = asyncio.new_event_loop()
@@ -293,10 +293,10 @@ class Parent:
         threading.Thread(target=self._read, name="answers", daemon=True).start()
 
     def ask(self, call: str, /, **arguments: Any) -> Future[Any]:
-        """Have the parent do something.
+        """Ask the parent to do something.
 
         Returns:
-            A future of its answer, or of the ``RollwrightError`` that it raised.
+            A future of its answer, or of the ``RollwrightError`` that the parent raised.
         """
         number = next(self._numbers)
         future = self._waiting[number] = Future()
@@ -327,7 +327,7 @@ class Parent:
 
 
 class BridgedEngine(SampleBoundEngine):
-    """The parent's engine; what it answers is recorded here, too, for the workflow's own history."""
+    """The parent's engine; its answers are also recorded here, for the workflow's own history."""
 
     def __init__(self, parent: Parent) -> None:
         self.parent = parent
@@ -394,7 +394,7 @@ class BridgedEpisode:
         self._parent.ask("set_reward", reward=reward, call=call, turn=turn).result()
 
     def close(self) -> None:
-        """The parent ends the run with the sample."""
+        """Do nothing: the parent ends the run with the sample."""
 
 
 class BridgedModel(ModelWrapper):
@@ -414,7 +414,7 @@ def _run_task(
     loop: asyncio.AbstractEventLoop,
     workflows: WorkflowPool,
 ) -> list[Experience] | None:
-    """What the task's workflow returned."""
+    """Run the task's workflow and return its experiences."""
     task: Task = job["task"]
     parent.version = job["version"]
     engine = BridgedEngine(parent)

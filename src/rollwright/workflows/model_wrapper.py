@@ -26,7 +26,7 @@ Result = TypeVar("Result")
 def _from_thread(
     method: Callable[Concatenate[ModelWrapper, Arguments], Coroutine[Any, Any, Result]],
 ) -> Callable[Concatenate[ModelWrapper, Arguments], Result]:
-    """The synchronous form of an asynchronous method, for workflows in threads."""
+    """Make the synchronous form of an asynchronous method, for workflows in threads."""
 
     def call(self: ModelWrapper, *args: Arguments.args, **kwargs: Arguments.kwargs) -> Result:
         return self._wait(method(self, *args, **kwargs))
@@ -38,18 +38,18 @@ def _from_thread(
 class ModelWrapper:
     """The policy, bound to one sample.
 
-    Every call is recorded by the engine behind it; ``chat`` keeps the tokens of earlier replies, so a conversation that goes
-    on is never encoded again. The synchronous methods are for workflows whose ``run`` is in a thread; on the event loop use
-    the ``_async`` forms.
+    Every call is recorded by the engine behind it; ``chat`` keeps the tokens of earlier replies, so a continued
+    conversation is never encoded again. The synchronous methods are for workflows whose ``run`` is in a thread; on the event loop,
+    use the ``_async`` forms.
 
     Args:
         engine: the engine bound to this sample.
         tokenizer: the policy's tokenizer.
-        gconfig: generation arguments of calls that name none.
+        gconfig: default generation arguments of calls.
         recorder: the sample's recorder; needed for the history.
-        loop: the event loop that synchronous calls are run on; None: one of their own.
-        open_episode: opens this sample's run at the OpenAI front (``OpenAIFront.episode``); None where there is no front.
-        model_path: where the policy's weights came from.
+        loop: event loop for synchronous calls. None makes a new one.
+        open_episode: opens this sample's run at the OpenAI front (``OpenAIFront.episode``). None if there is no front.
+        model_path: path of the policy's initial weights.
         template_kwargs: passed to the chat template.
     """
 
@@ -81,7 +81,7 @@ class ModelWrapper:
     # -- text and messages ---------------------------------------------------------------------------------------------
 
     async def generate_async(self, prompts: Sequence[str] | str, **generation: Any) -> list[Experience]:
-        """Complete each text ``n`` times; the answers of one prompt stand together.
+        """Complete each text ``n`` times; answers of the same prompt are adjacent.
 
         Args:
             prompts: texts that are encoded as they are, without a chat template.
@@ -169,13 +169,13 @@ class ModelWrapper:
 
     @property
     def enable_history(self) -> bool:
-        """Whether calls are kept for ``extract_experience_from_history``: always, in a run."""
+        """Whether calls are kept for ``extract_experience_from_history``; always true in a run."""
         return self.recorder is not None
 
     def extract_experience_from_history(self, clear_history: bool = True) -> list[Experience]:
-        """All calls since the last time, as experiences: calls that extend one another are one sequence.
+        """Convert all calls since the last time to experiences; calls that extend one another become one sequence.
 
-        Where OpenAI clients were used, the experiences have the rewards that ``set_reward`` was told.
+        If OpenAI clients were used, the experiences have the rewards given by ``set_reward``.
         """
         records = self._records()
         rewards = (
@@ -187,10 +187,10 @@ class ModelWrapper:
         return experiences
 
     def experiences_cut_short(self, reward: float) -> list[Experience]:
-        """All calls as truncated experiences, where the sample's conversation has outgrown the context; else none.
+        """Return all calls as truncated experiences if the conversation has outgrown the context, else an empty list.
 
         Args:
-            reward: of those that nothing rewarded.
+            reward: reward of experiences without one.
         """
         if self.recorder is None or not self.recorder.outgrew_context:
             return []
@@ -204,14 +204,14 @@ class ModelWrapper:
     # -- OpenAI --------------------------------------------------------------------------------------------------------
 
     def get_openai_client(self) -> Any:
-        """An ``openai.OpenAI`` whose calls are recorded as this sample's; it carries ``model_path``.
+        """Make an ``openai.OpenAI`` client, with ``model_path``, whose calls are recorded for this sample.
 
-        A workflow that is given its next task may keep it: its calls are then the next sample's.
+        A workflow that gets its next task may keep the client: its calls then belong to the next sample.
         """
         return self._handed_out(self.openai_episode.client())
 
     def get_openai_async_client(self) -> Any:
-        """An ``openai.AsyncOpenAI``, else as ``get_openai_client``."""
+        """Make an ``openai.AsyncOpenAI`` client; otherwise like ``get_openai_client``."""
         return self._handed_out(self.openai_episode.async_client())
 
     def _handed_out(self, client: Any) -> Any:
@@ -219,7 +219,7 @@ class ModelWrapper:
         return client
 
     def take_over_clients(self, before: ModelWrapper) -> None:
-        """Point the clients that the model of an ended sample handed out, and that somebody still holds, at this sample."""
+        """Redirect the living clients of an ended sample to this sample."""
         for client in list(before._clients):
             client.base_url, client.api_key = self.openai_episode.base_url, self.openai_episode.api_key
             self._clients.add(client)
@@ -231,7 +231,7 @@ class ModelWrapper:
 
     @property
     def openai_episode(self) -> Any:
-        """This sample's run at the OpenAI front: ``base_url`` and ``api_key`` for an agent that makes its own client.
+        """This sample's run at the OpenAI front, with ``base_url`` and ``api_key`` for agents that make their own client.
 
         Raises:
             WorkflowError: the run has no OpenAI front.
@@ -246,7 +246,7 @@ class ModelWrapper:
         return self._opened
 
     def close(self) -> None:
-        """End the run at the OpenAI front, where there is one: its key is refused from now on."""
+        """End the run at the OpenAI front, if there is one; its key is then refused."""
         if self._opened is not None:
             self._opened.close()
 
@@ -254,7 +254,7 @@ class ModelWrapper:
 
     @property
     def model_version(self) -> int:
-        """Version of the weights that the next token is sampled with."""
+        """Version of the weights that sample the next token."""
         return self.engine.get_version()
 
     def _records(self) -> list[Any]:

@@ -13,7 +13,7 @@ The row that results reads::
     </Conclusion>
 
 The opening tags, the numbers, and the closing tags with their line breaks are markers: log-probability 0.0, version -1, no
-loss. What the model wrote between them is trained as it was sampled.
+loss. The model's text between them is trained as it was sampled.
 """
 
 from __future__ import annotations
@@ -58,10 +58,10 @@ def outline_numbers(goal: str) -> list[str]:
 
 @dataclass
 class PathPart:
-    """A goal, path or conclusion: marker, what was sampled, marker.
+    """A goal, path or conclusion: marker, sampled tokens, marker.
 
     Attributes:
-        response: what was sampled; None where the engine had no room for it.
+        response: the engine's response; None if the engine had no room for it.
         content: sampled tokens before the closing tag.
         is_closed: the model wrote the closing tag.
     """
@@ -74,7 +74,7 @@ class PathPart:
 
     @property
     def is_cut(self) -> bool:
-        """A limit ended it: its own, or the engine's context."""
+        """True if it was cut by its own limit or the engine's context."""
         return self.response is None or self.response.truncated
 
     @property
@@ -94,14 +94,14 @@ class PathPart:
 class ParallelGenerationWorkflow(EpisodeWorkflow):
     """A goal, its paths in parallel, a conclusion: one row, one reward.
 
-    No request samples more than ``gconfig.max_new_tokens``. Where the model does not keep to the form:
+    No request samples more than ``gconfig.max_new_tokens``. If the model does not keep to the form:
 
     * a goal without outlines has one path, numbered 1;
-    * a part without its closing tag gets it as a marker. Where a limit cut the part, the row counts as truncated;
+    * a part without its closing tag gets it as a marker. If a limit cut the part, the row counts as truncated;
     * without room in the engine's context a path stays empty, and the row ends where the conclusion would begin.
 
     Args:
-        reward_fn: scores the completion: goal, paths and conclusion, markers and all.
+        reward_fn: scores the completion: goal, paths and conclusion, including markers.
         gconfig: how each part is sampled.
         max_goal_tokens, max_path_tokens, max_conclusion_tokens: most tokens of the goal, of each path, of the conclusion.
         branch_attention: ``plain`` trains one causal sequence, in which a path follows paths that it was sampled without (the
@@ -245,7 +245,7 @@ class ParallelGenerationWorkflow(EpisodeWorkflow):
         return PathPart(opening_ids, response, content, is_closed, closing_ids)
 
     def _content_length(self, tokens: list[int], closing: str) -> int:
-        """Tokens before the closing tag that ends ``tokens``; all of them where none does.
+        """Number of tokens before the closing tag that ends ``tokens``; all of them if none does.
 
         A token that holds the tag's first characters behind other text counts as content.
         """
@@ -257,7 +257,7 @@ class ParallelGenerationWorkflow(EpisodeWorkflow):
         return len(tokens)
 
     def _marked(self, part: PathPart) -> str:
-        """A part with what is not trained between marks, as in the rollouts of the run directory."""
+        """Text of a part with untrained tokens between marks, as in the rollouts of the run directory."""
         row = BranchedSequence([], isolated=False)
         part.append_to(row, self.train_closing_tags)
         return marked_text(row.input_ids, row.loss_mask, self.tokenizer)

@@ -1,4 +1,4 @@
-"""Workflows by name, the functions that they are given by name, and how a workflow is built from what a user wrote."""
+"""Registries of workflows and of their functions, and building a workflow from a config."""
 
 from __future__ import annotations
 
@@ -44,11 +44,11 @@ FUNCTIONS: Registry[Callable[..., Any]] = Registry(
 
 
 def resolve_function(function: Any, what: str) -> Callable[..., Any]:
-    """A function, or the one that a registered name or an import path stands for.
+    """Resolve a function, its registered name or its import path to the function.
 
     Args:
-        function: what the user gave.
-        what: what it is for, in messages.
+        function: the function, name or path.
+        what: its purpose, for messages.
 
     Raises:
         WorkflowError: it cannot be found or is not callable.
@@ -64,11 +64,11 @@ def resolve_function(function: Any, what: str) -> Callable[..., Any]:
 
 
 def resolve_workflow(workflow: Any, kwargs: dict[str, Any] | None = None) -> Any:
-    """The instance that a user means by a class, a factory, an instance, a registered name or an import path.
+    """Resolve a class, a factory, an instance, a registered name or an import path to a workflow instance.
 
     Args:
-        workflow: what the user gave.
-        kwargs: arguments of the constructor; refused for an instance, which is built already.
+        workflow: the class, factory, instance, name or path.
+        kwargs: arguments of the constructor; refused for an instance.
 
     Raises:
         WorkflowError: not found, not buildable from these arguments, or without ``arun_episode``.

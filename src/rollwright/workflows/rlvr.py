@@ -13,13 +13,13 @@ from rollwright.workflows.registry import WORKFLOWS
 
 @dataclass(frozen=True)
 class Prompt:
-    """What is asked, and what comes of it besides token ids where the prompt is more than text.
+    """The prompt of an episode, with further inputs if it is more than text.
 
     Attributes:
         ids: token ids ``[P]``.
         inputs: further fields of each request.
         columns: further columns of each row, one element long.
-        statistics, facts: further figures of the metrics, lines of the dumps.
+        statistics, facts: further metrics, and lines of the dumps.
     """
 
     ids: list[int]
@@ -31,18 +31,18 @@ class Prompt:
 
 @WORKFLOWS.register_module("rlvr")
 class RLVRWorkflow(EpisodeWorkflow):
-    """Ask once, score the answer: one row. See :class:`EpisodeWorkflow` for the arguments.
+    """Samples one answer and scores it. See :class:`EpisodeWorkflow` for the arguments.
 
-    Its figures are the reward, the lengths and the share of truncated completions.
+    Reports the reward, the lengths and the share of truncated completions.
     """
 
     async def prompt(self, data: dict[str, Any]) -> Prompt:
-        """What is asked of a task."""
+        """Make the prompt of a task."""
         prompt = self.data_extract_prompt_fn(data)
         return Prompt(list(self.get_input_ids_fn(prompt, self.tokenizer, self.enable_thinking)))
 
     async def episode(self, engine: InferenceEngine, data: dict[str, Any]) -> dict[str, Any] | None:
-        """Ask, score; one row."""
+        """Sample an answer and score it."""
         prompt = await self.prompt(data)
         request = ModelRequest(
             input_ids=prompt.ids, gconfig=self.gconfig.new(n_samples=1), tokenizer=self.tokenizer, **prompt.inputs

@@ -1,7 +1,7 @@
 """An agent that thinks, searches, reads and answers, over as many turns as it needs.
 
 An action is a closed tag in what the model wrote: ``<search>query</search>``, ``<access>url</access>`` or
-``<answer>text</answer>``. Whatever goes wrong with a tool becomes text that the model reads; it never ends the episode.
+``<answer>text</answer>``. Failures of a tool become text that the model reads; they never end the episode.
 """
 
 from __future__ import annotations
@@ -49,30 +49,30 @@ _CLOSING = re.compile(r"</(search|access|answer)>")
 
 @WORKFLOWS.register_module("search_agent")
 class SearchAgentWorkflow(EpisodeWorkflow):
-    """Think, search, read, answer: one row for one episode.
+    """Lets the model think, search, read and answer; one row for each episode.
 
-    A turn ends at ``</search>``, ``</access>`` or ``</answer>``. What a tool returned is put between ``<information>`` tags and
-    is not trained on. The episode ends with an answer, an end token, ``max_turns`` turns or ``max_tokens`` tokens.
+    A turn ends at ``</search>``, ``</access>`` or ``</answer>``. Tool results are put between ``<information>`` tags and are not
+    trained on. The episode ends with an answer, an end token, ``max_turns`` turns or ``max_tokens`` tokens.
 
     Args:
         gconfig: generation arguments of one turn; the stop strings of the actions are added to its own.
-        max_tokens: tokens of prompt, turns and tool text together. Long tool text loses its end, so that the next turn has room.
+        max_tokens: tokens of prompt, turns and tool text together. Long tool text is cut at its end, so that the next turn has room.
         max_turns: turns at most.
         verbose: log turns and length of each episode.
         search_tool: ``host:port`` of a retrieval service, ``{corpus: FILE}``, ``{encyclopedia: {...}}`` or an object with
             ``search(query, topk)`` and, for ``enable_access``, ``access(url)``, async or plain (plain ones run in a thread);
-            None: no tool is there and every call says so.
-        prompt_template: text before the first turn, with ``{question}``; None: ``PROMPT_TEMPLATE``.
+            Without one, every call reports that no tool is connected.
+        prompt_template: text before the first turn, with ``{question}``. None uses ``PROMPT_TEMPLATE``.
         document_template, information_template: how tool results are shown, with ``{title}``, ``{contents}``, ``{url}`` and
             ``{documents}``.
         topk: documents of a search.
         tool_timeout: seconds that one tool call may take.
         enable_access: offer ``<access> url </access>``.
-        reward_fn: called with the prompt, everything after it, their token ids and the row; None: the best F1 of the answer
-            with one of ``data["answer"]``, 0 without an answer.
+        reward_fn: called with the prompt, everything after it, their token ids and the row. None uses the best F1 of the
+            answer with one of ``data["answer"]``, and 0 without an answer.
 
     The other arguments are those of :class:`EpisodeWorkflow`. A row needs ``question`` and, for the default reward, ``answer``: a text or number, or a list of accepted ones. ``gconfig.n_samples`` is
-    not looked at: groups are made by the executor, or by ``GroupedSearchAgentWorkflow``.
+    ignored: groups are made by the executor, or by ``GroupedSearchAgentWorkflow``.
     """
 
     group_size = 1
@@ -144,9 +144,7 @@ class SearchAgentWorkflow(EpisodeWorkflow):
             action = None if response.truncated else parse_action(self.tokenizer.decode(response.output_tokens), self.kinds)
             if action is not None and action.kind == "answer":
                 answer = action.argument
-            if (
-                action is None or action.kind == "answer" or turns.is_last
-            ):  # after the last turn nobody would read what is found
+            if action is None or action.kind == "answer" or turns.is_last:  # after the last turn nobody would read the result
                 break
             tool_calls += 1
             information, failed = await self._look_up(action)
@@ -174,7 +172,7 @@ class SearchAgentWorkflow(EpisodeWorkflow):
         return max(f1_score(answer, truth) for truth in references(accepted)) if answer else 0.0
 
     async def _look_up(self, action: Action) -> tuple[str, bool]:
-        """What the model is shown of a search or an access, documents or what went wrong; and whether it failed."""
+        """Text that the model reads after a search or an access, and whether it failed."""
         return await durable("search tool").awaited(self._found, action.kind, action.argument)
 
     async def _found(self, kind: str, argument: str) -> tuple[str, bool]:
@@ -239,7 +237,7 @@ def _question(data: dict[str, Any]) -> str:
 
 @dataclass(frozen=True)
 class Action:
-    """What the model asked for: ``kind`` is search, access or answer; ``argument`` is the stripped text in its tag."""
+    """An action of the model: ``kind`` is search, access or answer; ``argument`` is the stripped text in its tag."""
 
     kind: str
     argument: str
@@ -248,7 +246,7 @@ class Action:
 def parse_action(text: str, kinds: tuple[str, ...] = ("search", "access", "answer")) -> Action | None:
     """The last closed action in a turn's text.
 
-    A closing tag that nothing opened is an action with an empty argument, so that the model can be told.
+    A closing tag without an opening one is an action with an empty argument, so that the model learns about it.
     """
     found = [Action(match[1], match[2].strip()) for match in _ACTION.finditer(text) if match[1] in kinds]
     if found:

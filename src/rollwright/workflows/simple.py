@@ -10,7 +10,7 @@ from rollwright.experience.experience import Experience
 from rollwright.workflows.registry import WORKFLOWS
 from rollwright.workflows.task import ResettableWorkflow, Task, TaskReward
 
-#: What the mathematical workflows tell the model where the task's format has no system prompt.
+#: Default system prompts of the mathematical workflows.
 THINK_ANSWER_PROMPT = (
     "Solve the user's problem. First reason step by step between <think> and </think>, then give nothing but the final result "
     "between <answer> and </answer>."

@@ -1,4 +1,4 @@
-"""Task-style workflows: a class with ``run()`` that is given a task and a model, and returns experiences."""
+"""Task-style workflows: classes with ``run()``, built with a task and a model, that return experiences."""
 
 from __future__ import annotations
 
@@ -81,10 +81,10 @@ class Task:
         return messages_of(self.raw_task, self.format_args, f"task {self.task_id!r}")
 
     def arguments(self, **defaults: Any) -> dict[str, Any]:
-        """``workflow_args`` over the defaults of a workflow, which name all that it takes.
+        """``workflow_args`` over the defaults of a workflow, which name all its arguments.
 
         Raises:
-            WorkflowError: the taskset gives something else, which would be set in vain.
+            WorkflowError: the taskset sets an argument that the workflow does not have.
         """
         if unknown := sorted(self.workflow_args.keys() - defaults):
             name = self.workflow if isinstance(self.workflow, str) else getattr(self.workflow, "__name__", "the workflow")
@@ -99,7 +99,7 @@ class Task:
         return WORKFLOWS.get(self.workflow) if isinstance(self.workflow, str) else self.workflow
 
     def reward_function(self) -> Any:
-        """The reward function, or None where the task names none (the workflow may score by itself)."""
+        """The reward function; None if the task names none (the workflow may score by itself)."""
         return REWARD_FUNCTIONS.get(self.reward_fn) if isinstance(self.reward_fn, str) else self.reward_fn
 
     def to_workflow(self, model: ModelWrapper, auxiliary_models: list[Any] | None = None) -> Workflow:
@@ -162,11 +162,11 @@ class Workflow:
 
     @property
     def asynchronous(self) -> Any:
-        """True where ``run_async`` is what the class, or the nearest of its bases that has either, defines."""
+        """True if the nearest class that defines ``run`` or ``run_async`` defines ``run_async``."""
         return "run_async" in vars(_definer(type(self)))
 
     def reset(self, task: Task) -> None:
-        """Take the next task; needed only where the workflow says that it is resettable."""
+        """Take the next task; resettable workflows define this."""
         raise WorkflowError(f"{type(self).__name__} says that it is resettable but defines no reset(task).")
 
     def run(self) -> list[Experience]:
@@ -187,7 +187,7 @@ def _class_in_parts(reward_fn: Any) -> Any:
 
 
 class ResettableWorkflow(Workflow):
-    """A workflow that gets every task by ``reset``, the first one too, and is run once for each sample of the group."""
+    """A workflow that gets every task, including the first, by ``reset``, and is run once for each sample of the group."""
 
     resettable = True
     repeatable = True
@@ -198,7 +198,7 @@ class ResettableWorkflow(Workflow):
 
 
 def _definer(kind: type) -> type:
-    """The nearest class of ``kind``'s bases, itself included, that defines what is run."""
+    """The nearest class, ``kind`` or one of its bases, that defines ``run`` or ``run_async``."""
     return next((base for base in kind.__mro__ if {"run", "run_async"} & vars(base).keys()), Workflow)
 
 
@@ -212,20 +212,20 @@ _SECOND_NAMES = {"resettable": "can_reset", "asynchronous": "is_async"}
 
 
 def trait(workflow: Any, name: str) -> bool:
-    """A yes-or-no trait of a workflow, whether it is written as attribute, property or method."""
+    """Read a boolean trait of a workflow, which may be an attribute, property or method."""
     kind = workflow if isinstance(workflow, type) else type(workflow)
     known = [each for each in (name, _SECOND_NAMES.get(name)) if each and (hasattr(kind, each) or each in vars(workflow))]
-    values = [getattr(workflow, each) for each in known]  # a property that raises is not one that says no
+    values = [getattr(workflow, each) for each in known]  # an error in a property must not count as false
     return any(bool(value() if callable(value) else value) for value in values)
 
 
 def class_trait(workflow_class: type, name: str, task: Task) -> bool:
-    """A trait asked of the class, before there is an instance.
+    """Read a trait of a class before there is an instance.
 
-    Properties and methods are asked of an instance that has its ``task`` and was not initialised.
+    Properties and methods are called on an uninitialised instance that has only its ``task``.
 
     Raises:
-        WorkflowError: it wants more than the task.
+        WorkflowError: the trait needs more than the task.
     """
     value = getattr(workflow_class, name, False)
     if not isinstance(value, property) and not callable(value):
@@ -242,7 +242,7 @@ def class_trait(workflow_class: type, name: str, task: Task) -> bool:
 
 
 class WorkflowPool:
-    """Builds the workflow of each task, and gives a resettable one that has ended its next task."""
+    """Builds the workflow of each task, or reuses a resettable one that has finished."""
 
     def __init__(self) -> None:
         self._idle: dict[tuple[type, str], list[Any]] = defaultdict(list)
@@ -251,14 +251,14 @@ class WorkflowPool:
     def workflow(
         self, task: Task, model: ModelWrapper, auxiliary_models: Callable[[], list[Any]], taskset: str = ""
     ) -> Iterator[Workflow]:
-        """The workflow for a task; where it is resettable and does not raise, it is kept for a later one.
+        """Provide the workflow for a task; a resettable one that does not raise is kept for a later task.
 
-        If it defines ``set_repeat_times``, it gets the group's size. A workflow that had a task before has the new task's
-        model, arguments and OpenAI clients also where its ``reset`` keeps the old ones.
+        If it defines ``set_repeat_times``, it gets the group's size. A reused workflow has the new task's model, arguments and
+        OpenAI clients even if its ``reset`` keeps the old ones.
 
         Args:
-            auxiliary_models: the models that are not trained; called where a workflow is built.
-            taskset: a workflow is given only tasks of its own taskset, whose arguments it has.
+            auxiliary_models: makes the clients of models that are not trained; called when a workflow is built.
+            taskset: name of the taskset; workflows are reused within one taskset, whose arguments they have.
         """
         idle = self._idle[task.workflow_class(), taskset]
         workflow: Any = idle.pop() if idle else None
@@ -349,12 +349,12 @@ class TaskReward:
         response: str | None = None,
         columns: Mapping[str, Any] | None = None,
     ) -> float:
-        """The reward of one reply.
+        """Score one reply.
 
         Args:
-            experience: whose tokens the function gets.
-            response: the text, where it is not the experience's.
-            columns: what the function may ask for besides the row's own columns, which win.
+            experience: the reply; the function gets its tokens.
+            response: text to score instead of the experience's.
+            columns: further columns for the function; the row's own columns win.
         """
         row = {key: value for key, value in self.task.raw_task.items() if key != "answer"}
         return await self.function(

@@ -1,7 +1,7 @@
 """Task-style tool calling: the model calls Python functions by its chat template's own convention until it answers.
 
-Python functions are tools: ``ToolFunctions`` has their JSON schemas for the chat template, and their calls, which never raise:
-what goes wrong in a call (an unknown name, broken JSON, an exception, a time limit) is text that the model reads.
+Python functions are tools: ``ToolFunctions`` makes their JSON schemas for the chat template, and calls them. Calls never raise: a
+failure (an unknown name, invalid JSON, an exception, a time limit) is text that the model reads.
 """
 
 from __future__ import annotations
@@ -31,15 +31,15 @@ MAX_CHARACTERS = 4000
 
 @WORKFLOWS.register_module("tool_calling_workflow")
 class ToolCallingWorkflow(ResettableWorkflow):
-    """Ask, run the tools that the reply calls, show what they gave, ask again; one experience for one conversation.
+    """Lets the model call tools and read their results until it answers; one experience for each conversation.
 
     The conversation comes from the task's format. The last reply is scored by the task's reward function, which also gets
-    ``tool_calls``, a list of ``{"name", "arguments", "ok"}`` in the order of the calls. What tools said is not trained on. A call that
-    cannot be read is answered with why, and counted in the metric ``malformed_tool_calls``.
+    ``tool_calls``, a list of ``{"name", "arguments", "ok"}`` in the order of the calls. Tool results are not trained on. A malformed
+    call is answered with the reason, and counted in the metric ``malformed_tool_calls``.
     ``workflow_args`` may hold:
 
-    * ``tools``: functions, their import paths, or ``execute_python``; default: that one;
-    * ``max_turns`` (8): replies at most;
+    * ``tools``: functions, their import paths, or ``execute_python`` (the default);
+    * ``max_turns`` (8): maximum number of replies;
     * ``tool_timeout`` (30): seconds that one call may take.
     """
 
@@ -116,18 +116,18 @@ execute_python.uses_sandbox = True  # type: ignore[attr-defined]
 
 @dataclass(frozen=True)
 class ToolResult:
-    """What a call gave: the text that the model reads, and whether the tool did its work."""
+    """Result of a call: the text that the model reads, and whether the call succeeded."""
 
     text: str
     ok: bool
 
 
 class ToolFunctions:
-    """The tools of a task. What a call gave is kept in the journal, as its ``durable`` says (``recorded`` where it has none).
+    """The tools of a task. Results are kept in the journal as each function's ``durable`` says (``recorded`` by default).
 
     Args:
         tools: functions, plain or async, import paths of functions, or names in ``FUNCTIONS``. Parameters need type hints, and
-            the docstring, in Google's form, says what the function and each parameter are for.
+            a Google-style docstring describes the function and each parameter.
         timeout: seconds that one call may take. A plain function that takes longer is left behind in its thread.
 
     Raises:
@@ -168,7 +168,7 @@ class ToolFunctions:
         return ToolResult(*await kept.awaited(self._shown, function, name, values))
 
     async def _shown(self, function: Callable[..., Any], name: str, values: dict[str, Any]) -> tuple[str, bool]:
-        """What the model reads of a call, and whether the tool did its work."""
+        """Text that the model reads after a call, and whether the call succeeded."""
         try:
             async with asyncio.timeout(self.timeout):
                 result = await (
@@ -176,7 +176,7 @@ class ToolFunctions:
                 )
         except TimeoutError:
             return f"{name} took longer than {self.timeout:g} seconds.", False
-        except (ConfigError, SandboxError):  # no model can do anything about it
+        except (ConfigError, SandboxError):  # the model cannot fix these
             raise
         except Exception as error:
             return _unicode(f"{type(error).__name__}: {error}"), False
@@ -214,11 +214,11 @@ def _schema(function: Callable[..., Any]) -> dict[str, Any]:
 
 
 def script_output(result: SandboxResult, timeout: float, max_characters: int) -> str:
-    """What a script printed, then why it failed where it did: the last line of its traceback, or its time.
+    """The output of a script, followed by the reason if it failed: the last line of its traceback, or its time limit.
 
     Args:
-        result: of the run.
-        timeout: seconds that the script was allowed.
+        result: result of the run.
+        timeout: the script's time limit in seconds.
         max_characters: see :func:`shortened`.
     """
     text = result.stdout.strip()

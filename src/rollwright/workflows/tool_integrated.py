@@ -1,4 +1,4 @@
-"""Tool-integrated reasoning: the model writes Python, reads what it prints, and goes on reasoning."""
+"""Tool-integrated reasoning: the model writes Python, reads the output, and continues."""
 
 from __future__ import annotations
 
@@ -30,24 +30,25 @@ _SCRIPT = re.compile(f"{OPEN}(.*?){CLOSE}", re.DOTALL)
 
 @WORKFLOWS.register_module("tool_integrated")
 class ToolIntegratedWorkflow(EpisodeWorkflow):
-    """Reason, compute, reason, answer: one row for one episode; what scripts print is not trained on, and loses its end where
-    the next turn would have no room.
+    """Lets the model compute with Python scripts while it reasons; one row for each episode.
 
-    Scripts of an episode run in a jail of its own, of the sandbox that ``rollout.sandbox`` names (docs/sandbox.md).
+    The output of scripts is not trained on, and is cut if the next turn would have no room. Each episode has its own jail in the
+    sandbox that ``rollout.sandbox`` names (docs/sandbox.md).
 
     Args:
         reward_fn: scores the whole completion, scripts and outputs included; function, name or import path.
         gconfig: how each turn is sampled; ``</python>`` is added to its stop strings.
-        max_turns: turns at most, so at most one script less.
+        max_turns: maximum number of turns; at most one script less is run.
         max_tokens: tokens of the whole episode.
         script_timeout: seconds that a script may run.
         script_limits: its other limits: ``SandboxLimits`` or a mapping of its fields.
-        max_output_characters: of a script's output that are shown; the middle of longer output is left out.
+        max_output_characters: characters of a script's output that are shown; the middle of longer output is left out.
         output_template: how output is shown, with ``{output}``.
-        run_scripts: False: no script is run, and the model is told so (what is it worth without Python?).
+        run_scripts: False runs no scripts and says so to the model, to measure how much Python helps.
         system_prompt: put before the task's messages unless they begin with one; empty for none.
 
-    The other arguments are those of :class:`EpisodeWorkflow`. Where ``gconfig.n_samples`` is above 1 and nobody repeats the task, the workflow makes the group itself.
+    The other arguments are those of :class:`EpisodeWorkflow`. If ``gconfig.n_samples`` is above 1 and the caller does not repeat the
+    task, the workflow runs the group itself.
     """
 
     def __init__(
@@ -144,7 +145,7 @@ class ToolIntegratedWorkflow(EpisodeWorkflow):
 
 
 def parse_script(text: str) -> str | None:
-    """The last script of a turn, without its common indentation; None where the turn does not end with one."""
+    """The last script of a turn, without its common indentation; None if the turn does not end with one."""
     if not text.rstrip().endswith(CLOSE):
         return None
     found = _SCRIPT.findall(text)

@@ -1,4 +1,4 @@
-"""The tokens of an episode that goes on: prompt, what was sampled, and what was put between.
+"""Token sequences of episodes with several turns: prompt, sampled tokens, and context between them.
 
 Only ids and mask are kept. Log-probabilities, versions and temperature come from the record.
 """
@@ -43,16 +43,16 @@ class TokenSequence:
         return self.input_ids[self.prompt_length :]
 
     def append_context(self, ids: Sequence[int]) -> None:
-        """Tokens that the policy did not sample: the prompt, what tools returned."""
+        """Append tokens that the policy did not sample, such as tool results."""
         self.input_ids += ids
         self.loss_mask += [0] * len(ids)
 
     def append_response(self, response: ModelResponse, *, trained: int | None = None) -> None:
-        """Tokens as they were sampled.
+        """Append sampled tokens.
 
         Args:
-            response: what the engine sampled.
-            trained: how many of its tokens are trained, from the first; the rest are context. None: all.
+            response: the engine's response.
+            trained: number of its first tokens that are trained; the rest are context. None trains all.
         """
         if 1 not in self.loss_mask and response.output_versions:
             self.version = response.output_versions[0]
@@ -66,7 +66,7 @@ class TokenSequence:
 
 
 class Turns(TokenSequence):
-    """A token sequence that the engine goes on with, turn by turn::
+    """A token sequence that the engine extends turn by turn::
 
         turns = Turns(engine, prompt_ids, gconfig, tokenizer, max_turns=8, max_tokens=4096)
         async for response in turns:
@@ -77,21 +77,20 @@ class Turns(TokenSequence):
             return None
         return turns.row(reward)
 
-    The iteration ends by itself after ``max_turns`` turns, where no token has room, and where somebody aborted the request.
+    The iteration ends after ``max_turns`` turns, if there is no room for a token, or if a request was aborted.
 
     Args:
-        engine: asked for each turn; all requests have one ``rid``, so one server, which holds the cache, sees them all.
-        prompt_ids: what the first turn goes on from.
+        engine: samples each turn; all requests have one ``rid``, so they go to the server that holds the cache.
+        prompt_ids: prompt of the first turn.
         gconfig: how a turn is sampled.
         tokenizer: for the engine's stop strings.
-        max_turns: turns at most.
-        max_tokens: tokens of the whole sequence, prompt included; a turn is sampled up to there. None: the engine's context
-            is the only limit.
+        max_turns: maximum number of turns.
+        max_tokens: limit of the whole sequence, including the prompt. None leaves the engine's context as the only limit.
 
     Attributes:
         count: turns so far.
-        truncated: a limit ended the last turn, or left no room for a further one.
-        is_aborted: somebody ended a request; the episode is to be rejected.
+        truncated: True if a limit cut the last turn, or left no room for another.
+        is_aborted: True if a request was aborted; the episode should be rejected.
     """
 
     def __init__(
@@ -116,22 +115,22 @@ class Turns(TokenSequence):
 
     @property
     def is_last(self) -> bool:
-        """No further turn will be asked for: nobody would read what is said now."""
+        """True if this was the last turn, so nobody would read further context."""
         return self.count == self._max_turns
 
     @property
     def room(self) -> int:
-        """Tokens that the limit of the whole sequence leaves."""
+        """Tokens left until the limit of the whole sequence."""
         return max(0, self._max_tokens - len(self))
 
     def append_filled(self, template: str, **value: str) -> None:
-        """Put a template with a text in its ``{place}`` behind the last turn, within the limit of the whole sequence.
+        """Append a template with a text in its ``{place}``, within the limit of the whole sequence.
 
-        A long text loses its end, so that the next turn has room for all that it may sample, or for half of what is left.
+        A long text is cut at its end, so that the next turn has room for ``max_new_tokens``, or for half of the rest.
 
         Args:
-            template: has the place once.
-            value: the text, under the place's name.
+            template: contains the place once.
+            value: the text, by the name of the place.
         """
         [(place, text)] = value.items()
         ids = self._encode(fill(template, **value))
@@ -146,11 +145,11 @@ class Turns(TokenSequence):
         return self
 
     async def __anext__(self) -> ModelResponse:
-        """The next response, whose tokens are in the sequence already.
+        """Sample the next response; its tokens are already in the sequence.
 
         Raises:
-            PromptTooLongError: there is no room for the first turn, in ``max_tokens`` or the engine's context. Where there is none
-                for a later one, the iteration ends; what was said after the last turn is taken back where the engine refused it.
+            PromptTooLongError: there is no room for the first turn in ``max_tokens`` or the engine's context. If there is none for
+                a later one, the iteration ends; context that the engine refused is removed.
         """
         if self.is_last:
             raise StopAsyncIteration
@@ -193,12 +192,12 @@ class BranchedSequence(TokenSequence):
     * **plain**: one causal sequence, branches one after the other. ``other_context`` marks the tokens that follow branches they
       were sampled without.
     * **isolated**: with ``branch_ids`` (0 is the trunk) and ``position_ids``. Branches do not see each other and begin at the
-      position after the trunk's last token; the trunk then sees them all and goes on at the position after the longest.
+      position after the trunk's last token; the trunk then sees them all and continues at the position after the longest.
       Sampling and training compute the same.
 
     Args:
-        prompt_ids: where the trunk begins.
-        isolated: which of the two layouts the row has.
+        prompt_ids: beginning of the trunk.
+        isolated: use the isolated layout.
     """
 
     def __init__(self, prompt_ids: Sequence[int], *, isolated: bool) -> None:
@@ -209,12 +208,12 @@ class BranchedSequence(TokenSequence):
         self.other_context = [False] * len(prompt_ids)
         self._branch = 0
         self._branches = 0  # opened so far
-        self._next_position = len(prompt_ids)  # of the branch (or trunk) that is open
-        self._fork = 0  # position at which branches of the present fork begin
-        self._farthest = len(prompt_ids)  # position after the longest of them
+        self._next_position = len(prompt_ids)  # in the open branch or trunk
+        self._fork = 0  # first position of the current fork's branches
+        self._farthest = len(prompt_ids)  # position after the longest branch
 
     def open_branch(self) -> int:
-        """Go on in a new branch, which begins where the trunk ended; returns its number."""
+        """Continue in a new branch from the end of the trunk, and return its number."""
         if self._branch == 0:
             self._fork = self._farthest = self._next_position
         self._branches += 1
@@ -222,21 +221,21 @@ class BranchedSequence(TokenSequence):
         return self._branch
 
     def close_branches(self) -> None:
-        """Go on in the trunk, behind the longest branch."""
+        """Continue in the trunk, after the longest branch."""
         self._branch, self._next_position = 0, self._farthest
 
     def append_context(self, ids: Sequence[int]) -> None:
-        """Tokens that the policy did not sample, in the open branch."""
+        """Append tokens that the policy did not sample to the open branch."""
         super().append_context(ids)
         self._place()
 
     def append_response(self, response: ModelResponse, *, trained: int | None = None) -> None:
-        """Tokens as they were sampled, in the open branch; see :meth:`TokenSequence.append_response`."""
+        """Append sampled tokens to the open branch; see :meth:`TokenSequence.append_response`."""
         super().append_response(response, trained=trained)
         self._place()
 
     def _place(self) -> None:
-        """Give the tokens that were appended their place."""
+        """Extend the layout by the appended tokens."""
         added = self.loss_mask[len(self.branch_ids) :]
         self.branch_ids += [self._branch] * len(added)
         self.position_ids += range(self._next_position, self._next_position + len(added))
@@ -245,11 +244,11 @@ class BranchedSequence(TokenSequence):
         self._farthest = max(self._farthest, self._next_position)
 
     def layout_before(self, opening: Sequence[int], *, in_new_branch: bool) -> dict[str, list[int]]:
-        """``position_ids`` and ``branch_ids`` of a request for what follows this row and ``opening``; empty where plain.
+        """``position_ids`` and ``branch_ids`` of a request that continues this row and ``opening``; empty if plain.
 
         Args:
-            opening: tokens that the request has after the row.
-            in_new_branch: they begin a branch at the trunk's end, which is open; else they go on where the row is.
+            opening: tokens of the request after the row.
+            in_new_branch: True if they begin a branch at the end of the trunk, False if they continue the open branch.
         """
         if not self.isolated:
             return {}
@@ -261,7 +260,7 @@ class BranchedSequence(TokenSequence):
         }
 
     def layout(self) -> dict[str, list[int]]:
-        """``position_ids`` and ``branch_ids`` of the row; empty where plain."""
+        """``position_ids`` and ``branch_ids`` of the row; empty if plain."""
         return {"position_ids": self.position_ids, "branch_ids": self.branch_ids} if self.isolated else {}
 
     def row(self, reward: float) -> dict[str, Any]:
@@ -270,5 +269,5 @@ class BranchedSequence(TokenSequence):
 
 
 def fill(template: str, **values: str) -> str:
-    """Put values in a template's ``{name}`` places in one pass: braces elsewhere, in template or values, stay."""
+    """Fill a template's ``{name}`` places in one pass; other braces, in template or values, are kept."""
     return re.sub("|".join(re.escape(f"{{{name}}}") for name in values), lambda match: values[match[0][1:-1]], template)

@@ -31,16 +31,16 @@ def extract_prompt(data: dict[str, Any]) -> Any:
 
 @WORKFLOWS.register_module("vision_rlvr")
 class VisionRLVRWorkflow(RLVRWorkflow):
-    """Show images, ask once, score the answer.
+    """Samples one answer about images and scores it.
 
-    A task has ``messages`` (or a prompt in text) and ``images``: PIL images, their bytes or their files. Where they stand in the
-    prompt is said by image blocks or ``<image>``; without either they stand before the first message of the user. A response
-    that contains an image token ends there: such a token stands for an image that does not exist.
+    A task has ``messages`` (or a text prompt) and ``images``: PIL images, their bytes or their files. Image blocks or ``<image>``
+    mark their positions in the prompt; without either, they are put before the user's first message. A response ends at an image
+    token, because there is no image for it.
 
     Args:
         reward_fn: scores the completion; the images are in its ``data``.
         processor: a processor, called as ``processor(images=…, text=…, padding=False, return_tensors="pt")``, or its directory
-            or name; None: that of the directory that the tokenizer came from.
+            or name. None loads it from the tokenizer's directory.
         image_key: column that holds the images.
 
     The other arguments are those of :class:`EpisodeWorkflow`.
@@ -84,11 +84,11 @@ class VisionRLVRWorkflow(RLVRWorkflow):
         self.image_key = image_key
 
     async def prompt(self, data: dict[str, Any]) -> Prompt:
-        """What is asked of a task."""
+        """Make the prompt of a task."""
         return await asyncio.to_thread(self._process, data)
 
     def _process(self, data: dict[str, Any]) -> Prompt:
-        """Prompt ids with every image token, and what the model takes of the images."""
+        """Prompt ids with all image tokens, and the model inputs of the images."""
         images = as_images(data.get(self.image_key) or [], f"task {task_name(data)}")
         prompt = place_images(self.data_extract_prompt_fn(data), len(images), self.placeholder)
         if not isinstance(prompt, str):

@@ -32,7 +32,7 @@ class WebShopWorkflow(ResettableWorkflow):
     format's prompt column. ``workflow_args`` may hold:
 
     * ``shop``: arguments of ``environments.shop.shop``: seed, products, goals, page_size;
-    * ``package``: true for the real WebShop where it is installed, or the arguments of its environment;
+    * ``package``: true for the real WebShop if it is installed, or the arguments of its environment;
     * ``max_steps`` (15), ``rich`` (buttons marked), ``show_actions`` (list what can be clicked; default true),
     * ``system_prompt``: in place of the module's; empty for none.
     """

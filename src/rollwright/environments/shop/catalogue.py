@@ -48,7 +48,7 @@ class Product:
 
 @dataclass(frozen=True)
 class Goal:
-    """What a customer wants; ``product`` is one that fits, and others may fit as well."""
+    """A customer's wish; ``product`` is one that fits, and others may fit as well."""
 
     instruction: str
     product: Product

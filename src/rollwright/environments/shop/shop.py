@@ -66,7 +66,7 @@ def shop(seed: int = 1, products: int = 1000, goals: int = 500, page_size: int =
 
 
 class StepResult(NamedTuple):
-    """What an action led to."""
+    """Result of an action."""
 
     observation: str
     reward: float
@@ -214,7 +214,7 @@ def type_score(bought: Product, wanted: Product) -> float:
 def purchase_reward(bought: Product, chosen: dict[str, str], goal: Goal) -> float:
     """``type · (attribute hits + option hits + [price ≤ limit]) / (attributes + options + 1)``, from 0 to 1.
 
-    An option is hit where the goal's value was chosen under its name, so there are never more hits than the goal has options.
+    An option is hit if the goal's value was chosen under its name, so there are never more hits than the goal has options.
 
     Args:
         bought: the product.

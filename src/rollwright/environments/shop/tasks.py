@@ -69,7 +69,7 @@ def tasks(
 
 
 def worked_steps(place: Any, session_id: int, careless: float = 0.0) -> list[tuple[str, str]]:
-    """What the clerk saw and did, ``(observation, action)`` a step: search, take the best of the first page, choose, buy.
+    """The clerk's ``(observation, action)`` pairs: search, take the best of the first page, choose, buy.
 
     Args:
         place: the shop.
