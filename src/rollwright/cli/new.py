@@ -1,4 +1,4 @@
-"""``rollwright model new`` and ``rollwright new workflow``: a model, or files to begin with. Nothing is overwritten."""
+"""``rollwright model new`` and ``rollwright new workflow``: make a model or the files of a new workflow. Nothing is overwritten."""
 
 from __future__ import annotations
 

@@ -53,10 +53,10 @@ def run(
     """Carry out a config: one stage, or each of its stages in order.
 
     Keys are dotted paths, values are YAML: `actor.optimizer.lr=1e-5`, `gconfig.stop=['</answer>']`, `valid_dataset=null`. In a file
-    with stages, a key reaches every stage that has it, and `stages.NAME.key=value` one stage alone.
+    with stages, a key applies to every stage that has it, and `stages.NAME.key=value` to one stage.
 
     Everything that the run writes is in `<cluster.fileroot>/<experiment_name>/<trial_name>/`. Running the same command again
-    after an interruption goes on where it stopped (recover.mode).
+    after an interruption continues where it stopped (recover.mode).
     """
     _spare_a_busy_machine()
     file, overrides = split_arguments([*(["--config", config] if config else []), *(arguments or [])])
@@ -174,14 +174,14 @@ def evaluate(
 
 
 def load_with_plugins(file: str, overrides: Sequence[str], plugins: Sequence[Path] | None) -> list[Stage]:
-    """The stages of a config, after plugins were added for this process and those that it starts."""
+    """Load a config's stages after adding plugins for this process and its children."""
     for plugin in plugins or ():
         PLUGINS.add(plugin)
     return load_stages(file, overrides)
 
 
 def look_up_names(stages: Sequence[Stage]) -> None:
-    """Refuse workflows, rewards, operators and so on that nothing has, plugins included."""
+    """Refuse unknown names of workflows, rewards, operators and so on; plugins are loaded first."""
     from rollwright.trainers.unknown_names import refuse_unknown_names
 
     PLUGINS.load()

@@ -15,7 +15,7 @@ _AGENT_CLASS = "give the agent to OpenAIAgentWorkflow, or use AgentScopeReactMat
 _TEACHER = "distillation from a teacher's log-probabilities is not supported; train on a teacher's texts with SFTConfig"
 _CONFIG = "load_stages(file) reads such a file, and `rollwright run --config FILE` runs it"
 
-#: Name of AReaL's -> what to do.
+#: AReaL's name -> advice.
 AREAL: dict[str, str] = {
     "OpenAIProxyWorkflow": _AGENT,
     "OpenAIProxyClient": f"{_AGENT}; it rewards by what it returns, or by POST to base_url + '/rewards'",
@@ -62,7 +62,7 @@ AREAL: dict[str, str] = {
     "is_single_controller": "there is always one controller: leave the check out",
 }
 
-#: Name of Trinity-RFT's -> what to use instead.
+#: Trinity-RFT's name -> advice.
 TRINITY: dict[str, str] = {
     "BaseSimpleWorkflow": f"write SimpleWorkflow: {_ONE_CLASS}",
     "AsyncSimpleWorkflow": f"write SimpleWorkflow: {_ONE_CLASS}",
@@ -83,6 +83,6 @@ TRINITY: dict[str, str] = {
 
 
 def replacement(name: str) -> str:
-    """``which SYSTEM has: …`` and what to write instead of a name; empty for other names."""
+    """The end of a message about a missing name: ``which SYSTEM has: ADVICE``; empty for other names."""
     systems = {"AReaL": AREAL, "Trinity-RFT": TRINITY}
     return next((f"which {system} has: {table[name]}" for system, table in systems.items() if name in table), "")

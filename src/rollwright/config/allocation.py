@@ -50,9 +50,9 @@ class AllocationMode:
     """A parsed allocation: the sizes of generation and of training, if given.
 
     Attributes:
-        gen_backend: sglang, vllm or builtin; None where only training is given.
+        gen_backend: sglang, vllm or builtin; None if only training is given.
         generation: sizes of the engine, or None.
-        train_backend: fsdp; None where only generation is given.
+        train_backend: fsdp; None if only generation is given.
         training: sizes of the trainer, or None.
     """
 

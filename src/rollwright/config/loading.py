@@ -146,7 +146,7 @@ def _written_keys(data: Any, prefix: str = "") -> Iterator[str]:
 
 
 def config_to_dict(config: Any) -> dict[str, Any]:
-    """A config as plain containers, every key with its value."""
+    """Convert a config to plain containers, with every key."""
     return plain(config)
 
 
@@ -260,7 +260,7 @@ def build_stages(document: Document, overrides: Sequence[Override], only: str | 
 
 
 class _File:
-    """A document with overrides, while its stages are built.
+    """Builds the stages of a document with overrides.
 
     Raises:
         ConfigError: ``stages`` is no list of mappings.
@@ -345,7 +345,7 @@ class _File:
                 self.faults.append(messages[0])
 
     def refuse_repeated_names(self, stages: Sequence[Stage]) -> None:
-        """Stages are known by their names: in overrides, and in the run directory."""
+        """Refuse stages of the same name, because overrides and the run directory tell them apart by it."""
         first: dict[str, int] = {}
         for stage in stages:
             if first.setdefault(stage.name, stage.index) != stage.index:
@@ -355,7 +355,7 @@ class _File:
                 )
 
     def refuse_unused_keys(self) -> None:
-        """A shared key that no stage has would do nothing."""
+        """Refuse shared keys that no stage has, because they would do nothing."""
         kinds = [keys.get("kind") for keys in self.listed]
         if self.alone or not all(kind in STAGE_CLASSES for kind in kinds):
             return  # its keys are validated; or a stage of unknown kind, which is told already, might have the key

@@ -13,7 +13,7 @@ from rollwright.errors import ConfigError
 
 
 def parse_override(text: str) -> Override:
-    """``a.b.0.c=value`` as an ``Override``.
+    """Parse ``a.b.0.c=value``.
 
     Raises:
         ConfigError: there is no ``=``, or no key before it.

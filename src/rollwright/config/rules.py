@@ -242,7 +242,7 @@ _POLICY = (
 
 
 def _why_no_checkpoint(config: PPOConfig) -> str:
-    """The setting because of which no recover checkpoint is written; empty if they are written."""
+    """The setting that prevents recover checkpoints; empty if they are written."""
     if config.mode != "both":
         return f"mode {config.mode}"
     return "recover.mode off" if config.recover.mode == "off" else ""
@@ -333,7 +333,7 @@ def _samples_greedily(config: PPOConfig) -> bool:
 
 
 def _places(config: PPOConfig) -> int:
-    """Samples that explorers may be ahead of the trainer."""
+    """Largest lead of explorers over the trainer, in samples."""
     return (config.rollout.max_head_offpolicyness + 1) * config.train_dataset.batch_size * config.gconfig.n_samples
 
 

@@ -1,4 +1,4 @@
-"""The JSON Schema of config files, with which editors complete keys and show their help."""
+"""The JSON Schema of config files, which lets editors complete keys and show their help."""
 
 from __future__ import annotations
 

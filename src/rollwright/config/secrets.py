@@ -46,7 +46,7 @@ class Secret(str):
 
 
 def is_secret_name(key: object) -> bool:
-    """True for the names that secrets have in mappings with free keys: ``api_key``, ``HF_TOKEN``, ``password``."""
+    """True for typical names of secrets in mappings with free keys: ``api_key``, ``HF_TOKEN``, ``password``."""
     return bool(_SECRET_NAME.search(str(key)))
 
 

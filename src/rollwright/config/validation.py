@@ -114,7 +114,7 @@ def annotations_of(cls: type) -> dict[str, Any]:
 
 
 def _named(kind: Any, value: Any, path: KeyPath, default: Any, faults: Faults) -> Any:
-    """``value`` with a ``_Section`` in place of each mapping that becomes a dataclass."""
+    """Replace each mapping in ``value`` that becomes a dataclass by a ``_Section``."""
     if value == "???":
         faults.add(path, "is mandatory (???): give it a value")
         return value
@@ -287,7 +287,7 @@ def _made(cls: type, value: Any, handler: Callable[[Any], Any]) -> Any:
 
 
 def _one_of(kinds: list[Any], value: Any, handler: Callable[[Any], Any]) -> Any:
-    """A member of a union, with one fault for all of them; or of a section that was chosen by its keys, with the section's faults."""
+    """Validate a member of a union. A section chosen by its keys has its own faults; any other mismatch is a single fault."""
     if isinstance(value, _Section):
         return adapter_of(value.cls).validate_python(value)
     try:

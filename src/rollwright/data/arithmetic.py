@@ -99,7 +99,7 @@ Task = tuple[int, str, int]
 
 
 def _with_carries(tasks: list[Task], share: float) -> list[Task]:
-    """As many tasks as there are with this share of carries, spread evenly, otherwise in their order."""
+    """Select as many tasks as possible with this share of carries, spread evenly and otherwise in order."""
     if not 0 <= share <= 1 or any(symbol != "+" for _, symbol, _ in tasks):
         raise DataError(f"arithmetic: carries is {share!r}; it is a share from 0 to 1, and for operation '+' alone.")
     kinds: dict[bool, list[Task]] = {True: [], False: []}

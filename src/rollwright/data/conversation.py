@@ -27,7 +27,7 @@ class ConversationTokens:
 
     def __init__(self, tokenizer: Any, encode: Callable[[str], list[int]] | None = None, **template_kwargs: Any) -> None:
         """Args:
-        tokenizer: with the chat template.
+        tokenizer: a tokenizer with a chat template.
         encode: function from rendered text to ids; by default the tokenizer's.
         template_kwargs: variables of the template.
         """

@@ -62,7 +62,7 @@ def without_grouping(text: str) -> str:
 
 
 def _numbers(text: str) -> list[re.Match[str]]:
-    """The numbers of a text in their order, and what is only part of an expression."""
+    """The numbers of a text in order, including operands of expressions."""
     return list(_NUMBER.finditer(_written_plainly(text)))
 
 

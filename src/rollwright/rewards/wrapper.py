@@ -3,8 +3,8 @@
 A reward function is called as ``(prompt, completion, prompt_ids, completion_ids, **columns)``. The first four are positional,
 so their names do not matter. The task's other columns are keywords, except those whose name is one of the function's first
 four parameters; a function without ``**kwargs`` gets only those it has parameters for. A parameter named ``data`` receives the
-whole row as a dict, with the columns that were left out. If a workflow calls
-the wrapper with another number of positional arguments, they are passed on unchanged.
+whole row as a dict, with the columns that were left out. If a workflow calls the wrapper with another number of positional
+arguments, they are passed on unchanged.
 """
 
 from __future__ import annotations
@@ -130,7 +130,7 @@ class AsyncRewardWrapper:
         """Score one completion.
 
         Args:
-            arguments: prompt and completion as text, and the token ids of both; or whatever the function takes.
+            arguments: prompt and completion as text, and the token ids of both; or any arguments of the function.
             data: the task's columns. With the four arguments they may have any names, even those of the function's first four
                 parameters. Without the four arguments, keyword arguments of the function.
 

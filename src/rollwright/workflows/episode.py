@@ -63,7 +63,7 @@ def chat_input_ids(prompt: Any, tokenizer: Any, enable_thinking: bool = False) -
     Args:
         prompt: messages, or text.
         tokenizer: a Hugging Face tokenizer.
-        enable_thinking: given to chat templates, which may know it.
+        enable_thinking: passed to the chat template, which may ignore it.
     """
     if not isinstance(prompt, str):
         return prompt_ids(tokenizer, prompt, enable_thinking=enable_thinking)
@@ -163,7 +163,7 @@ class EpisodeWorkflow(RolloutWorkflow):
         self.gconfig = self.gconfig.new(stop=list(dict.fromkeys([*(self.gconfig.stop or []), *stops])))
 
     def encode(self, text: str) -> list[int]:
-        """Token ids of a text, without special tokens of the tokenizer's own."""
+        """Encode a text without adding special tokens."""
         return list(self.tokenizer.encode(text, add_special_tokens=False))
 
     async def score(

@@ -164,7 +164,7 @@ class ModelWrapper:
     async def convert_messages_to_experience_async(
         self, messages: Sequence[Mapping[str, Any]], tools: list[dict[str, Any]] | None = None
     ) -> Experience:
-        """As ``convert_messages_to_experience``, which waits for nothing."""
+        """Async form of ``convert_messages_to_experience``, which does not wait for anything."""
         return self.convert_messages_to_experience(messages, tools)
 
     @property

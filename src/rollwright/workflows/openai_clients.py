@@ -1,7 +1,7 @@
-"""The ``openai`` package's own clients, pointed at a run of the OpenAI front.
+"""Clients of the ``openai`` package for a run of the OpenAI front.
 
-They do not try again (a second try would be recorded as a second call), wait as long as the sample may take, use no proxy, and
-make a connection for each call, so that nothing is left open when the run ends.
+They do not retry (a retry would be recorded as a second call), wait as long as the sample may take, use no proxy, and make a
+connection for each call, so that nothing is left open when the run ends.
 """
 
 from __future__ import annotations

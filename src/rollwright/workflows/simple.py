@@ -51,7 +51,7 @@ class SimpleWorkflow(ResettableWorkflow):
             self.reward_fn = self.reward.in_parts
 
     def set_repeat_times(self, repeat_times: int, run_id_base: int) -> None:
-        """Take note of the samples that a run is asked for, and of the number of the first."""
+        """Remember how many samples a run is asked for, and the number of the first."""
         self.repeat_times, self.run_id_base = repeat_times, run_id_base
 
     def format_messages(self) -> list[dict[str, Any]]:

@@ -325,7 +325,7 @@ class TaskReward:
     Args:
         task: the task, with its row and the name of the function.
         workflow: name of the workflow, for messages.
-        default: function of tasks that name none. None refuses them.
+        default: function for tasks that name none. Without it, they are refused.
 
     Raises:
         WorkflowError: there is no function.

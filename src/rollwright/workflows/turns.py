@@ -189,8 +189,8 @@ class BranchedSequence(TokenSequence):
 
     Two layouts of the same tokens:
 
-    * **plain**: one causal sequence, branches one after the other. ``other_context`` marks the tokens that follow branches they
-      were sampled without.
+    * **plain**: one causal sequence with one branch after the other. ``other_context`` marks tokens that follow branches which they
+      did not see when they were sampled.
     * **isolated**: with ``branch_ids`` (0 is the trunk) and ``position_ids``. Branches do not see each other and begin at the
       position after the trunk's last token; the trunk then sees them all and continues at the position after the longest.
       Sampling and training compute the same.

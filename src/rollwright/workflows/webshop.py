@@ -1,4 +1,4 @@
-"""An agent that shops: it reads a page, thinks, acts, and is paid by how well its purchase fits the instruction."""
+"""A shopping agent: it reads a page, thinks and acts; the reward says how well its purchase fits the instruction."""
 
 from __future__ import annotations
 

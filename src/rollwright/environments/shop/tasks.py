@@ -29,13 +29,13 @@ def tasks(
 
     Args:
         split: train, valid or test.
-        size: number of tasks; None: all of the split.
-        seed, products, goals, page_size: the shop; give the workflow the same.
+        size: number of tasks. None gives all of the split.
+        seed, products, goals, page_size: arguments of the shop; the workflow needs the same.
         worked: add ``segments``, a worked episode, for supervised training.
-        careless: the clerk's share of words, products and options that are drawn without regard to what the customer wants.
-            A model that learns from such a clerk knows the shop and not yet its job.
-        pages: these train on what the shop says, too, not on the clerk's actions alone. A page repeats much of the page
-            before it, from which a small model learns to copy a word; the dozen copied words of the actions alone take it long.
+        careless: share of the clerk's words, products and options that are drawn at random. A model that learns from such a clerk
+            knows the shop but not yet its job.
+        pages: train on the shop's pages as well as on the clerk's actions. Pages repeat much of the page before, from which a
+            small model learns to copy words sooner than from the few copied words of the actions.
 
     Raises:
         DataError: no such split, or it has fewer tasks than ``size``.
@@ -73,8 +73,8 @@ def worked_steps(place: Any, session_id: int, careless: float = 0.0) -> list[tup
 
     Args:
         place: the shop.
-        session_id: whom the clerk serves.
-        careless: probability of each of these choices to be drawn from what is there instead.
+        session_id: session of the customer.
+        careless: probability that a choice is made at random.
     """
     session = place.session(session_id)
     goal = session.goal
