@@ -179,6 +179,11 @@ def refuse_faults(stages: Sequence[LoadedStage], rules: Sequence[Rule]) -> None:
         raise ConfigError.of(messages)
 
 
+def has_key(config: Any, path: KeyPath) -> bool:
+    """True if a config has a key, which may be inside of a list; False below a section that is None."""
+    return any(True for _ in _matches(config, None, path))
+
+
 def reset(config: Any, path: KeyPath) -> None:
     """Set a key to its default, in place."""
     ((_, section, default),) = _matches(config, None, path[:-1])

@@ -21,7 +21,7 @@ from typing import Any, TypeVar
 import xxhash
 
 from rollwright.config.experiment import STAGE_CLASSES, BaseExperimentConfig, GRPOConfig
-from rollwright.config.faults import Faults, reset
+from rollwright.config.faults import Faults, has_key, reset
 from rollwright.config.generation import ALIASES
 from rollwright.config.interpolation import resolve
 from rollwright.config.overrides import merge, merge_overrides, parse_override
@@ -341,7 +341,7 @@ class _File:
         if self.faults:
             return
         for path, messages in self.unread.items():
-            if len(messages) == sum(_has_key(config, path) for config in self.configs):
+            if len(messages) == sum(has_key(config, path) for config in self.configs):
                 self.faults.append(messages[0])
 
     def refuse_repeated_names(self, stages: Sequence[Stage]) -> None:
@@ -380,14 +380,6 @@ def _holds(keys: Any, path: KeyPath) -> bool:
         if part not in keys:
             return False
         keys = keys[part]
-    return True
-
-
-def _has_key(config: Any, path: KeyPath) -> bool:
-    for part in path:
-        if isinstance(part, int) or not hasattr(config, part):
-            return False
-        config = getattr(config, part)
     return True
 
 

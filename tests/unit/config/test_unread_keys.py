@@ -119,3 +119,23 @@ def test_a_stage_is_refused_what_it_alone_is_given(tmp_path, override, told):
         load_stages(file, [override])
     assert str(refused.value).count("is set, but not read") == 1
     assert f"override {override!r}: {told}" in str(refused.value)
+
+
+def test_a_shared_key_in_a_list_is_refused_where_no_stage_reads_it(tmp_path):
+    file = tmp_path / "f.yaml"
+    tasks = "path: arithmetic, workflow: math_workflow"
+    file.write_text(
+        f"actor: {{path: m}}\ntasksets: [{{{tasks}}}]\neval_tasksets: [{{{tasks}, ratio: 2.0}}]\n"
+        "stages: [{kind: rl, name: one}, {kind: rl, name: two}]\n"
+    )
+    with pytest.raises(ConfigError, match=r"f.yaml:3: eval_tasksets.0.ratio: is set, but not read: each task is evaluated"):
+        load_stages(file)
+
+
+def test_a_shared_key_of_the_algorithm_passes_if_one_stage_reads_it(tmp_path):
+    file = tmp_path / "f.yaml"
+    stages = "stages: [{kind: rl, name: one}, {kind: rl, name: two, actor: {kl_ctl: 0.1}}]\n"
+    file.write_text(RL.replace("path: m}", "path: m, kl_estimator: k1}") + stages)
+    assert [stage.config.actor.kl_estimator for stage in load_stages(file)] == ["k3", "k1"]
+    with pytest.raises(ConfigError, match=r"f.yaml:1: actor.kl_estimator: is set, but not read: kl_ctl is 0"):
+        load_stages(file, ["stages.two.actor.kl_ctl=0"])
