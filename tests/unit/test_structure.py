@@ -164,8 +164,10 @@ FOREIGN_ELSEWHERE = {
     "algorithms/losses.py",
     "algorithms/ratios.py",
     "experience/experience.py",
+    "inference/parameters.py",
     "inference/remote.py",
     "inference/request.py",
+    "inference/server/tool_calls.py",
     "rollout/areal_client.py",
     "rollout/workflow_context.py",
 }

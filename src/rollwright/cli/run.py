@@ -181,7 +181,7 @@ def load_with_plugins(file: str, overrides: Sequence[str], plugins: Sequence[Pat
 
 
 def look_up_names(stages: Sequence[Stage]) -> None:
-    """Refuse unknown names of workflows, rewards, operators and so on; plugins are loaded first."""
+    """Refuse workflows, rewards, operators and so on that nothing has, plugins included."""
     from rollwright.trainers.unknown_names import refuse_unknown_names
 
     PLUGINS.load()

@@ -12,8 +12,8 @@ from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import asynccontextmanager, contextmanager
 from typing import Any
 
-from rollwright.compat.stats_tracker import record_timing
 from rollwright.tracking.metrics import current_timer
+from rollwright.compat.stats_tracker import record_timing
 
 
 class Category(enum.StrEnum):
@@ -70,7 +70,7 @@ def trace_perf(name: str, *, category: str | None = None) -> Callable[[Callable[
     return decorate
 
 
-#: Decorator that traces a phase of an episode.
+#: Decorator: a span over a phase of an episode.
 trace_session = trace_perf
 
 

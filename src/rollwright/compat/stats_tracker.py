@@ -55,7 +55,7 @@ class StatsTracker(MetricsTracker):
             **values: float tensors of the mask's shape.
 
         Raises:
-            MetricError: the mask is not set, or the shapes differ.
+            MetricError: there is no such mask, or the shapes differ.
         """
         mask = self._masks.get(self.full_name(denominator))
         for name, value in values.items():

@@ -14,7 +14,7 @@ from rollwright.config.generation import GenerationHyperparameters
 from rollwright.errors import EngineError
 
 _NEUTRAL = GenerationHyperparameters()
-#: top_k at or above this asks for all tokens: no vocabulary is as large. SGLang writes 2³⁰, others 10⁸.
+#: top_k at or above this asks for all tokens: no vocabulary is as large. SGLang writes 2³⁰, AReaL 10⁸.
 _ALL_TOKENS = 10_000_000
 
 

@@ -27,11 +27,11 @@ class RolloutWorkflow(ABC):
 
 
 class SampleBoundEngine(InferenceEngine):
-    """An engine that is bound to one run of a workflow; the run cannot stop it or change its weights.
+    """An engine that is bound to a run of a workflow: it answers requests, but one run must not stop or change it for others.
 
     Attributes:
-        samples_asked: how many samples the run should deliver, if its workflow can make several.
-        sample_of_row: number of the sample of each returned row. None leaves that to the executor.
+        samples_asked: how many samples the run should deliver, where its workflow can make several.
+        sample_of_row: the number of the sample that each returned row belongs to; None: the executor knows.
     """
 
     samples_asked: int = 1

@@ -298,7 +298,7 @@ _SIGNS = (
     ('"parameters"', LLAMA),
 )
 
-#: Names of the parsers, as servers and agents' configs spell them.
+#: The names that servers and AReaL have for them.
 PARSERS = {
     **dict.fromkeys(("qwen", "qwen25", "hermes"), HERMES),
     "qwen3_coder": QWEN_CODER,
