@@ -1,9 +1,14 @@
-"""The experience store: groups of experiences wait here between the processes that sample them and the one that trains on them."""
+"""The experience store: holds groups of experiences between the processes that sample them and the one that trains on them."""
 
-from rollwright.store.drawing import ORDERS, PRIORITY_FUNCTIONS, Sampling
 from rollwright.store.files import FileStore
-from rollwright.store.groups import Announcement, Batch, StoredGroup, StoreStatus, TaskClaim
-from rollwright.store.store import ExperienceStore, open_store
+from rollwright.store.groups import StoredBatch, StoredGroup
+from rollwright.store.sampling import ORDERS, PRIORITY_FUNCTIONS, Sampling
+from rollwright.store.store import ExperienceStore, StoreStatus, open_store
+from rollwright.store.tasks import TaskClaim
+from rollwright.store.trainer import Announcement
+
+#: The former name of :class:`StoredBatch`.
+Batch = StoredBatch
 
 __all__ = [
     "ORDERS",
@@ -14,6 +19,7 @@ __all__ = [
     "FileStore",
     "Sampling",
     "StoreStatus",
+    "StoredBatch",
     "StoredGroup",
     "TaskClaim",
     "open_store",

@@ -1,8 +1,7 @@
-"""Experiences in files: the JSONL file storage, and the export to Parquet.
+"""Experiences in files: the JSONL store, and the export to Parquet.
 
-The JSONL file is for one explorer and one trainer, or for experiences that were written elsewhere (worked examples,
-preferences). Groups are read in the order of the lines. There are no claims, priorities or announcements: those need a
-database.
+A JSONL file serves one writer and one trainer, or holds experiences that come from another source (worked examples,
+preferences). Groups are read in the order of the lines. Claims, priorities and announcements need a database.
 """
 
 from __future__ import annotations
@@ -23,7 +22,20 @@ from rollwright.errors import ConfigError, StoreError
 from rollwright.experience.experience import Experience, ExperienceId
 from rollwright.experience.packed import plain_json
 from rollwright.store.database import poll
-from rollwright.store.groups import Batch, Group, StoredGroup, experiences_of, oldest_version, own_name, task_group
+from rollwright.store.groups import (
+    BatchSize,
+    Group,
+    StoredBatch,
+    StoredGroup,
+    experiences_of,
+    oldest_version,
+    own_name,
+    task_group,
+)
+from rollwright.store.sampling import Sampling
+from rollwright.tracking.logging import getLogger
+
+logger = getLogger("store")
 
 _FIELDS = sorted(each.name for each in fields(Experience))
 
@@ -31,12 +43,13 @@ _FIELDS = sorted(each.name for each in fields(Experience))
 class FileStore:
     """A JSONL file of groups: ``{"group": name, "ordinal": …, "attempt": …, "experiences": […]}`` a line.
 
-    A line may also be a single experience. The reader's place is kept in ``<file>.cursor.json``, one place for each
-    checkpoint.
+    A line may also be a single experience. ``<file>.cursor.json`` holds the reader's position at each checkpoint.
 
     Args:
-        path: the file; made by the first append.
+        path: the file; created by the first append.
     """
+
+    announcements = None  #: no explorer follows the trainer of a file
 
     def __init__(self, path: str | Path) -> None:
         self.path = Path(path)
@@ -48,7 +61,7 @@ class FileStore:
         self._recovered = not self._cursor_path.exists()
 
     def append(self, group: Group, *, ordinal: int | None = None, name: str | None = None, attempt: int = 0) -> int:
-        """Appends a group in one write and flushes it. Returns how many experiences were written: 0 where its name is there.
+        """Append a group in one write and flush it. Returns how many experiences were written: 0 if its name is present.
 
         Raises:
             StoreError: another process writes the file.
@@ -76,23 +89,41 @@ class FileStore:
         timeout: float | None = 0.0,
         partial_batch: bool = False,
         cancelled: Callable[[], bool] = lambda: False,
-    ) -> Batch | None:
+    ) -> StoredBatch | None:
         """The next groups; see ``ExperienceStore.sample``. A batch that is not full is not taken."""
-        if (groups is None) == (experiences is None):
-            raise StoreError("sample wants either groups or experiences: give one of the two.")
+        size = BatchSize(groups, experiences)
         if not self._recovered:
             raise StoreError(
                 f"{self.path} was read by an earlier trainer: call recover(checkpoint), or recover(None) to begin anew."
             )
-        batch = poll(lambda: (self._take(groups, experiences, partial=False), False), timeout, cancelled)
-        return self._take(groups, experiences, partial=True) if batch is None and partial_batch else batch
+        batch = poll(lambda: (self._take(size, partial=False), False), timeout, cancelled)
+        return self._take(size, partial=True) if batch is None and partial_batch else batch
+
+    def next_batch(
+        self,
+        *,
+        groups: int | None,
+        experiences: int | None,
+        sampling: Sampling,
+        min_version: int | None,
+        cancelled: Callable[[], bool],
+    ) -> StoredBatch | None:
+        """The next groups of the file, or None at its end; see ``ExperienceStore.next_batch``.
+
+        Lines are read in order and once, the only ``sampling`` that ``open_store`` accepts for a file. ``min_version`` does not
+        apply: versions in a file may be those of any model.
+        """
+        batch = self.sample(groups=groups, experiences=experiences)
+        if batch is None:
+            logger.info("%s has no further batch", self.path)
+        return batch
 
     def groups(self) -> Iterator[StoredGroup]:
-        """All groups from the beginning, without using them."""
+        """Iterate over all groups from the beginning, without using them."""
         return (group for _, _, group in self._lines(0, 0, uses=0))
 
-    def commit(self, checkpoint: str, *, version: int | None = None) -> None:
-        """Ties the reader's place to a checkpoint; see ``ExperienceStore.commit``."""
+    def commit(self, checkpoint: str, *, version: int | None = None) -> int:
+        """Bind the reader's position to a checkpoint; see ``ExperienceStore.commit``."""
         places = self._places()
         if checkpoint in places:
             raise StoreError(
@@ -100,9 +131,12 @@ class FileStore:
             )
         places[checkpoint] = [self._offset, self._line, self._batches]
         write_json(self._cursor_path, places, indent=None, durable=True)
+        return 0
 
-    def recover(self, checkpoint: str | None) -> None:
-        """Goes back to the place of a checkpoint, or to the beginning; forgets the places of later checkpoints.
+    def recover(self, checkpoint: str | None) -> int:
+        """Go back to the position of a checkpoint, or to the beginning; see ``ExperienceStore.recover``.
+
+        The positions of later checkpoints are forgotten. Returns 0, because a file counts no uses.
 
         Raises:
             StoreError: the checkpoint is not known.
@@ -117,9 +151,14 @@ class FileStore:
         write_json(self._cursor_path, {name: places[name] for name in kept}, indent=None, durable=True)
         self._offset, self._line, self._batches = places[checkpoint] if checkpoint is not None else (0, 0, 0)
         self._recovered = True
+        return 0
+
+    def forget_used(self, *, sampling: Sampling | None = None, keep_checkpoints: int = 2) -> int:
+        """Return 0: a file keeps its lines."""
+        return 0
 
     def close(self) -> None:
-        """Closes the file and lets another process write it."""
+        """Close the file and let another process write it."""
         with self._lock:
             if self._writer is not None:
                 self._writer.close()
@@ -146,30 +185,30 @@ class FileStore:
             for position, _, group in self._lines(0, 0, uses=0):
                 end = position
                 self._names.add(group.name)
-            writer.truncate(end)  # what a killed writer left of its last line
+            writer.truncate(end)  # removes the incomplete last line of a killed writer
             self._writer = writer
         return self._writer
 
-    def _take(self, groups: int | None, experiences: int | None, partial: bool) -> Batch | None:
-        """The next batch; None where it is not full, or with ``partial`` empty: the reader's place stays where it is then."""
+    def _take(self, size: BatchSize, partial: bool) -> StoredBatch | None:
+        """The next batch. None, with the position unchanged, if it is not full or, with ``partial``, empty."""
         with self._lock:
             found: list[StoredGroup] = []
-            place, rows = (self._offset, self._line), 0
+            position, rows = (self._offset, self._line), 0
             for offset, line, group in self._lines(self._offset, self._line, uses=1):
                 found.append(group)
                 rows += len(group.experiences)
-                place = offset, line
-                if len(found) == groups or (experiences is not None and rows >= experiences):
+                position = offset, line
+                if size.is_reached(len(found), rows):
                     break
             else:
                 if not (partial and found):
                     return None
-            self._offset, self._line = place
+            self._offset, self._line = position
             self._batches += 1
-            return Batch(self._batches - 1, found)
+            return StoredBatch(self._batches - 1, found)
 
     def _lines(self, offset: int, line: int, uses: int) -> Iterator[tuple[int, int, StoredGroup]]:
-        """Offset and number after each complete line, and its group; a last line without its end is not there yet."""
+        """End offset, number and group of each complete line; a last line without a newline is still being written."""
         if not self.path.exists():
             return
         with self.path.open("rb") as file:
@@ -202,7 +241,7 @@ class FileStore:
 
 
 def experience_document(experience: Experience) -> dict[str, Any]:
-    """An experience as lists, numbers and text; fields that are not set are left out.
+    """An experience as lists, numbers and text, without the fields that are not set.
 
     Raises:
         StoreError: it carries multi-modal inputs, which a text file cannot hold.
@@ -222,17 +261,21 @@ def experience_document(experience: Experience) -> dict[str, Any]:
 
 
 def document_experience(document: dict[str, Any], where: str) -> Experience:
-    """The experience of a document, from :func:`experience_document` or written by hand; ``where`` is its file and line.
+    """The experience of a document that :func:`experience_document` made or someone wrote by hand.
+
+    Args:
+        document: the fields of the experience.
+        where: its file and line, for messages.
 
     Raises:
-        StoreError: it has fields that an experience has not, or values that it cannot have.
+        StoreError: it has unknown fields or invalid values.
     """
     unknown = sorted(set(document) - set(_FIELDS))
     if unknown:
         raise StoreError(f"{where}: an experience has no field {unknown[0]!r}; its fields are {', '.join(_FIELDS)}.")
     try:
         return Experience(**document)
-    except Exception as error:  # a document from elsewhere can be wrong in any way
+    except Exception as error:  # a document from another source can be wrong in any way
         raise StoreError(f"{where}: the experience cannot be read ({error}): correct or delete that line.") from error
 
 
@@ -241,7 +284,7 @@ def document_experience(document: dict[str, Any], where: str) -> Experience:
 _ROWS_AT_ONCE = 2048
 #: Columns of an experience that are written as JSON.
 _DOCUMENTS = ("messages", "tools", "chosen_messages", "rejected_messages", "info", "metrics")
-#: Columns and their types in pyarrow; "[…]" is a list. Images are left out.
+#: Columns and their types in pyarrow; "[…]" is a list. Images are not exported.
 _COLUMNS = {
     **{"group": "string", "ordinal": "int64", "attempt": "int32", "group_version": "int64", "uses": "int32"},
     **{"complete": "bool_", "row": "int32", "eid": "string"},
@@ -255,9 +298,12 @@ _COLUMNS = {
 
 
 def export_parquet(groups: Iterable[StoredGroup], path: str | Path) -> int:
-    """Writes groups to a Parquet file, whole or not at all. Returns how many rows were written.
+    """Write groups to a Parquet file that appears only when complete. Returns the number of rows.
 
-    ``groups`` is read as it is written, so memory does not grow with the store. Multi-modal inputs are left out.
+    ``groups`` is consumed while writing, so memory does not grow with the store. Multi-modal inputs are not exported.
+
+    Raises:
+        ConfigError: pyarrow is not installed.
     """
     try:
         import pyarrow

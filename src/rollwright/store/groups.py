@@ -1,10 +1,10 @@
-"""Groups of experiences: what goes into a store and comes out of it, each row stored exactly once."""
+"""Groups of experiences: how they are written, completed and read, with each row stored exactly once."""
 
 from __future__ import annotations
 
 import hashlib
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
@@ -20,35 +20,42 @@ Group = Sequence[Experience | Sequence[Experience]]
 
 
 @dataclass(frozen=True)
-class TaskClaim:
-    """The right of one explorer to run one task, for as long as its lease lasts.
-
-    ``attempt`` counts the claims of the task from 0. What an older attempt brings after the task was claimed again is
-    refused, so that a task is stored once.
-    """
-
-    ordinal: int
-    attempt: int
-    owner: str
-
-
-@dataclass(frozen=True)
 class StoredGroup:
-    """All experiences of one task, as they are stored."""
+    """All experiences of one task, as stored."""
 
     id: int
     name: str
     ordinal: int | None
     attempt: int
-    version: int  # of the oldest sampled token; -1 where it is not known
-    uses: int  # including the one at hand
+    version: int  # of the oldest sampled token; -1 if unknown
+    uses: int  # including the current one
     complete: bool
     experiences: list[Experience]
 
 
 @dataclass(frozen=True)
-class Batch:
-    """What one call of ``sample`` drew."""
+class BatchSize:
+    """Size of a batch: a number of groups, or whole groups with at least so many experiences.
+
+    Raises:
+        StoreError: both numbers are given, or neither.
+    """
+
+    groups: int | None = None
+    experiences: int | None = None
+
+    def __post_init__(self) -> None:
+        if (self.groups is None) == (self.experiences is None):
+            raise StoreError("sample wants either groups or experiences: give one of the two.")
+
+    def is_reached(self, groups: int, experiences: int) -> bool:
+        """True if so many groups with so many experiences fill a batch."""
+        return groups == self.groups or (self.experiences is not None and experiences >= self.experiences)
+
+
+@dataclass(frozen=True)
+class StoredBatch:
+    """The groups that one call of ``sample`` drew."""
 
     number: int
     groups: list[StoredGroup]
@@ -65,53 +72,6 @@ class Batch:
         return iter(self.groups)
 
 
-@dataclass(frozen=True)
-class Announcement:
-    """Weights that explorers are to load.
-
-    ``epoch`` counts the trainer's restarts: after a restart from an earlier checkpoint the same version number may name
-    other weights, so an explorer reloads when ``(epoch, version)`` is not what it has. ``since`` is the first version that was
-    announced in this epoch: that version and later ones of earlier epochs are weights that no longer exist.
-    """
-
-    version: int
-    path: str
-    epoch: int
-    since: int = 0
-
-    def names_weights_of(self, loaded: Announcement | None) -> bool:
-        """True where these very weights are loaded already."""
-        return loaded is not None and (loaded.epoch, loaded.version) == (self.epoch, self.version)
-
-    def takes_back(self, loaded: Announcement | None) -> bool:
-        """True where the trainer began again from before what was loaded: those weights no longer exist."""
-        before = Announcement(0, "", self.epoch) if loaded is None else loaded
-        return self.version < before.version or (before.epoch != self.epoch and self.since <= before.version)
-
-
-@dataclass(frozen=True)
-class StoreStatus:
-    """Counts, all from one state of the store."""
-
-    declared_tasks: int | None  # None: no end was declared
-    drawn_tasks: int  # ordinals handed out so far
-    claimed_tasks: int
-    released_tasks: int  # to be claimed again
-    finished_tasks: int
-    open_groups: int  # samples are missing
-    unused_groups: int  # complete, never trained on
-    used_groups: int  # trained on at least once
-    training_groups: int  # trained on, the next version not yet published
-    experiences: int
-    uncommitted_uses: int  # since the trainer's last checkpoint
-    drops: dict[str, int] = field(default_factory=dict)  # rows, by what dropped them
-
-    @property
-    def production_ended(self) -> bool:
-        """True where the tasks have a declared end and every one of them is finished."""
-        return self.declared_tasks is not None and self.finished_tasks >= self.declared_tasks
-
-
 def experiences_of(group: Group) -> Iterator[Experience]:
     """The experiences of a group, sample by sample."""
     for item in group:
@@ -124,27 +84,30 @@ def task_group(ordinal: int) -> str:
 
 
 def own_name(group: Group) -> str:
-    """A name for a group that was given none: the same experience, appended again, gets the same."""
+    """A name for a group that was given none. Appending the same experience again yields the same name."""
     first = next(experiences_of(group))
     return f"experience/{first.eid}/{hashlib.sha256(first.tokens.numpy().tobytes()).hexdigest()[:16]}"
 
 
 def oldest_version(experience: Experience) -> int:
-    """The version of an experience's oldest sampled token; -1 where it is not known."""
+    """The version of an experience's oldest sampled token; -1 if unknown."""
     sampled = [] if experience.versions is None else [value for value in experience.versions.tolist() if value >= 0]
     return min(sampled) if sampled else int(experience.info.get("model_version", -1))
 
 
 # -- in the database --------------------------------------------------------------------------------------------------
 
-#: Counts rows that came for a group after a batch had taken it unfinished.
+#: Reason under which rows are counted that came after a batch had drawn their group unfinished.
 LATE = "late"
 #: Ids in one query; SQLite allows 32,766 parameters.
 _IDS_A_QUERY = 500
 
 
-class GroupStorage(Database):
-    """What :class:`~rollwright.store.store.ExperienceStore` does with groups."""
+class GroupTable:
+    """Writes and reads the groups of a database."""
+
+    def __init__(self, database: Database) -> None:
+        self._database = database
 
     def append(
         self,
@@ -161,14 +124,18 @@ class GroupStorage(Database):
 
         Args:
             group: the samples of the group, each one experience or a list of them; with ``index``, the rows of one sample.
-            ordinal: the task's ordinal, which names the group.
-            name: the group's name, where it has no ordinal; None: made of the first experience's id and tokens.
-            attempt: of the task. A newer attempt replaces an older one's rows while the group is not complete.
-            index: which sample of the group this is; the group is complete when ``group_size`` samples have come.
-            version: of the experiences, where they do not say it themselves.
+            ordinal: ordinal of the task, from which the group gets its name.
+            name: the group's name if it has no ordinal. None derives it from the first experience's id and tokens.
+            attempt: attempt of the task. A newer attempt replaces the rows of an older one until the group is complete.
+            index: index of this sample in the group.
+            group_size: number of samples that complete the group; required with ``index``.
+            version: version of experiences that do not carry one.
 
         Returns:
-            How many rows were stored; 0 where all were there already or belong to a replaced attempt.
+            The number of rows stored; 0 if all were present already or belong to a replaced attempt.
+
+        Raises:
+            StoreError: the arguments do not identify a group, or there is no experience.
         """
         if (index is None) != (group_size is None):
             raise StoreError("append was given only one of index and group_size: a sample of a group needs both.")
@@ -184,73 +151,67 @@ class GroupStorage(Database):
                 "append was given a group without experiences: leave it out, or finish its task with an empty group."
             )
         name = task_group(ordinal) if ordinal is not None else name or own_name(group)
-        with self.writing() as connection:
-            return self._write_group(connection, name, ordinal, rows, attempt, group_size)
+        with self._database.writing() as connection:
+            return self.write(connection, name, ordinal, rows, attempt, group_size)
 
     def complete_group(self, name: str) -> bool:
-        """Completes a group with the samples that it has, where no more will come; false where there is no open one."""
+        """Complete a group with the samples that it has. Returns False if no group of that name is open."""
         still_open = select(groups.c.id).where(groups.c.name == name, groups.c.state == OPEN)
-        with self.writing() as connection:
+        with self._database.writing() as connection:
             group_id = connection.scalar(still_open)
             if group_id is not None:
-                self._complete(connection, group_id)
+                self.complete(connection, group_id)
         return group_id is not None
 
     def open_groups(self, prefix: str = "") -> set[str]:
-        """Names of the groups that miss samples and whose name begins with ``prefix``."""
+        """Names of the groups that lack samples and whose name begins with ``prefix``."""
         still_open = select(groups.c.name).where(groups.c.state == OPEN, groups.c.name.startswith(prefix, autoescape=True))
-        with self.reading() as connection:
+        with self._database.reading() as connection:
             return set(connection.scalars(still_open))
 
     def count_drops(self, counts: Mapping[str, int]) -> None:
-        """Counts rows that were dropped, under the name of what dropped them."""
-        with self.writing() as connection:
-            self._count_drops(connection, counts)
+        """Add to the counts of dropped rows, by the reason for the drop."""
+        with self._database.writing() as connection:
+            self.add_drops(connection, counts)
 
     def groups(self, *, partial: bool = False) -> Iterator[StoredGroup]:
-        """All groups in the order in which they came, without using them; with ``partial`` also those that miss samples."""
+        """Iterate over all groups in order of arrival, without counting a use; ``partial`` includes incomplete ones."""
         states = (OPEN, READY, DROPPED) if partial else (READY, DROPPED)
         statement = select(groups.c.id).where(groups.c.state.in_(states)).order_by(groups.c.id).limit(_IDS_A_QUERY)
         last = 0
         while True:
-            with self.reading() as connection:
+            with self._database.reading() as connection:
                 ids = connection.scalars(statement.where(groups.c.id > last)).all()
-                loaded = self._load(connection, ids)
+                loaded = self.load(connection, ids)
             if not loaded:
                 return
             yield from loaded
             last = ids[-1]
 
     def damaged(self) -> list[str]:
-        """Damaged parts of the store: pages of a SQLite file, and rows that differ from what was written; empty if there are none."""
+        """Damaged parts of the store: pages of a SQLite file, and rows that differ from what was written; empty if none."""
         found: list[str] = []
+        store = self._database.name
         try:
-            with self.reading() as connection:
-                if self.dialect == "sqlite":
-                    said = connection.exec_driver_sql("PRAGMA integrity_check(20)").scalars().all()
-                    found += [f"{self.name}: {each}" for each in said if each != "ok"]
+            with self._database.reading() as connection:
+                if self._database.dialect == "sqlite":
+                    pages = connection.exec_driver_sql("PRAGMA integrity_check(20)").scalars().all()
+                    found += [f"{store}: {each}" for each in pages if each != "ok"]
                 names = dict(connection.execute(select(groups.c.id, groups.c.name)).all())
-                columns = (
-                    experiences.c.id,
-                    experiences.c.group_id,
-                    experiences.c.data,
-                    experiences.c.reward,
-                    experiences.c.eid,
-                )
-                for row in connection.execute(select(*columns).order_by(experiences.c.id)):
+                for row in connection.execute(select(*_ROW).order_by(experiences.c.id)):
                     try:
                         _experience_of(row)
                     except TrajectoryError as error:
                         found.append(
-                            f"{self.name}: a row of group {names.get(row.group_id, row.group_id)!r} cannot be read ({error})"
+                            f"{store}: a row of group {names.get(row.group_id, row.group_id)!r} cannot be read ({error})"
                         )
         except (SQLAlchemyError, StoreError, ValueError, TypeError) as error:
-            found.append(f"{self.name}: its rows cannot be read ({str(getattr(error, 'orig', None) or error).splitlines()[0]})")
+            found.append(f"{store}: its rows cannot be read ({str(getattr(error, 'orig', None) or error).splitlines()[0]})")
         return found
 
-    # -- inside a transaction --------------------------------------------------------------------------------------------
+    # -- within a transaction of the caller ------------------------------------------------------------------------------
 
-    def _write_group(
+    def write(
         self,
         connection: Connection,
         name: str,
@@ -259,11 +220,13 @@ class GroupStorage(Database):
         attempt: int,
         group_size: int | None = None,
     ) -> int:
-        """Stores rows of a group, and completes it where all ``group_size`` samples have come (None: these are all).
+        """Store rows of a group, and complete it once all ``group_size`` samples are present. None: these are all.
 
-        Returns how many rows were stored. A row is named by group, sample, part and attempt; one that is there already, or
-        of an attempt that another has replaced, is left alone; a newer attempt replaces the rows of an older one while the
-        group is open.
+        A row is identified by group, sample, part and attempt. Rows that are present already, or of a replaced attempt, are
+        left out. A newer attempt replaces the rows of an older one while the group is open.
+
+        Returns:
+            The number of rows stored.
         """
         complete = group_size is None or len({row["sample"] for row in rows}) >= group_size
         rewards = [row["reward"] for row in rows if row["reward"] is not None]
@@ -272,7 +235,7 @@ class GroupStorage(Database):
             "ordinal": ordinal,
             "attempt": attempt,
             "state": READY if complete else OPEN,
-            "sequence": self.add_to(connection, "sequence") if complete else None,
+            "sequence": self._database.add_to(connection, "sequence") if complete else None,
             "uses": 0,
             "available_at": 0.0,
             "rows": len(rows),
@@ -287,12 +250,12 @@ class GroupStorage(Database):
 
     @cached_property
     def _insert_group(self) -> Any:
-        return self.upsert(groups).on_conflict_do_nothing(index_elements=["name"]).returning(groups.c.id)
+        return self._database.upsert(groups).on_conflict_do_nothing(index_elements=["name"]).returning(groups.c.id)
 
     def _add_rows(
         self, connection: Connection, name: str, attempt: int, rows: Sequence[dict[str, Any]], group_size: int | None
     ) -> int:
-        """Stores those rows of a group that are not there yet."""
+        """Store the rows of an existing group that are not present yet."""
         group = connection.execute(select(groups).where(groups.c.name == name)).one()
         if attempt < group.attempt or (group.state != OPEN and attempt != group.attempt):
             return 0
@@ -303,39 +266,50 @@ class GroupStorage(Database):
         present = {(row.sample, row.part) for row in connection.execute(statement)}
         fresh = [{**row, "group_id": group.id} for row in rows if (row["sample"], row["part"]) not in present]
         if group.state != OPEN:
-            self._count_drops(connection, {LATE: len(fresh)})
+            self.add_drops(connection, {LATE: len(fresh)})
             return 0
         if fresh:
             connection.execute(_INSERT_ROWS, fresh)
         samples = {sample for sample, _ in present} | {row["sample"] for row in rows}
         if group_size is None or len(samples) >= group_size:
-            self._complete(connection, group.id)
+            self.complete(connection, group.id)
         else:
             connection.execute(update(groups).where(groups.c.id == group.id).values(rows=len(present) + len(fresh)))
         return len(fresh)
 
-    def _complete(self, connection: Connection, group_id: int) -> None:
-        """Makes an open group ready for training, with the rows that it has."""
+    def complete(self, connection: Connection, group_id: int) -> None:
+        """Make an open group ready for training, with the rows that it has."""
         summary = select(
             func.count().label("rows"),
             func.coalesce(func.min(experiences.c.version), -1).label("version"),
             func.avg(experiences.c.reward).label("reward"),
         ).where(experiences.c.group_id == group_id)
-        values = {**connection.execute(summary).one()._mapping, "sequence": self.add_to(connection, "sequence")}
+        values = {**connection.execute(summary).one()._mapping, "sequence": self._database.add_to(connection, "sequence")}
         connection.execute(update(groups).where(groups.c.id == group_id).values(state=READY, **values))
 
-    def _count_drops(self, connection: Connection, counts: Mapping[str, int]) -> None:
+    def settle_open(self, connection: Connection, ordinal: int, attempt: int | None) -> None:
+        """Complete the open group of a task if it has this attempt; otherwise, or if ``attempt`` is None, delete it."""
+        still_open = select(groups.c.id, groups.c.attempt).where(groups.c.ordinal == ordinal, groups.c.state == OPEN)
+        for row in connection.execute(still_open).all():
+            if row.attempt == attempt:
+                self.complete(connection, row.id)
+            else:
+                connection.execute(delete(experiences).where(experiences.c.group_id == row.id))
+                connection.execute(delete(groups).where(groups.c.id == row.id))
+
+    def add_drops(self, connection: Connection, counts: Mapping[str, int]) -> None:
+        """Add to the counts of dropped rows, by the reason for the drop."""
         for reason, rows in counts.items():
             if rows:
-                statement = self.upsert(drops).values(reason=reason, rows=rows)
+                statement = self._database.upsert(drops).values(reason=reason, rows=rows)
                 summed = {"rows": drops.c.rows + statement.excluded.rows}
                 connection.execute(statement.on_conflict_do_update(index_elements=["reason"], set_=summed))
 
-    def _load(self, connection: Connection, ids: Sequence[int]) -> list[StoredGroup]:
+    def load(self, connection: Connection, ids: Sequence[int]) -> list[StoredGroup]:
         """Groups with their rows, in the order of ``ids``.
 
         Raises:
-            StoreError: a row's bytes are damaged.
+            StoreError: the bytes of a row are damaged.
         """
         loaded: dict[int, StoredGroup] = {}
         for start in range(0, len(ids), _IDS_A_QUERY):
@@ -343,21 +317,21 @@ class GroupStorage(Database):
             for row in connection.execute(select(groups).where(groups.c.id.in_(some))):
                 complete = row.state != OPEN
                 loaded[row.id] = StoredGroup(row.id, row.name, row.ordinal, row.attempt, row.version, row.uses, complete, [])
-            wanted = (experiences.c.group_id, experiences.c.data, experiences.c.reward, experiences.c.eid)
-            statement = select(*wanted).where(experiences.c.group_id.in_(some))
+            statement = select(*_ROW).where(experiences.c.group_id.in_(some))
             for row in connection.execute(statement.order_by(experiences.c.group_id, experiences.c.sample, experiences.c.part)):
                 group = loaded[row.group_id]
                 try:
                     group.experiences.append(_experience_of(row))
                 except TrajectoryError as error:
                     raise StoreError(
-                        f"{self.name}: row {len(group.experiences)} of group {group.name!r} cannot be read ({error}): "
+                        f"{self._database.name}: row {len(group.experiences)} of group {group.name!r} cannot be read ({error}): "
                         "restore the store from a copy, or delete that group."
                     ) from error
         return [loaded[group_id] for group_id in ids]
 
 
 _INSERT_ROWS = insert(experiences)
+_ROW = (experiences.c.group_id, experiences.c.data, experiences.c.reward, experiences.c.eid)
 
 
 def _experience_of(row: Any) -> Experience:
@@ -380,9 +354,12 @@ def _number(reward: float | None) -> float | None:
 
 
 def rows_of(group: Group, version: int | None, first_sample: int = 0) -> list[dict[str, Any]]:
-    """The rows of a group; ``sample`` and ``part`` are their places in the nested lists.
+    """The rows of a group; ``sample`` and ``part`` are their indices in the nested lists.
 
-    ``version`` is that of experiences that do not say it themselves, ``first_sample`` the number of the first sample.
+    Args:
+        group: its samples.
+        version: version of experiences that do not carry one.
+        first_sample: index of the first sample.
     """
     return [
         {

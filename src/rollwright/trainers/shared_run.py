@@ -19,7 +19,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 from torch import Tensor
@@ -44,6 +44,7 @@ from rollwright.training.publish_and_audit import NEW_TOKENS_IN_PROCESS, audit, 
 
 if TYPE_CHECKING:  # a benchmark needs no store
     from rollwright.store import Announcement, ExperienceStore, FileStore
+    from rollwright.store.trainer import Announcements
 
 logger = getLogger("weights")
 
@@ -99,12 +100,9 @@ def open_run_store(config: PPOConfig) -> ExperienceStore | FileStore:
 
 def open_run_database(config: PPOConfig) -> ExperienceStore:
     """The store of this run, for modes that claim tasks or store the samples of a group one by one."""
-    from rollwright.store import ExperienceStore
-
-    store = open_run_store(config)
-    if not isinstance(store, ExperienceStore):
+    if config.store is not None and config.store.type == "file":
         raise ConfigError(f"mode {config.mode} needs a database: set store.type to sql or queue, not file.")
-    return store
+    return cast("ExperienceStore", open_run_store(config))
 
 
 def run_length(config: PPOConfig, dataset_size: int = 0) -> FinetuneSpec:
@@ -123,13 +121,13 @@ class PublishedWeights(WeightReceiver):
 
     Args:
         directory: which the explorers see under the same name.
-        store: where versions are announced; None: nobody samples, so nothing is written.
+        announcements: where versions are announced. None writes nothing, because nobody samples.
         keep: versions kept; an explorer that reads one while it is removed reads the newest instead.
     """
 
-    def __init__(self, directory: Path, store: ExperienceStore | None, keep: int = 3) -> None:
+    def __init__(self, directory: Path, announcements: Announcements | None, keep: int = 3) -> None:
         self.directory = directory.absolute()
-        self.store = store
+        self.announcements = announcements
         self.keep = keep
 
     def update_weights(
@@ -144,12 +142,12 @@ class PublishedWeights(WeightReceiver):
 
         Later versions are what a trainer left behind that is gone: they are removed, lest they be kept in the place of these.
         """
-        if self.store is None:
+        if self.announcements is None:
             return
         remove_later(self.directory, "v", version)
         path = self.directory / f"v{version:06d}"
         write_weights(path, weights, version, config=config)
-        self.store.publish_version(str(path), version)
+        self.announcements.publish_version(str(path), version)
         keep_newest(self.directory, "v", self.keep)
 
 

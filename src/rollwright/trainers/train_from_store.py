@@ -19,7 +19,7 @@ from rollwright.experience.operators import joined_samples
 from rollwright.experience.trajectory import Trajectory, concat_padded_tensors
 from rollwright.rollout.staleness import Staleness
 from rollwright.rollout.task_group import SAMPLE_BITS
-from rollwright.store import Batch, ExperienceStore, Sampling
+from rollwright.store import Sampling, StoredBatch
 from rollwright.tracking.logging import getLogger
 from rollwright.tracking.run_directory import RunDirectory
 from rollwright.trainers.loop import Part, StopSignal
@@ -28,9 +28,6 @@ from rollwright.trainers.shared_run import PublishedWeights, open_run_store, run
 from rollwright.trainers.tasks import count_tasks, training_tasks
 
 logger = getLogger("trainer")
-
-#: Seconds between two messages that the trainer waits for experiences.
-REMINDER_SECONDS = 60.0
 
 
 class StoreTrainer(PolicyTrainer):
@@ -63,9 +60,8 @@ class StoreTrainer(PolicyTrainer):
         config = self.config
         self.store = open_run_store(config)
         opened.callback(self.store.close)
-        announced = self.store if isinstance(self.store, ExperienceStore) else None
         self.sampling = Sampling.from_config(config.store, config.seed)
-        self.actor.connect_engine(PublishedWeights(self.directory.path / "weights", announced))
+        self.actor.connect_engine(PublishedWeights(self.directory.path / "weights", self.store.announcements))
 
     def parts(self) -> dict[str, Part]:
         """Nothing: what was drawn is committed in the store."""
@@ -73,49 +69,33 @@ class StoreTrainer(PolicyTrainer):
 
     def begin(self, resumed: bool) -> None:
         """Become the store's trainer, at the newest checkpoint or at the beginning, and publish what explorers begin with."""
-        self.withdrawn = range(0)  # versions that name other weights in some experiences
+        announced = self.store.announcements
+        highest = announced.highest_version() if announced is not None and resumed else -1
+        self.withdrawn = range(self.actor.version + 1, highest + 1)  # versions that name other weights in some experiences
+        undone = self.store.recover(self.recover.path(self.step).name if resumed else None)
         if resumed:
-            if isinstance(self.store, ExperienceStore):
-                self.withdrawn = range(self.actor.version + 1, self.store.highest_version() + 1)
-            undone = self.store.recover(self.recover.path(self.step).name)
             logger.info("resumed after step %d; %s uses of experiences are made again", self.step, undone or "no")
-        else:
-            self.store.recover(None)
         self.ranks.call("republish")
 
     def next_batch(self, stop: StopSignal) -> Trajectory | None:
         """The next batch; None where no more will come, or a signal asks to stop."""
         config = self.config
         rows = config.store.train_batch_size
-        wanted: dict[str, Any] = {"groups": config.train_dataset.batch_size} if rows is None else {"experiences": rows}
-        wanted["cancelled"] = lambda: stop.received is not None
-        if not isinstance(self.store, ExperienceStore):
-            batch = self.store.sample(**wanted)
-            if batch is None:
-                logger.info("%s has no further batch; training ends after step %d", self.store.path, self.step)
-            return None if batch is None else trajectory_of(batch)
-        oldest = None  # version that may be trained; experiences that are used again may be of any age
+        oldest = None  # experiences that are used again may be of any age
         if config.store.uses == 1:
             staleness = Staleness(config.rollout.max_head_offpolicyness)
             staleness.publish(self.actor.version)
             oldest = max(0, staleness.oldest)
-        while stop.received is None:
-            if oldest is not None and (dropped := self.store.drop_older_than(oldest, sampling=self.sampling)):
-                logger.info("%d groups were older than max_head_offpolicyness allows and are dropped", dropped)
-            batch = self.store.sample(sampling=self.sampling, min_version=oldest, timeout=REMINDER_SECONDS, **wanted)
-            if batch is not None:
-                return trajectory_of(batch)
-            status = self.store.status()
-            if status.production_ended:
-                logger.info("every task is finished; %d groups are left, less than a batch", status.unused_groups)
-                return None
-            if stop.received is None:
-                logger.info(
-                    "waiting for experiences: %d groups are ready and %d tasks run; is an explorer running?",
-                    status.unused_groups,
-                    status.claimed_tasks,
-                )
-        return None
+        batch = self.store.next_batch(
+            groups=config.train_dataset.batch_size if rows is None else None,
+            experiences=rows,
+            sampling=self.sampling,
+            min_version=oldest,
+            cancelled=lambda: stop.received is not None,
+        )
+        if batch is None and stop.received is None:
+            logger.info("training ends after step %d", self.step)
+        return None if batch is None else trajectory_of(batch)
 
     def samples_with_own_weights(self) -> bool:
         """True where tokens of the version just trained were sampled with the weights that had it here.
@@ -123,7 +103,7 @@ class StoreTrainer(PolicyTrainer):
         A file's experiences may be of any model. What was sampled with versions that a restart took back is still trained, by
         the log-probabilities that it was sampled with, but says nothing about the engines.
         """
-        return isinstance(self.store, ExperienceStore) and self.actor.version - 1 not in self.withdrawn
+        return self.store.announcements is not None and self.actor.version - 1 not in self.withdrawn
 
     def before_recover_visible(self) -> Callable[[], object]:
         """What was drawn is trained, as far as this checkpoint knows."""
@@ -131,11 +111,11 @@ class StoreTrainer(PolicyTrainer):
 
     def _save_recover(self) -> None:
         super()._save_recover()
-        if not self.config.store.keep_used and isinstance(self.store, ExperienceStore):
+        if not self.config.store.keep_used:
             self.store.forget_used(sampling=self.sampling, keep_checkpoints=self.config.recover.keep)
 
 
-def trajectory_of(batch: Batch) -> Trajectory:
+def trajectory_of(batch: StoredBatch) -> Trajectory:
     """A batch of the store in tensor form; a group's samples are told apart by ``eid.run``, and ids are those of the store.
 
     Groups stand in the order of their tasks, whichever came first, so that minibatches do not go by arrival.

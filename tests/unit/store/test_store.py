@@ -14,6 +14,8 @@ from rollwright.errors import ConfigError, StoreError
 from rollwright.experience.experience import Experience
 from rollwright.store import PRIORITY_FUNCTIONS, ExperienceStore, Sampling
 from rollwright.store import database as store_database
+from rollwright.store.groups import GroupTable
+from rollwright.store.tasks import TaskLeases
 
 
 def experience(marker: int = 0, *, version: int | None = 0, reward: float = 1.0) -> Experience:
@@ -539,15 +541,15 @@ class TestPrioritiesThatRefuse:
 
 def test_claims_are_renewed_again_after_a_failure(store, monkeypatch, caplog):
     """A database that refuses once must not cost an explorer all that it holds."""
-    renew, calls = store.renew_claims, []
+    renew, calls = TaskLeases.renew_claims, []
 
-    def sometimes(owner, **options):
+    def sometimes(self, owner, **options):
         calls.append(owner)
         if len(calls) == 1:
             raise StoreError("disk full")
-        return renew(owner, **options)
+        return renew(self, owner, **options)
 
-    monkeypatch.setattr(store, "renew_claims", sometimes)
+    monkeypatch.setattr(TaskLeases, "renew_claims", sometimes)
     with caplog.at_level("WARNING"), store.keeping_claims("e1", lease_seconds=0.15):
         store.claim_tasks("e1", 1, lease_seconds=0.15)
         deadline = time.monotonic() + 60
@@ -560,13 +562,13 @@ def test_claims_are_renewed_again_after_a_failure(store, monkeypatch, caplog):
 def test_many_threads_that_write_at_once_wait_for_their_turn(tmp_path, monkeypatch):
     """An explorer's tasks end in bursts, and a large group takes its time: nobody's wait is over before its turn comes."""
     monkeypatch.setattr(store_database, "BUSY_SECONDS", 0.2)
-    write = ExperienceStore._write_group
+    write = GroupTable.write
 
     def slowly(*arguments, **keywords):
         time.sleep(0.03)
         return write(*arguments, **keywords)
 
-    monkeypatch.setattr(ExperienceStore, "_write_group", slowly)
+    monkeypatch.setattr(GroupTable, "write", slowly)
     with ExperienceStore(f"sqlite:///{tmp_path}/store.db") as store:
         claims = store.claim_tasks("e1", 40)
         with ThreadPoolExecutor(40) as pool:

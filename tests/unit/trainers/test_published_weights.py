@@ -29,13 +29,13 @@ def engine(tiny_model):
 def test_later_versions_of_a_trainer_that_is_gone_give_way(tmp_path, engine):
     weights = engine.full_weights()
     with ExperienceStore("sqlite://") as store:
-        published = PublishedWeights(tmp_path, store, keep=2)
+        published = PublishedWeights(tmp_path, store.announcements, keep=2)
         store.commit("step-1", version=1)
         for version in range(1, 6):
             published.update_weights(None, version=version, weights=weights, config=engine.model.config)
         assert sorted(path.name for path in tmp_path.iterdir()) == ["v000004", "v000005"]
         store.recover("step-1")
-        again = PublishedWeights(tmp_path, store, keep=2)
+        again = PublishedWeights(tmp_path, store.announcements, keep=2)
         again.update_weights(None, version=1, weights=weights, config=engine.model.config)
         again.update_weights(None, version=2, weights=weights, config=engine.model.config)
         assert sorted(path.name for path in tmp_path.iterdir()) == ["v000001", "v000002"]
@@ -50,7 +50,9 @@ def announced(tmp_path, engine):
     weights = {name: value * 1.25 for name, value in engine.full_weights().items()}
     with ExperienceStore("sqlite://") as store:
         store.recover(None)
-        PublishedWeights(tmp_path, store).update_weights(None, version=3, weights=weights, config=engine.model.config)
+        PublishedWeights(tmp_path, store.announcements).update_weights(
+            None, version=3, weights=weights, config=engine.model.config
+        )
         yield store.latest_version()
 
 
