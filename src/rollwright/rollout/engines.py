@@ -163,6 +163,8 @@ class RolloutEngine(InferenceEngine):
     submit = _executors(RolloutExecutor.submit)
     wait = _executors(RolloutExecutor.wait)
     wait_for_task = _executors(RolloutExecutor.wait_for_task)
+    wait_for_any = _executors(RolloutExecutor.wait_for_any)
+    abandon = _executors(RolloutExecutor.abandon)
     rollout_batch = _executors(RolloutExecutor.rollout_batch)
     prepare_batch = _executors(RolloutExecutor.prepare_batch)
     counters = _executors(RolloutExecutor.counters)

@@ -191,6 +191,41 @@ class RolloutExecutor:
 
         return self._await(Waiter(take, caller), timeout, f"wait_for_task({task_id})")
 
+    def wait_for_any(self, timeout: float | None = None) -> dict[int, Trajectory | str]:
+        """Take every submitted task that has ended, as soon as there is one.
+
+        Args:
+            timeout: seconds to wait. None waits until a task ends.
+
+        Returns:
+            By task id the rows of the task's group, or the reason why it has none.
+
+        Raises:
+            TimeoutError: no task ended in time.
+            RolloutError: rollout has stopped.
+        """
+        failed: dict[int, Trajectory | str] = {}
+
+        def take() -> list[Group] | None:
+            failed.update(self._runner.ends)
+            self._runner.ends.clear()
+            ready = [group for group in self._delivery.ready if not group.is_eval]
+            self._delivery.deliver(ready)
+            return ready if ready or failed else None
+
+        groups = self._wait_for_groups(Waiter(take), timeout, "wait_for_any")
+        return failed | {group.task_id: group.join() for group in groups}
+
+    def abandon(self, task_ids: Iterable[int]) -> None:
+        """Drop submitted tasks whose groups nobody will take; samples that run are cancelled."""
+        runner = self._runner
+
+        def drop() -> None:
+            groups = [runner.tasks[task_id] for task_id in task_ids if task_id in runner.tasks]
+            runner.forget(Waiter(lambda: None, own_groups=groups))
+
+        self._call(drop)
+
     # -- many tasks ----------------------------------------------------------------------------------------------------
 
     def rollout_batch(
@@ -426,7 +461,15 @@ class RolloutExecutor:
             self._call(self._delivery.publish, version)
 
     def _await(self, waiter: Waiter, timeout: float | None, what: str, groups: Sequence[Group] = ()) -> Trajectory:
-        """Queue ``groups``, wait until ``waiter`` is answered, and join the rows; no keys where the answer is no group."""
+        """Queue ``groups``, wait until ``waiter`` is answered, and join the rows. No keys if the answer has no group."""
+        taken = self._wait_for_groups(waiter, timeout, what, groups)
+        samples = [rows for group in taken for rows in group.rows]
+        for group in taken:
+            group.rows = []
+        return concat_padded_tensors(samples) if samples else {}
+
+    def _wait_for_groups(self, waiter: Waiter, timeout: float | None, what: str, groups: Sequence[Group] = ()) -> list[Group]:
+        """Queue ``groups`` and wait until ``waiter`` is answered."""
         self._start()
         self._call(self._runner.add_waiter, waiter, groups)
         release_workers()  # this thread trains; while it waits the engine in this process has the cores
@@ -443,8 +486,4 @@ class RolloutExecutor:
                 self._call(self._runner.forget, waiter)
         if not waiter.future.done():
             raise TimeoutError(f"{what}: not complete after {timeout:g} s ({self._runner.describe()}).")
-        taken = waiter.future.result()
-        samples = [rows for group in taken for rows in group.rows]
-        for group in taken:
-            group.rows = []
-        return concat_padded_tensors(samples) if samples else {}
+        return waiter.future.result()

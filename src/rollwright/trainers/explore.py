@@ -1,21 +1,24 @@
 """Exploring: claim tasks from the store, sample them with the newest weights that a trainer published, store their groups.
 
+The executor samples, as in a run of one process. Here its tasks are claimed from the store (``Explorer``), and its groups are stored
+as they end (``GroupSink``).
+
 Invariants:
 
-* a claimed task starts with weights at least as new as those whose publication made room for it;
-* a task is finished by storing its group (or that there is none) in one transaction; what is left when the explorer ends is
-  released;
-* a task that is claimed again goes on from what explorers before had been answered.
+* a claimed task starts with weights at least as new as those whose publication released its slot;
+* a task is finished by storing its group (or that there is none) in one transaction; the remaining claims are released when the
+  explorer ends;
+* a task that is claimed again continues from the answers that earlier explorers recorded.
 """
 
 from __future__ import annotations
 
+import queue
 import threading
 import time
-from collections.abc import Sequence
-from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -28,9 +31,9 @@ from rollwright.experience.journal.reading import TaskFiles
 from rollwright.experience.operators import ExperiencePipeline, PipelineResult, report_operators, samples_of
 from rollwright.experience.trajectory import Trajectory
 from rollwright.rollout.engines import RolloutEngine
-from rollwright.rollout.resume import PastEpisodes, read_past
+from rollwright.rollout.resume import read_past
 from rollwright.rollout.staleness import Staleness
-from rollwright.store import Announcement, TaskClaim
+from rollwright.store import ExperienceStore, TaskClaim
 from rollwright.tracking.learning_signs import warn_of_reasons
 from rollwright.tracking.logging import getLogger
 from rollwright.tracking.run_directory import RunDirectory
@@ -41,7 +44,7 @@ from rollwright.trainers.rollout_backend import make_rollout_engine
 from rollwright.trainers.shared_run import (
     PARTS,
     EvaluationTurns,
-    follow_trainer,
+    TrainerFollower,
     open_run_database,
     run_length,
     trial_path,
@@ -63,21 +66,139 @@ EPOCHS_WITHOUT_GROUP = 2
 
 
 @dataclass(frozen=True)
-class Finished:
-    """How a task ended."""
+class ClaimedTask:
+    """A claimed task with what earlier explorers recorded of it.
+
+    Attributes:
+        row: the task.
+        past: recorded episode of each sample, by index.
+        refused: why an earlier explorer found that the task gives no group; empty if none did.
+    """
 
     claim: TaskClaim
-    group: Trajectory | None = None  # None: rejected or failed
-    operated: PipelineResult | None = None  # what the operators made of it
-    stored: int = 0  # experiences
-    reason: str = ""  # why there is no group
+    row: dict[str, Any]
+    past: Mapping[int, RecordedEpisode] = field(default_factory=dict)
+    refused: str = ""
+
+    @property
+    def newest_version(self) -> int:
+        """Newest version of the recorded tokens; -1 if there are none."""
+        return max((each.newest_version for each in self.past.values()), default=-1)
+
+
+@dataclass(frozen=True)
+class FinishedTask:
+    """How a task ended.
+
+    Attributes:
+        group: what was sampled. None if it was rejected or failed.
+        operated: what the operators made of it.
+        stored: number of experiences stored.
+        reason: why no group is stored.
+    """
+
+    claim: TaskClaim
+    group: Trajectory | None = None
+    operated: PipelineResult | None = None
+    stored: int = 0
+    reason: str = ""
+
+
+class GroupSink:
+    """Starts claimed tasks on an executor, and stores their groups as they end, in a thread of its own.
+
+    Args:
+        rollout: samples the tasks.
+        workflow: runs their episodes.
+        group_size: samples of a task.
+        store: where the groups go.
+        operators: applied to a group before it is stored.
+    """
+
+    def __init__(
+        self, rollout: RolloutEngine, workflow: Any, group_size: int, store: ExperienceStore, operators: ExperiencePipeline
+    ) -> None:
+        self._rollout = rollout
+        self._workflow = workflow
+        self._group_size = group_size
+        self._store = store
+        self._operators = operators
+        self._running: dict[int, TaskClaim] = {}  # by the executor's number of the task
+        self._storing = threading.Lock()  # held while a group is stored
+        self._finished: queue.SimpleQueue[FinishedTask | Exception] = queue.SimpleQueue()
+        self._thread = threading.Thread(target=self._store_groups, name="stores-groups", daemon=True)
+        self._thread.start()
+
+    def __len__(self) -> int:
+        """Number of tasks that run."""
+        return len(self._running)
+
+    def begin(self, task: ClaimedTask) -> None:
+        """Start a task. If it is known to give no group, it is finished at once."""
+        with self._storing:
+            if task.refused:
+                self._finished.put(self._finish(task.claim, task.refused))
+                return
+            number = self._rollout.submit(task.row, self._workflow, group_size=self._group_size, past=task.past)
+            self._running[number] = task.claim
+
+    def finished(self, timeout: float = 0.0) -> Iterator[FinishedTask]:
+        """The tasks that ended since the last call; waits for the first one for ``timeout`` seconds.
+
+        Raises:
+            RollwrightError: rollout has stopped, or a group could not be stored.
+        """
+        try:
+            while True:
+                task = self._finished.get(timeout=timeout) if timeout else self._finished.get_nowait()
+                timeout = 0.0
+                if isinstance(task, Exception):
+                    raise task
+                yield task
+        except queue.Empty:
+            return
+
+    def abandon(self) -> None:
+        """Cancel the tasks that run. A group that is being stored is stored first."""
+        with self._storing:
+            self._rollout.abandon(self._running)
+            self._running.clear()
+
+    def close(self) -> None:
+        """End the engine, and wait for the group that is being stored."""
+        self._rollout.destroy()
+        self._thread.join()
+
+    def _store_groups(self) -> None:
+        try:
+            while True:
+                ended = self._rollout.wait_for_any()
+                for number, outcome in ended.items():
+                    if (error := self._rollout.executor.stopped_by) is not None:
+                        raise error
+                    with self._storing:
+                        if (claim := self._running.pop(number, None)) is not None:  # None: abandoned in the meantime
+                            self._finished.put(self._finish(claim, outcome))
+        except Exception as error:  # raised in the thread that explores
+            self._finished.put(error)
+
+    def _finish(self, claim: TaskClaim, outcome: Trajectory | str) -> FinishedTask:
+        """Store a task's group, or that it gave none."""
+        if isinstance(outcome, str):
+            self._store.finish_task(claim, [], drops={"no_group": 1})
+            return FinishedTask(claim, reason=outcome)
+        result = self._operators.apply(samples_of(outcome, claim.ordinal))
+        is_stored = self._store.finish_task(claim, result.samples, drops=result.drops)
+        stored = sum(map(len, result.samples)) if is_stored else 0
+        reason = "" if stored else "nothing left by the operators" if is_stored else "claim was lost"
+        return FinishedTask(claim, outcome, result, stored, reason)
 
 
 class Explorer:
     """An explorer of mode ``explore``; several may run at once.
 
     Args:
-        config: the experiment, the same as the trainer's but for ``mode``.
+        config: the experiment, the same as the trainer's except for ``mode``.
         directory: claimed for this process; its name is the explorer's.
     """
 
@@ -90,61 +211,45 @@ class Explorer:
         self.tasks = training_tasks(config)
         self.spec = run_length(config, count_tasks(self.tasks.source))
         rollout = config.rollout
-        staleness = Staleness(rollout.max_head_offpolicyness, config.train_dataset.batch_size, rollout.over_sampling)
-        self.limit = int(staleness.places)  # groups of all explorers that run, wait, or are trained on
-        self.loaded: Announcement | None = None  # of the weights that sample now
+        self.staleness = Staleness(rollout.max_head_offpolicyness, config.train_dataset.batch_size, rollout.over_sampling)
+        self.limit = int(self.staleness.places)  # groups of all explorers that run, wait, or are in training
         self.turns = EvaluationTurns(trial_path(config) / "evaluation.lock")
         self.groups = 0  # stored so far
-        self.claimed: list[TaskClaim] = []  # tasks that have not begun
-        self.running: dict[Future[Finished], TaskClaim] = {}
-        # Those of them that are being stored, or are stored. A task whose lease ran out may be claimed again while its first claim runs.
-        self.finishing: set[TaskClaim] = set()
         self.missed = 0  # tasks in a row that gave no group
+        self.claimed: list[TaskClaim] = []  # not begun
+        self.deferred: list[ClaimedTask] = []  # until the trainer has reached the versions of their recorded tokens again
         self.task_files = TaskFiles()
 
     # -- life ----------------------------------------------------------------------------------------------------------
 
     def __enter__(self) -> Explorer:
         config = self.config
-        with ExitStack() as opened:  # closes what is open where something fails here
+        with ExitStack() as opened:  # closes what is open if something fails here
             self.store = opened.enter_context(open_run_database(config))
             assert config.store is not None
             self.lease_seconds = config.store.lease_seconds
             torch.manual_seed(config.seed)
-            self.pipeline = ExperiencePipeline(config.store.operators)
-            self.operating = threading.Lock()
+            operators = ExperiencePipeline(config.store.operators)
             services = opened.enter_context(TaskServices(config, self.tokenizer, self.directory.logs))
-            self.workflow = training_workflow(config, self.tokenizer, self.tasks.source, services)
+            workflow = training_workflow(config, self.tokenizer, self.tasks.source, services)
             rows, *self.evaluated = held_out_tasks(config, self.tokenizer, services)
             self.evaluation_tasks = rows[: config.evaluator.limit]
-            self.pool = ThreadPoolExecutor(self.limit, thread_name_prefix="explored-task")
-            opened.callback(self.pool.shutdown, wait=True, cancel_futures=True)
-            self._ending = False
-            self._start_engine()
-            opened.callback(self._stop_engine)
+            self.rollout = opened.enter_context(make_rollout_engine(config, None, self.tokenizer, self.directory))
+            self.sink = GroupSink(self.rollout, workflow, config.gconfig.n_samples, self.store, operators)
+            opened.callback(self.sink.close)
+            self.trainer = TrainerFollower(self.rollout, self.store, config.rollout.logprob_tolerance, self._release_running)
             self._opened = opened.pop_all()
         return self
 
     def __exit__(self, *error: object) -> None:
         self._opened.close()
 
-    def _start_engine(self) -> RolloutEngine:
-        self.rollout = make_rollout_engine(self.config, None, self.tokenizer, self.directory)
-        self.rollout.initialize()
-        return self.rollout
-
-    def _stop_engine(self) -> None:
-        self._ending = True
-        self.rollout.destroy()
-        wait(self.running)
-        self._ending = False
-
     # -- the loop ------------------------------------------------------------------------------------------------------
 
     def explore(self) -> dict[str, Any]:
         """Explore until the trainer has published its last version or a signal comes.
 
-        Where no trainer has announced anything, it ends when the groups of all steps are stored.
+        Without a trainer that announces weights, it ends when the groups of all steps are stored.
 
         Returns:
             ``{"groups", "version", "eval": {version: reward}}``.
@@ -162,108 +267,92 @@ class Explorer:
             last_news = time.monotonic()
             while not self._is_over() and stop.received is None:
                 self.claimed = self._claim()
-                if self._follow_trainer():
+                if self.trainer.follow():
                     self._report(run, evaluations)
                 self._begin_claimed()
-                if not self.running:
-                    time.sleep(POLL_SECONDS)
-                for future in wait(self.running, POLL_SECONDS, FIRST_COMPLETED).done:
-                    self.finishing.discard(self.running.pop(future))
-                    self._note(run, future.result())
+                for finished in self.sink.finished(POLL_SECONDS):
+                    self._note(run, finished)
                     last_news = time.monotonic()
                 if time.monotonic() - last_news > REMINDER_SECONDS:
                     last_news = time.monotonic()
                     logger.info(
                         "%d tasks run; at the limit of %d groups ahead of the trainer (version %d); is a trainer running?",
-                        len(self.running),
+                        len(self.sink),
                         self.limit,
-                        self.rollout_version,
+                        self.trainer.version,
                     )
-            for future in self._stored():
-                self._note(run, future.result())
-            self._follow_trainer()
+            self.sink.abandon()  # before their claims are released
+            for finished in self.sink.finished():
+                self._note(run, finished)
+            self.trainer.follow()
             self._report(run, evaluations, last=stop.received is None)
-            self._stop_engine()  # before the claims that are left are released
-        return {"groups": self.groups, "version": self.rollout_version, "eval": evaluations}
+        return {"groups": self.groups, "version": self.trainer.version, "eval": evaluations}
 
     def _claim(self) -> list[TaskClaim]:
         """A few tasks at a time, so that explorers share what there is."""
-        room = min(self.limit - len(self.running), max(1, self.config.train_dataset.batch_size // 2))
+        room = min(self.limit - len(self.sink) - len(self.deferred), max(1, self.config.train_dataset.batch_size // 2))
         if room <= 0 or self._is_enough():
             return []
         return self.store.claim_tasks(self.name, room, lease_seconds=self.lease_seconds, max_outstanding=self.limit)
 
     def _begin_claimed(self) -> None:
-        """Run the tasks that were claimed."""
-        past = self._past_of(self.claimed)
-        for claim in self.claimed:
-            task = past.row({**self.tasks.row(claim.ordinal), "ordinal": claim.ordinal})
-            self.running[self.pool.submit(self._run, claim, task, past)] = claim
-        self.claimed = []
-
-    def _stored(self) -> set[Future[Finished]]:
-        """The tasks that are being stored, when their threads have ended: the store has them before that."""
-        return wait([future for future, claim in self.running.items() if claim in self.finishing]).done
+        """Start the tasks that were claimed, once the weights have the versions of what was recorded of them."""
+        tasks = [*self.deferred, *self._with_past(self.claimed)]
+        self.claimed, self.deferred = [], []
+        for task in tasks:
+            if task.newest_version > self.trainer.version:
+                self.deferred.append(task)
+            else:
+                self.sink.begin(task)
 
     def _release_left(self) -> None:
-        """Release at once, and not when their leases run out, the tasks of explorers of this machine that have ended."""
+        """Release the tasks of ended explorers of this machine at once, instead of when their leases end."""
         trial = trial_path(self.config)
         for path in trial.glob(f"{PARTS['explore']}-*"):
             directory = RunDirectory(trial.parent, trial.name, path.name)
             if path.name != self.name and directory.was_left() and (count := self.store.release_claims(path.name)):
                 logger.info("%d tasks of %s, which has ended, are released", count, path.name)
 
-    def _past_of(self, claims: Sequence[TaskClaim]) -> PastEpisodes:
-        """What explorers had been answered, this one or others, in tasks that are claimed again: their journals have it."""
+    def _release_running(self) -> None:
+        """Release the tasks that run, and those that are to: the weights that sample them no longer exist."""
+        logger.warning("the tasks that run are released")
+        self.sink.abandon()
+        self.claimed, self.deferred = [], []
+        self.store.release_claims(self.name)
+
+    def _with_past(self, claims: Sequence[TaskClaim]) -> list[ClaimedTask]:
+        """The tasks of claims. One that is claimed again continues from the journals of its explorers, this one or others."""
         again = {claim.ordinal for claim in claims if claim.attempt > 0}
         journals = sorted(trial_path(self.config).glob(f"{PARTS['explore']}-*/journal")) if again else []
         past = read_past(journals, again.__contains__, self.rollout.journal, self.task_files)
-        oldest = self.rollout_version - self.config.rollout.max_head_offpolicyness if self._drops_old_groups else 0
+        self.staleness.publish(self.trainer.version)
+        oldest = self.staleness.oldest if self._drops_old_groups else 0
         for ordinal, samples in past.episodes.items():
-            kept = {index: each for index, each in samples.items() if _oldest_version(each) >= oldest}
-            if len(kept) < len(samples):
-                logger.info("%d samples of task %d are too old to go on and begin anew", len(samples) - len(kept), ordinal)
-            past.episodes[ordinal] = kept
+            young = {index: each for index, each in samples.items() if _oldest_version(each) >= oldest}
+            if len(young) < len(samples):
+                logger.info("%d samples of task %d are too old to go on and begin anew", len(samples) - len(young), ordinal)
+            past.episodes[ordinal] = young
         if past.episodes:
             logger.info("%d tasks go on from the journal, where they have %d tokens", len(past.episodes), past.tokens)
-        return past
-
-    def _run(self, claim: TaskClaim, task: dict[str, Any], past: PastEpisodes) -> Finished:
-        """One task, in a thread of its own: sample its group, pass it through the operators, store it."""
-        rollout, samples = self.rollout, self.config.gconfig.n_samples
-        if (end := past.given_up.get(claim.ordinal)) is not None:
-            self.store.finish_task(claim, [], drops={"no_group": 1})
-            return Finished(claim, reason=end.reason)
-        mine = past.episodes.get(claim.ordinal, {})
-        newest = max((each.newest_version for each in mine.values()), default=-1)
-        while newest > self.rollout_version and not self._ending:  # of weights that a trainer which began again is to make anew
-            time.sleep(POLL_SECONDS)
-        try:
-            group = rollout.wait_for_task(rollout.submit(task, self.workflow, group_size=samples, past=mine))
-        except RolloutError as error:
-            if self._ending or rollout.executor.stopped_by is not None:
-                raise  # the claim is released
-            self.store.finish_task(claim, [], drops={"no_group": 1})
-            return Finished(claim, reason=str(error))
-        with self.operating:  # an operator may count what it sees
-            result = self.pipeline.apply(samples_of(group, claim.ordinal))
-        self.finishing.add(claim)
-        kept = self.store.finish_task(claim, result.samples, drops=result.drops)
-        stored = sum(map(len, result.samples)) if kept else 0
-        reason = "" if stored else "nothing left by the operators" if kept else "claim was lost"
-        return Finished(claim, group, result, stored, reason)
+        tasks = []
+        for claim in claims:
+            row = past.row({**self.tasks.row(claim.ordinal), "ordinal": claim.ordinal})
+            end = past.given_up.get(claim.ordinal)
+            reason = "" if end is None else end.reason or end.state
+            tasks.append(ClaimedTask(claim, row, past.episodes.get(claim.ordinal, {}), reason))
+        return tasks
 
     @property
     def _drops_old_groups(self) -> bool:
-        """True where the trainer drops groups older than ``max_head_offpolicyness``."""
+        """True if the trainer drops groups older than ``max_head_offpolicyness``."""
         return self.config.store is not None and self.config.store.uses == 1
 
     def _is_over(self) -> bool:
-        newest = self.store.latest_version()  # None: nobody trains yet; what was asked for may be there
+        newest = self.store.latest_version()  # None: nobody trains yet; all that was asked for may be stored
         return self._is_enough() if newest is None else newest.version >= self.spec.total_steps
 
     def _is_enough(self) -> bool:
-        """True where all groups of the run's steps are stored; not known where the store decides what a step is."""
+        """True if all groups of the run's steps are stored; unknown if the store decides what a step is."""
         config = self.config
         assert config.store is not None
         if config.store.uses != 1 or config.store.train_batch_size is not None:
@@ -271,34 +360,10 @@ class Explorer:
         status = self.store.status()
         return status.unused_groups + status.used_groups >= self.spec.total_steps * config.train_dataset.batch_size
 
-    # -- weights -------------------------------------------------------------------------------------------------------
-
-    @property
-    def rollout_version(self) -> int:
-        """Version that the next token is sampled with."""
-        return 0 if self.loaded is None else self.loaded.version
-
-    def _follow_trainer(self) -> bool:
-        """Load the weights that were announced last; true where they are others than before."""
-        before = self.loaded
-        self.loaded = follow_trainer(self.rollout, self.store, before, self.config.rollout.logprob_tolerance, self._begin_anew)
-        return self.loaded is not before
-
-    def _begin_anew(self) -> RolloutEngine:
-        """Release the tasks that run, and those that are to: the weights that sample them no longer exist. Stored ones are counted."""
-        logger.warning("the tasks that run are released")
-        self._stop_engine()
-        stored = self._stored()
-        self.running = {future: claim for future, claim in self.running.items() if future in stored}
-        self.finishing.intersection_update(self.running.values())
-        self.claimed = []
-        self.store.release_claims(self.name)
-        return self._start_engine()
-
     def _wait_for_first_weights(self, stop: StopSignal) -> None:
-        """Where the engine does not hold the run's first weights, there is nothing to begin with until they are announced.
+        """Wait for the first announcement if the engine does not hold the run's first weights.
 
-        Weights made at random are the trainer's own, and servers that run already may hold the weights of another run.
+        Random weights are known to the trainer alone, and servers started before the run may hold the weights of another run.
         """
         holds_others = self.rollout.get_version() != 0
         is_waiting = holds_others or self.config.actor.init_from_scratch
@@ -309,7 +374,7 @@ class Explorer:
 
     # -- what is reported ----------------------------------------------------------------------------------------------
 
-    def _note(self, run: StageRun, finished: Finished) -> None:
+    def _note(self, run: StageRun, finished: FinishedTask) -> None:
         if finished.stored:
             self.groups += 1
             self.missed = 0
@@ -328,23 +393,23 @@ class Explorer:
                 reward=float(rewards.mean()), response_tokens=float(finished.group["loss_mask"].sum()) / len(rewards)
             )
             run.tracker.sum(groups=1.0, samples=float(len(rewards)))
-            run.dumper.dump(self.rollout_version, finished.group)
+            run.dumper.dump(self.trainer.version, finished.group)
         if finished.operated is not None:
             report_operators(finished.operated, run.tracker)
 
     def _report(self, run: StageRun, evaluations: dict[int, float], last: bool = False) -> None:
-        """Log what was noted since the last version; evaluate where it is due since the last time, in one of the explorers."""
-        version, every = self.rollout_version, self.config.evaluator.every_steps
+        """Log what was noted since the last version, and evaluate in one of the explorers if an evaluation is due."""
+        version, every = self.trainer.version, self.config.evaluator.every_steps
         numbers = run.tracker.export(reset=True)
         if "reward" in numbers:
             run.log(version, numbers)
             run.display.step(version, numbers["reward"])
-        before, evaluated = -1 if self.config.evaluator.at_start else 0, self.turns.last(self.loaded)
+        before, evaluated = -1 if self.config.evaluator.at_start else 0, self.turns.last(self.trainer.loaded)
         done = before if evaluated is None else max(before, evaluated)
         due = every is not None and version // every > done // every
         if version == done or not self.evaluation_tasks or not (due or last or (done < 0 and version == 0)):
             return
-        with self.turns.taken(self.loaded) as is_mine:
+        with self.turns.taken(self.trainer.loaded) as is_mine:
             if is_mine:
                 workflow, kwargs = self.evaluated
                 result = evaluate(self.rollout, self.evaluation_tasks, workflow, kwargs, self.config.evaluator.gconfig)
@@ -353,5 +418,5 @@ class Explorer:
 
 
 def _oldest_version(episode: RecordedEpisode) -> int:
-    """Of what an episode was answered; that of its beginning where it was answered nothing."""
+    """Oldest version of the recorded answers of an episode; the version at its beginning if there are none."""
     return min((int(each.versions.min()) for each in episode.calls if each.call.output), default=episode.begin.version)

@@ -50,13 +50,13 @@ from rollwright.inference.server.service import ServerThread, make_service
 from rollwright.inference.server.settings import ServiceSettings
 from rollwright.rollout.openai_episode import OpenAIEpisode, Reward
 from rollwright.rollout.openai_front import OpenAIFront
-from rollwright.store import Announcement, ExperienceStore
+from rollwright.store import ExperienceStore
 from rollwright.tracking import logging
 from rollwright.tracking.logging import getLogger
 from rollwright.tracking.run_directory import RunDirectory
 from rollwright.trainers.loop import StopSignal
 from rollwright.trainers.rollout_backend import make_rollout_engine
-from rollwright.trainers.shared_run import SERVICE_FILE, follow_trainer, open_run_database
+from rollwright.trainers.shared_run import SERVICE_FILE, TrainerFollower, open_run_database
 
 logger = getLogger("service")
 
@@ -382,9 +382,9 @@ def serve(config: PPOConfig, directory: RunDirectory, *, is_over: Callable[[], b
         told = plain(config.service)["api_key"] or api_key
         write_json(file, {"url": server.url, "api_key": told, "agents": front.url}, mode=0o600)
         logging.console().print(f"serving at {server.url}; the key is in {directory.path / 'service.json'}")
-        loaded: Announcement | None = None
+        trainer = TrainerFollower(rollout, store, config.rollout.logprob_tolerance)
         while stop.received is None and not is_over():
-            loaded = follow_trainer(rollout, store, loaded, config.rollout.logprob_tolerance)
+            trainer.follow()
             book.drop_idle()
             time.sleep(POLL_SECONDS)
         server.stop()

@@ -191,32 +191,57 @@ def newest_weights(store: ExperienceStore, loaded: Announcement | None) -> tuple
     return None
 
 
-def follow_trainer(
-    rollout: RolloutEngine,
-    store: ExperienceStore,
-    loaded: Announcement | None,
-    tolerance: float | None = None,
-    begin_anew: Callable[[], RolloutEngine] | None = None,
-) -> Announcement | None:
-    """Load the weights that were announced last, also between the tokens of a request; returns what is loaded now.
+class TrainerFollower:
+    """Keeps an engine at the weights that the trainer announced last.
 
-    A trainer that went back to an earlier version is followed at once: requests that run are finished first with the weights
-    that they began with, and later ones are answered with the earlier weights. (Servers end the requests that run.)
-    ``begin_anew`` is called then and returns the engine that samples from then on; None: the same one.
+    Args:
+        rollout: the engine.
+        store: where weights are announced.
+        tolerance: see :func:`give_weights`.
+        before_going_back: called before the engine goes back to earlier weights; ends the requests that run. None: they are
+            finished with the weights that they began with, and later requests get the earlier weights.
+
+    Attributes:
+        loaded: announcement of the loaded weights. None before the first one.
     """
-    found = newest_weights(store, loaded)
-    if found is None:
-        return loaded
-    newest, weights = found
-    if newest.takes_back(loaded):
-        before = 0 if loaded is None else loaded.version
-        logger.warning("the trainer went back behind version %d, and is at %d", before, newest.version)
-        rollout = begin_anew() if begin_anew is not None else rollout
-    if newest.version < rollout.get_version():
-        rollout.client.go_back(newest.version, finish=True)
-    give_weights(rollout, weights, newest.version, tolerance)
-    logger.info("version %d samples now", newest.version)
-    return newest
+
+    def __init__(
+        self,
+        rollout: RolloutEngine,
+        store: ExperienceStore,
+        tolerance: float | None,
+        before_going_back: Callable[[], object] | None = None,
+    ) -> None:
+        self._rollout = rollout
+        self._store = store
+        self._tolerance = tolerance
+        self._before_going_back = before_going_back
+        self.loaded: Announcement | None = None
+
+    @property
+    def version(self) -> int:
+        """Version that the next token is sampled with."""
+        return 0 if self.loaded is None else self.loaded.version
+
+    def follow(self) -> bool:
+        """Load the weights that were announced last, even between the tokens of a request. Returns False if they are loaded.
+
+        A trainer that went back to an earlier version is followed at once. (Servers end the requests that run.)
+        """
+        found = newest_weights(self._store, self.loaded)
+        if found is None:
+            return False
+        newest, weights = found
+        if newest.takes_back(self.loaded):
+            logger.warning("the trainer went back behind version %d, and is at %d", self.version, newest.version)
+            if self._before_going_back is not None:
+                self._before_going_back()
+        if newest.version < self._rollout.get_version():
+            self._rollout.client.go_back(newest.version, finish=self._before_going_back is None)
+        give_weights(self._rollout, weights, newest.version, self._tolerance)
+        logger.info("version %d samples now", newest.version)
+        self.loaded = newest
+        return True
 
 
 def give_weights(rollout: InferenceEngine, weights: Mapping[str, Tensor], version: int, tolerance: float | None) -> None:

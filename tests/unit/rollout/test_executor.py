@@ -866,3 +866,19 @@ def test_samples_run_their_scripts_in_the_sandbox_of_the_config(make):
     make(sandbox="unsafe").rollout_batch([{"id": 1}], Says())
     make().rollout_batch([{"id": 1}], Says())
     assert seen == ["unsafe", "bubblewrap"]
+
+
+def test_tasks_are_taken_as_they_end_whichever_ends_first(make):
+    executor = make(max_sample_retries=0)
+    hangs, answers, rejects = (executor.submit({"does": does}, OneTurn()) for does in ("hang", "answer", "reject"))
+    ended = {}
+    while len(ended) < 2:
+        ended |= executor.wait_for_any(60)
+    assert ended.keys() == {answers, rejects}
+    assert ended[answers]["rewards"].tolist() == [0.0]
+    assert "rejected by its workflow" in ended[rejects]
+    with pytest.raises(TimeoutError):
+        executor.wait_for_any(0.05)  # each is taken once, and one still runs
+    executor.abandon([hangs])
+    assert "stopped waiting" in executor.wait_for_any(60)[hangs]
+    assert executor.counters()["running"] == 0
