@@ -52,11 +52,11 @@ from rollwright.config.tasksets import TasksetConfig as TasksetConfig
 from rollwright.data.chat_template import apply_chat_template as apply_chat_template
 from rollwright.data.datasets import DATASET_REGISTRY as DATASET_REGISTRY
 from rollwright.data.datasets import get_dataset as get_dataset
-from rollwright.data.drawing import SELECTORS as SELECTORS
-from rollwright.data.drawing import Selector as Selector
 from rollwright.data.formats import FORMATS as FORMATS
 from rollwright.data.formats import Example as Example
 from rollwright.data.loader import TaskLoader as TaskLoader
+from rollwright.data.selectors import SELECTORS as SELECTORS
+from rollwright.data.selectors import Selector as Selector
 from rollwright.data.tokenizer import build_character_tokenizer as build_character_tokenizer
 from rollwright.data.tokenizer import build_word_tokenizer as build_word_tokenizer
 from rollwright.data.tokenizer import load_tokenizer as load_tokenizer

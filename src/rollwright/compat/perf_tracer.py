@@ -12,8 +12,8 @@ from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import asynccontextmanager, contextmanager
 from typing import Any
 
-from rollwright.tracking.metrics import current_timer
 from rollwright.compat.stats_tracker import record_timing
+from rollwright.tracking.metrics import current_timer
 
 
 class Category(enum.StrEnum):

@@ -10,9 +10,9 @@ Invariants:
 from __future__ import annotations
 
 import random
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch.utils.data import DataLoader, Dataset
@@ -21,12 +21,29 @@ from rollwright.config.tasksets import DatasetConfig
 from rollwright.data.rows import Row
 from rollwright.errors import CheckpointError, DataError
 
+T = TypeVar("T")
+
 
 def shuffled(size: int, seed: int, epoch: int) -> list[int]:
     """The positions from 0 to ``size - 1`` in the seeded order of an epoch."""
     order = list(range(size))
     random.Random(f"{seed}/{epoch}").shuffle(order)
     return order
+
+
+def endless(source: Iterable[T]) -> Iterator[T]:
+    """Iterate over a source again and again.
+
+    Raises:
+        DataError: a pass gave nothing.
+    """
+    while True:
+        is_empty = True
+        for item in source:
+            is_empty = False
+            yield item
+        if is_empty:
+            raise DataError("the tasks give no batch: there are fewer than the batch size.")
 
 
 @dataclass
@@ -117,8 +134,7 @@ class TaskLoader:
 
     def forever(self) -> Iterator[list[Row]]:
         """Batches without end, epoch after epoch."""
-        while True:
-            yield self.draw()
+        return endless(self)
 
     def draw(self) -> list[Row]:
         """The next batch; the first of the next epoch if this one has ended."""

@@ -13,8 +13,8 @@ from rollwright.config.loading import Stage
 from rollwright.config.source import KeyPath
 from rollwright.config.tasksets import DatasetConfig
 from rollwright.data.datasets import get_dataset
-from rollwright.data.drawing import taskset_rows
 from rollwright.data.rows import names_a_file
+from rollwright.data.selectors import taskset_rows
 from rollwright.data.tokenizer import load_tokenizer
 from rollwright.errors import RollwrightError
 

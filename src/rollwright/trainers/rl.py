@@ -7,6 +7,7 @@ from abc import abstractmethod
 from collections import deque
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -15,8 +16,8 @@ from rollwright.config.loading import config_to_dict
 from rollwright.config.recipes import apply_recipe
 from rollwright.config.rules import refuse_dicts
 from rollwright.config.sections import TrainEngineConfig
-from rollwright.data.drawing import TaskMixture
 from rollwright.data.loader import TaskLoader
+from rollwright.data.selectors import TaskMixture
 from rollwright.errors import ConfigError
 from rollwright.experience.journal.records import Resumed
 from rollwright.experience.journal.writing import Journal
@@ -36,16 +37,14 @@ from rollwright.trainers.reporting import EvaluationResult, StageRun, report_ste
 from rollwright.trainers.rollout_backend import make_rollout_engine
 from rollwright.trainers.task_services import TaskServices
 from rollwright.trainers.tasks import (
-    evaluation_runner,
+    evaluation_workflow,
     refuse_missing_chat_template,
     refuse_unusable_reward,
     task_loader,
     training_workflow,
-    workflow_arguments,
 )
 from rollwright.training.actor import FSDPPPOActor
 from rollwright.training.publish_and_audit import require_agreement
-from rollwright.workflows.registry import resolve_workflow
 
 logger = getLogger("trainer")
 
@@ -236,20 +235,19 @@ class PPOTrainer(PolicyTrainer):
         """
         config = self.config
         self._refuse_given("train", workflow, workflow_kwargs, eval_workflow, eval_workflow_kwargs)
-        if workflow is None and config.tasksets:
-            workflow = training_workflow(config, self.tokenizer, self.loader, self.services)
-        if eval_workflow is None and config.eval_tasksets:
-            eval_workflow = evaluation_runner(config, self.tokenizer, self.services)
-        workflow = workflow or config.workflow
-        if workflow is None:
-            raise ConfigError("no workflow: set `workflow:` in the config, or pass one to PPOTrainer.train().")
-        kwargs = workflow_arguments(
-            config, workflow, workflow_kwargs if workflow_kwargs is not None else config.workflow_kwargs, self.tokenizer
-        )
-        self._workflow = resolve_workflow(workflow, kwargs)
-        chosen = eval_workflow or config.eval_workflow or workflow
-        given = eval_workflow_kwargs if eval_workflow_kwargs is not None else config.eval_workflow_kwargs
-        self._evaluated = chosen, workflow_arguments(config, chosen, given, self.tokenizer) if given is not None else kwargs
+        given = {
+            "workflow": workflow,
+            "workflow_kwargs": workflow_kwargs,
+            "eval_workflow": eval_workflow,
+            "eval_workflow_kwargs": eval_workflow_kwargs,
+            "tasksets": None if workflow is None else [],
+            "eval_tasksets": None if eval_workflow is None else [],
+        }
+        chosen = replace(config, **{key: value for key, value in given.items() if value is not None})
+        self._workflow = training_workflow(chosen, self.tokenizer, self.loader, self.services)
+        self._evaluated = evaluation_workflow(chosen, self.tokenizer, self.services)
+        if self._evaluated[0] is None:
+            self._evaluated = self._workflow, None
         self._operators = GroupOperators(config.store.operators) if config.store and config.store.operators else None
         return super().train()
 

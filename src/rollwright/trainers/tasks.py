@@ -11,9 +11,9 @@ from typing import Any
 from rollwright.config.experiment import PPOConfig
 from rollwright.data.chat_template import without_template
 from rollwright.data.datasets import get_dataset
-from rollwright.data.drawing import TaskMixture, taskset_rows
-from rollwright.data.loader import TaskLoader
-from rollwright.errors import ConfigError, DataError
+from rollwright.data.loader import TaskLoader, endless
+from rollwright.data.selectors import TaskMixture, taskset_rows
+from rollwright.errors import ConfigError
 from rollwright.rewards.wrapper import AsyncRewardWrapper
 from rollwright.trainers.task_services import TaskServices
 from rollwright.workflows.episode import EpisodeWorkflow
@@ -22,7 +22,7 @@ from rollwright.workflows.task_runner import TaskRunner
 
 Row = dict[str, Any]
 
-#: Rows that stay at hand. An ordinal from before them, which another explorer lost, is found by drawing anew from the start.
+#: Number of rows kept. An earlier ordinal, which another explorer lost, is found by drawing from the start again.
 REMEMBERED = 65_536
 
 
@@ -96,31 +96,6 @@ def refuse_missing_chat_template(config: Any, tokenizer: Any) -> None:
             raise ConfigError(f"{key} is {name}, and {without_template(tokenizer)}")
 
 
-def held_out_tasks(
-    config: PPOConfig, tokenizer: Any, services: TaskServices, *, n_samples: int | None = None
-) -> tuple[list[Row], Any, dict[str, Any]]:
-    """The held-out tasks of a config, the workflow that runs them, and its arguments; no rows where there are no such tasks.
-
-    ``n_samples`` is the number of samples of each task of a taskset, whatever it says; None: as it says.
-    """
-    workflow, kwargs = evaluation_workflow(config, tokenizer, services, n_samples=n_samples)
-    return ([] if workflow is None else evaluation_rows(config)), workflow, kwargs
-
-
-def evaluation_workflow(
-    config: PPOConfig, tokenizer: Any, services: TaskServices, *, n_samples: int | None = None
-) -> tuple[Any, dict[str, Any]]:
-    """What runs held-out tasks, and its constructor's arguments: a runner of the evaluation tasksets, the config's ``eval_workflow``, or
-    that of training; None where it names none. ``n_samples`` as for ``held_out_tasks``."""
-    if config.eval_tasksets:
-        return evaluation_runner(config, tokenizer, services, n_samples=n_samples), {}
-    workflow = config.eval_workflow or config.workflow
-    if workflow is None:
-        return None, {}
-    given = config.workflow_kwargs if config.eval_workflow_kwargs is None else config.eval_workflow_kwargs
-    return workflow, workflow_arguments(config, workflow, given, tokenizer)
-
-
 def evaluation_rows(config: PPOConfig) -> list[Row]:
     """The held-out tasks: the rows of all evaluation tasksets, each of which says its taskset's name, or ``valid_dataset``."""
     if config.eval_tasksets or config.valid_dataset is None:
@@ -138,68 +113,98 @@ def training_rows(config: PPOConfig) -> Iterator[Row]:
 
 
 def training_workflow(config: PPOConfig, tokenizer: Any, source: Any, services: TaskServices) -> Any:
-    """What runs training tasks: the config's workflow, or a runner of its tasksets, which tells each task's reward to the selectors of
-    ``source`` where that is their mixture.
+    """What runs training tasks: a runner of the config's tasksets, or its workflow.
 
-    A taskset's task is sampled as often as its taskset's ``group_size`` says, else the run's ``gconfig.n_samples``, else
-    the taskset's; with the taskset's ``gconfig``, or the run's where it sets none.
+    A runner samples each task as often as its taskset's ``group_size`` says, else the run's ``gconfig.n_samples``, else the taskset's;
+    with the taskset's ``gconfig``, or the run's if it sets none. It reports rewards to the selectors of ``source`` if that is the
+    mixture of the tasksets.
 
     Raises:
         ConfigError: the config names neither a workflow nor tasksets.
     """
-    if not config.tasksets:
-        if config.workflow is None:
-            raise ConfigError("no workflow: set `workflow:` in the config, or give tasksets that name theirs.")
-        return resolve_workflow(config.workflow, workflow_arguments(config, config.workflow, config.workflow_kwargs, tokenizer))
-    return TaskRunner(
-        config.tasksets,
-        tokenizer,
-        gconfig=config.gconfig,
-        n_samples=config.gconfig.n_samples if config.gconfig.n_samples > 1 else None,
-        services=services,
-        model_path=config.actor.path,
-        feedback=source.feedback if isinstance(source, TaskMixture) else None,
-        overflow_reward=config.rollout.overflow_reward,
-    )
+    if config.tasksets:
+        n_samples = config.gconfig.n_samples if config.gconfig.n_samples > 1 else None
+        feedback = source.feedback if isinstance(source, TaskMixture) else None
+        return _runner(config, tokenizer, services, config.tasksets, config.gconfig, n_samples=n_samples, feedback=feedback)
+    if config.workflow is None:
+        raise ConfigError(
+            "no workflow: set `workflow:` in the config, give tasksets that name theirs, or pass one to PPOTrainer.train()."
+        )
+    return resolve_workflow(config.workflow, workflow_arguments(config, config.workflow, config.workflow_kwargs, tokenizer))
 
 
-def evaluation_runner(config: PPOConfig, tokenizer: Any, services: TaskServices, *, n_samples: int | None = None) -> TaskRunner:
-    """Runs evaluation tasks: with their taskset's ``gconfig``, or the evaluator's where the taskset sets none."""
-    tasksets = config.eval_tasksets
-    if n_samples is not None:
-        tasksets = [dataclasses.replace(taskset, group_size=n_samples) for taskset in tasksets]
+def evaluation_workflow(
+    config: PPOConfig, tokenizer: Any, services: TaskServices, *, n_samples: int | None = None
+) -> tuple[Any, dict[str, Any] | None]:
+    """What runs held-out tasks, and its constructor's arguments: a runner of the evaluation tasksets, or a workflow.
+
+    A runner uses its taskset's ``gconfig``, or the evaluator's if the taskset sets none. The workflow is ``eval_workflow``, or that of
+    training; it is None if the config names neither.
+
+    Args:
+        config: the experiment.
+        tokenizer: the policy's.
+        services: for the runner's workflows.
+        n_samples: samples of each task of a taskset. None: as the taskset says.
+    """
+    if config.eval_tasksets:
+        tasksets = config.eval_tasksets
+        if n_samples is not None:
+            tasksets = [dataclasses.replace(taskset, group_size=n_samples) for taskset in tasksets]
+        return _runner(config, tokenizer, services, tasksets, config.evaluator.gconfig, is_eval=True), None
+    workflow = config.eval_workflow or config.workflow
+    if workflow is None:
+        return None, None
+    given = config.workflow_kwargs if config.eval_workflow_kwargs is None else config.eval_workflow_kwargs
+    return workflow, workflow_arguments(config, workflow, given, tokenizer)
+
+
+def _runner(
+    config: PPOConfig, tokenizer: Any, services: TaskServices, tasksets: Any, gconfig: Any, **settings: Any
+) -> TaskRunner:
     return TaskRunner(
         tasksets,
         tokenizer,
-        gconfig=config.evaluator.gconfig,
-        is_eval=True,
+        gconfig=gconfig,
         services=services,
         model_path=config.actor.path,
         overflow_reward=config.rollout.overflow_reward,
+        **settings,
     )
+
+
+def held_out_tasks(
+    config: PPOConfig, tokenizer: Any, services: TaskServices, *, n_samples: int | None = None
+) -> tuple[list[Row], Any, dict[str, Any] | None]:
+    """The held-out tasks with what runs them, see :func:`evaluation_workflow`. There are no rows if nothing runs them."""
+    workflow, kwargs = evaluation_workflow(config, tokenizer, services, n_samples=n_samples)
+    return ([] if workflow is None else evaluation_rows(config)), workflow, kwargs
 
 
 # -- tasks by ordinal -------------------------------------------------------------------------------------------------
 
 
 class DrawnTasks:
-    """The rows of a dataset that is drawn without end, by ``ordinal``, counted from 0.
+    """The rows of an endlessly drawn dataset by ``ordinal``, counted from 0.
 
-    Every explorer of a run makes the same draws, so an ordinal is the same task in each of them. (A selector that learns from
-    rewards draws by what its own explorer has seen.)
+    Every explorer of a run makes the same draws, so an ordinal is the same task in all of them, except with a selector that learns
+    from the rewards its own explorer has seen.
+
+    Args:
+        make_source: makes the source of batches, always with the same draws.
     """
 
     def __init__(self, make_source: Callable[[], Iterable[list[Row]]]) -> None:
         self._make_source = make_source
         self.source = make_source()
-        self._batches = _without_end(self.source)
+        self._batches = endless(self.source)
         self._rows: OrderedDict[int, Row] = OrderedDict()
         self._next = 0
 
     def row(self, ordinal: int) -> Row:
-        """The row of a draw; see the class for what is the same everywhere."""
+        """The row of a draw."""
         if ordinal < self._next and ordinal not in self._rows:
-            anew = (row for batch in _without_end(self._make_source()) for row in batch)
+            anew = (row for batch in endless(self._make_source()) for row in batch)
             return next(row for row in anew if row["ordinal"] == ordinal)
         while ordinal >= self._next:
             for row in next(self._batches):
@@ -208,15 +213,6 @@ class DrawnTasks:
             while len(self._rows) > REMEMBERED:
                 self._rows.popitem(last=False)
         return self._rows[ordinal]
-
-
-def _without_end(source: Iterable[list[Row]]) -> Iterator[list[Row]]:
-    while True:
-        batch = None
-        for batch in source:
-            yield batch
-        if batch is None:
-            raise DataError("the training tasks give no batch: there are fewer than train_dataset.batch_size.")
 
 
 def task_source(config: PPOConfig) -> TaskMixture | list[Row]:

@@ -21,8 +21,8 @@ from rollwright.config.loading import Stage
 from rollwright.config.sections import PPOActorConfig
 from rollwright.config.tasksets import TasksetConfig
 from rollwright.data.datasets import has_subsets
-from rollwright.data.drawing import SELECTORS, make_selector
 from rollwright.data.formats import FORMATS
+from rollwright.data.selectors import SELECTORS, make_selector
 from rollwright.errors import ConfigError, RollwrightError
 from rollwright.experience.operators import OPERATORS
 from rollwright.processes.sandbox import check_sandbox, make_sandbox

@@ -4,8 +4,8 @@ import pytest
 
 from rollwright.config.tasksets import FormatConfig, TasksetConfig
 from rollwright.data.datasets import get_dataset
-from rollwright.data.drawing import taskset_rows
 from rollwright.data.formats import FORMATS, Example, to_task
+from rollwright.data.selectors import taskset_rows
 from rollwright.errors import DataError
 from rollwright.workflows.task import Task
 

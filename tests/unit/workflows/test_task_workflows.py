@@ -344,7 +344,7 @@ def test_who_asks_to_be_told_the_group_s_size_is_told(tokenizer):
 
 def test_a_taskset_without_generation_arguments_has_the_run_s(tokenizer):
     from rollwright import GRPOConfig
-    from rollwright.data.drawing import TaskMixture
+    from rollwright.data.selectors import TaskMixture
     from rollwright.trainers.task_services import TaskServices
     from rollwright.trainers.tasks import training_workflow
 

@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from rollwright.config.tasksets import TasksetConfig
-from rollwright.data.drawing import SELECTORS, Selector, TaskMixture, make_selector
+from rollwright.data.selectors import SELECTORS, Selector, TaskMixture, make_selector
 from rollwright.errors import ConfigError, DataError
 
 

@@ -20,7 +20,7 @@ from typing import Any
 from rollwright.config.tasksets import TasksetConfig
 from rollwright.data.datasets import dataset_rows
 from rollwright.data.formats import Row, read_rows_by
-from rollwright.data.loader import shuffled
+from rollwright.data.loader import endless, shuffled
 from rollwright.errors import ConfigError, DataError
 from rollwright.registry import Registry
 
@@ -191,8 +191,7 @@ class TaskMixture:
 
     def forever(self) -> Iterator[list[Row]]:
         """Batches without end."""
-        while True:
-            yield self.draw()
+        return endless(self)
 
     def draw(self) -> list[Row]:
         """The next batch."""
