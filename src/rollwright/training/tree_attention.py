@@ -12,7 +12,7 @@ import inspect
 import itertools
 from collections.abc import Callable
 from contextlib import AbstractContextManager
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -320,7 +320,7 @@ def _registered(own: str) -> str:
 def leave_uncompiled() -> None:
     """Exclude attention over a tree from ``torch.compile``: its calls differ in each batch, so it would be recompiled every time."""
     global attend
-    attend = torch.compiler.disable(attend)
+    attend = cast(Any, torch.compiler.disable(attend))
 
 
 #: Arguments of attention functions that do not affect the result, or only for rows without a tree.

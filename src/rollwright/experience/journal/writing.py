@@ -471,10 +471,10 @@ class EpisodeWriter:
             now = time.time()
             self._journal.write(DurableResult(self._number, name, key, kind, value, error, state, now, now - started))  # type: ignore[arg-type]
 
-    def answered(self, kept: DurableResult) -> None:
+    def answered(self, result: DurableResult) -> None:
         """Write a durable call that the past answered."""
         if self._journal is not None and not self._is_closed:
-            self._journal.write(msgspec.structs.replace(kept, episode=self._number))
+            self._journal.write(msgspec.structs.replace(result, episode=self._number))
 
     def close(self) -> None:
         """Ignore later calls: they belong to an episode that has ended, and a replay would not make them."""

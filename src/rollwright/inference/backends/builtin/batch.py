@@ -470,7 +470,7 @@ class DecodeBatch(ForwardBatch):
             },
         )
 
-    def _read_table(self) -> dict[str, Tensor]:
+    def _read_table(self) -> dict[str, Any]:
         """The next tokens, as tensors of the table's arrays; on CPU they share its memory and follow its changes."""
         table, count, padded = self._table, self.row_count, self.padded_count
         arrays = table.last_token[:padded], table.position[:padded], table.cached[:count]
