@@ -303,7 +303,7 @@ PLUGINS = Plugins()
 
 
 def suggestion(
-    word: object, known: Iterable[object] | Mapping[str, str], *, as_sentence: bool = False, cutoff: float = 0.6
+    word: object, known: Iterable[Any] | Mapping[str, str], *, as_sentence: bool = False, cutoff: float = 0.6
 ) -> str:
     """``; did you mean 'NAME'?`` with the known name nearest to a misspelt word; empty if none is near.
 
@@ -313,7 +313,7 @@ def suggestion(
         as_sentence: begin a new sentence.
         cutoff: least similarity, as ``difflib`` measures it.
     """
-    names: dict[str, str] = {str(name): known[name] if isinstance(known, Mapping) else str(name) for name in known}
+    names: Mapping[str, str] = known if isinstance(known, Mapping) else {str(name): str(name) for name in known}
     close = get_close_matches(str(word), sorted(names), n=1, cutoff=cutoff)
     return f"{' Did' if as_sentence else '; did'} you mean {names[close[0]]!r}?" if close else ""
 
