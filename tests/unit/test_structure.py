@@ -86,13 +86,8 @@ DEEP_CLASSES = {
 }
 #: Names of classes that are still to be renamed where they stand for a second time. Only ever remove lines.
 REPEATED_CLASSES = {
-    "Batch",
-    "Call",
     "Group",
-    "Place",
-    "Run",
     "Sampling",
-    "Tokens",
     "WorkerPool",
     "_Facts",
 }
@@ -162,7 +157,6 @@ FOREIGN = re.compile(r"(?<![\w/])(?:areal|trinity|verl|trl)(?!\w)", re.IGNORECAS
 FOREIGN_ELSEWHERE = {
     "config/source.py",
     "algorithms/losses.py",
-    "algorithms/ratios.py",
     "experience/experience.py",
     "inference/parameters.py",
     "inference/remote.py",
