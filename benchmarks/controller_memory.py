@@ -63,7 +63,7 @@ def main() -> None:
     parser.add_argument("--long", type=int, default=100_000, help="tokens of that one")
     parser.add_argument("--json", type=Path, help="also write results to this file")
     arguments = parser.parse_args()
-    from rollwright.cluster.ray import RayCluster
+    from rollwright.placement.ray_cluster import RayCluster
 
     report = Report("what a controller holds of a batch")
     with tempfile.TemporaryDirectory() as directory:

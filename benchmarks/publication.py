@@ -31,12 +31,12 @@ def main() -> None:
     import torch
     from transformers import AutoModelForCausalLM
 
-    from rollwright.cluster.local import LocalServers
     from rollwright.config.sections import RolloutConfig
     from rollwright.data.tokenizer import load_tokenizer
     from rollwright.inference.backends.builtin.engine import BuiltinEngine
     from rollwright.inference.backends.sglang import BuiltinServersClient
     from rollwright.inference.weights.ways import WeightUpdateMeta
+    from rollwright.placement.local_servers import LocalServers
 
     torch.set_num_threads(1)
     report = Report("publication of weights")

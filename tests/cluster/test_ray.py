@@ -18,10 +18,10 @@ from faults.proof import compare as proved
 from ranks_runs import LIMIT, compare, metrics, process_of, run, start, trial, wait_until
 from ray_machine import start_ray
 
-from rollwright.cluster.ray import RayCluster
 from rollwright.config.sections import ClusterConfig
 from rollwright.experience.journal.reading import read_records
 from rollwright.experience.journal.records import GroupEnd, Trained
+from rollwright.placement.ray_cluster import RayCluster
 
 STEPS = 10  # that are compared
 #: Of a Ray that knows of a lost node after seconds.

@@ -14,9 +14,9 @@ import pytest
 from ranks_runs import LIMIT, compare, run, start
 from slurm_machine import slurm
 
-from rollwright.cluster.slurm import run_job
 from rollwright.config.sections import ClusterConfig, SlurmConfig
 from rollwright.errors import ClusterError
+from rollwright.placement.slurm import run_job
 
 SLURM = ("cluster.kind=slurm", "cluster.slurm.poll_seconds=0.3", "stats_logger.display=plain")
 STEPS = 2

@@ -14,7 +14,6 @@ from parts import qwen3_config, random_model
 from torch import Tensor
 from transformers import AutoModelForCausalLM
 
-from rollwright.cluster.local import LocalServers
 from rollwright.config.generation import GenerationHyperparameters
 from rollwright.config.sections import RolloutConfig
 from rollwright.data.tokenizer import build_character_tokenizer
@@ -23,6 +22,7 @@ from rollwright.inference.backends.sglang import SGLangClient
 from rollwright.inference.request import ModelRequest, ModelResponse
 from rollwright.inference.weights.stream import WeightStream
 from rollwright.inference.weights.ways import WeightUpdateMeta
+from rollwright.placement.local_servers import LocalServers
 from rollwright.training.publish_and_audit import SentWeights
 
 remote.CHECK_SECONDS = 60.0  # a server that a busy machine keeps waiting is not one that is gone

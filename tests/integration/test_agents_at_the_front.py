@@ -170,10 +170,10 @@ async def chatting_agent(data, base_url, api_key):
 
 
 def test_the_front_stands_before_servers_too(tiny_model, tmp_path):
-    from rollwright.cluster.local import LocalServers
     from rollwright.config.generation import GenerationHyperparameters
     from rollwright.config.sections import RolloutConfig
     from rollwright.data.tokenizer import load_tokenizer
+    from rollwright.placement.local_servers import LocalServers
     from rollwright.rollout.engines import RemoteSGLangEngine
     from rollwright.rollout.openai_front import OpenAIAgentWorkflow
 
@@ -195,7 +195,7 @@ def test_the_front_stands_before_servers_too(tiny_model, tmp_path):
 def test_an_auxiliary_model_is_served_beside_the_run_and_ends_with_it(tiny_model, tmp_path):
     import openai
 
-    from rollwright.trainers.task_services import TaskServices
+    from rollwright.placement.task_services import TaskServices
 
     config = PPOConfig(
         auxiliary_models=[AuxiliaryModelConfig(model_path=str(tiny_model), device="cpu", threads=1, kv_cache_bytes=4 << 20)]

@@ -13,11 +13,11 @@ import psutil
 import pytest
 from real_servers import Trainer, ask, gather_while, served_model, write_model
 
-from rollwright.cluster.local import LocalServers
 from rollwright.errors import EngineError
 from rollwright.inference.launcher import ServerProcess
 from rollwright.inference.weights.group import WeightGroup
 from rollwright.inference.weights.ways import WeightUpdateMeta
+from rollwright.placement.local_servers import LocalServers
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(1500)]
 

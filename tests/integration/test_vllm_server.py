@@ -16,7 +16,6 @@ import pytest
 import torch
 from real_servers import Trainer, ask, write_model
 
-from rollwright.cluster.local import LocalServers
 from rollwright.config.generation import GenerationHyperparameters
 from rollwright.config.sections import RolloutConfig
 from rollwright.config.servers import VLLMConfig
@@ -24,6 +23,7 @@ from rollwright.errors import EngineError, PromptTooLongError, WeightUpdateError
 from rollwright.inference.backends.vllm import VLLMClient
 from rollwright.inference.request import ModelRequest
 from rollwright.inference.weights.ways import WeightUpdateMeta
+from rollwright.placement.local_servers import LocalServers
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 PYTHON = Path(os.environ.get("ROLLWRIGHT_VLLM_PYTHON", REPOSITORY / ".venv-vllm" / "bin" / "python"))

@@ -73,12 +73,12 @@ def run(
         typer.echo(resolved_yaml(stages))
         typer.echo(describe(stages))
         if cluster.kind == "slurm":
-            from rollwright.cluster.slurm import job_script
+            from rollwright.placement.slurm import job_script
 
             typer.echo("\nIt would be the job of this script:\n")
             typer.echo(job_script(cluster, run_directory_of(stages).absolute(), words, hides_secrets=True))
         if cluster.kind == "ray":
-            from rollwright.cluster.placement import placement_in_words
+            from rollwright.placement.capacity import placement_in_words
 
             for stage in trained:
                 typer.echo("\n".join(placement_in_words(stage.name, stage.config)))
@@ -88,23 +88,23 @@ def run(
 
         refuse_missing_files(stages)
         if cluster.kind == "local":
-            from rollwright.trainers.gpus import refuse_too_few_gpus
+            from rollwright.placement.gpus import refuse_too_few_gpus
 
             for stage in trained:
                 refuse_too_few_gpus(stage.config)
     if cluster.kind == "slurm":
         look_up_names(stages)
-        from rollwright.cluster.slurm import run_job
+        from rollwright.placement.slurm import run_job
 
         raise typer.Exit(run_job(cluster, run_directory_of(stages), words))
     if cluster.processes > 1 and cluster.kind == "local" and "RANK" not in os.environ:
         look_up_names(stages)
-        from rollwright.cluster.ranks import start_ranks
+        from rollwright.placement.torchrun import start_ranks
 
         raise typer.Exit(start_ranks(words, cluster.processes))
     if cluster.kind == "ray":
         look_up_names(stages)
-        from rollwright.cluster.placement import refuse_what_cannot_fit
+        from rollwright.placement.capacity import refuse_what_cannot_fit
 
         for stage in trained:
             refuse_what_cannot_fit(stage.config)

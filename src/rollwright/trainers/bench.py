@@ -21,6 +21,8 @@ from rollwright.data.tokenizer import load_tokenizer
 from rollwright.errors import ConfigError
 from rollwright.experience.trajectory import Trajectory
 from rollwright.inference.network import find_server_addresses
+from rollwright.placement.local_rollout import make_rollout_engine, servers_of
+from rollwright.placement.task_services import TaskServices
 from rollwright.tracking import logging
 from rollwright.tracking.logging import getLogger
 from rollwright.tracking.metrics_file import read_metrics
@@ -28,9 +30,7 @@ from rollwright.tracking.plots import plot_curves
 from rollwright.tracking.run_directory import RunDirectory
 from rollwright.trainers.evaluation import evaluate, scores_of
 from rollwright.trainers.reporting import sample_means
-from rollwright.trainers.rollout_backend import make_rollout_engine, servers_of
 from rollwright.trainers.shared_run import trial_path
-from rollwright.trainers.task_services import TaskServices
 from rollwright.trainers.tasks import held_out_tasks, refuse_missing_chat_template
 
 logger = getLogger("bench")

@@ -112,7 +112,7 @@ def evaluate_model(config: EvalConfig, rollouts: Path | None = None) -> dict[str
     """
     from rollwright.data.datasets import get_dataset
     from rollwright.data.tokenizer import load_tokenizer
-    from rollwright.trainers.rollout_backend import make_local_engine
+    from rollwright.placement.local_rollout import make_local_engine
     from rollwright.trainers.tasks import refuse_missing_chat_template, refuse_unusable_reward, thinks, workflow_arguments
 
     tokenizer = load_tokenizer(config.tokenizer_path or config.path, config.trust_remote_code)

@@ -30,6 +30,8 @@ from rollwright.experience.journal.episodes import RecordedEpisode
 from rollwright.experience.journal.reading import TaskFiles
 from rollwright.experience.operators import ExperiencePipeline, PipelineResult, report_operators, samples_of
 from rollwright.experience.trajectory import Trajectory
+from rollwright.placement.local_rollout import make_rollout_engine
+from rollwright.placement.task_services import TaskServices
 from rollwright.rollout.engines import RolloutEngine
 from rollwright.rollout.resume import read_past
 from rollwright.rollout.staleness import Staleness
@@ -40,7 +42,6 @@ from rollwright.tracking.run_directory import RunDirectory
 from rollwright.trainers.evaluation import evaluate
 from rollwright.trainers.loop import StopSignal
 from rollwright.trainers.reporting import StageRun, sample_means
-from rollwright.trainers.rollout_backend import make_rollout_engine
 from rollwright.trainers.shared_run import (
     PARTS,
     EvaluationTurns,
@@ -49,7 +50,6 @@ from rollwright.trainers.shared_run import (
     run_length,
     trial_path,
 )
-from rollwright.trainers.task_services import TaskServices
 from rollwright.trainers.tasks import (
     count_tasks,
     held_out_tasks,

@@ -21,16 +21,16 @@ from rollwright.config.sections import IntervalConfig, TrainEngineConfig
 from rollwright.data.tokenizer import load_tokenizer
 from rollwright.errors import LostRankError
 from rollwright.inference.weights.files import keep_newest
+from rollwright.placement.rank_processes import check_processes, follow_config, open_ranks
+from rollwright.placement.ranks import TrainRanks
+from rollwright.placement.ray_ranks import PlacedRanks
 from rollwright.tracking.learning_signs import warn_of_reasons
 from rollwright.tracking.logging import getLogger
 from rollwright.tracking.model_card import write_model_card
 from rollwright.tracking.run_directory import RunDirectory
-from rollwright.trainers.placed_ranks import PlacedRanks
-from rollwright.trainers.ranks import check_processes, follow_config, open_ranks
 from rollwright.trainers.reporting import EvaluationResult, StageRun
 from rollwright.training import parallel
 from rollwright.training.model import resolve_device
-from rollwright.training.ranks import TrainRanks
 
 logger = getLogger("trainer")
 

@@ -21,14 +21,14 @@ from rollwright.errors import ConfigError, JournalError, ReplayError
 from rollwright.experience.journal.episodes import RecordedEpisode, Wanted, last_of_each_name, read_episodes
 from rollwright.experience.journal.reading import journal_files
 from rollwright.experience.journal.records import ImageDigest, digest_of, images_in
+from rollwright.placement.local_rollout import make_local_engine
+from rollwright.placement.task_services import TaskServices
 from rollwright.rewards.wrapper import REWARD_CALLS
 from rollwright.rollout.replay import Replayed, Replayer
 from rollwright.tracking.logging import getLogger
 from rollwright.trainers import tasks
 from rollwright.trainers.evaluation import evaluating
-from rollwright.trainers.rollout_backend import make_local_engine
 from rollwright.trainers.shared_run import SERVICE_FILE
-from rollwright.trainers.task_services import TaskServices
 from rollwright.workflows.registry import WORKFLOWS
 
 logger = getLogger("replay")

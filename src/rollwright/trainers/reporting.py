@@ -20,6 +20,7 @@ from rollwright.experience.journal.records import Phase, Published, Trained
 from rollwright.experience.journal.writing import Journal
 from rollwright.experience.kept_rows import fetched, sampled_tokens
 from rollwright.experience.trajectory import Trajectory, row_lengths
+from rollwright.placement.ranks import trained_rows
 from rollwright.tracking import logging
 from rollwright.tracking.metrics import get_tracker, start_timer
 from rollwright.tracking.metrics_file import read_metrics
@@ -29,7 +30,6 @@ from rollwright.tracking.rollout_dumps import RolloutDumper
 from rollwright.tracking.run_directory import RunDirectory
 from rollwright.tracking.sinks import MetricsLogger
 from rollwright.training.publish_and_audit import Publication
-from rollwright.training.ranks import trained_rows
 
 logger = logging.getLogger("trainer")
 

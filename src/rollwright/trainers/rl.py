@@ -25,17 +25,17 @@ from rollwright.experience.operators import GroupOperators
 from rollwright.experience.trajectory import Trajectory
 from rollwright.inference.backends import BACKENDS
 from rollwright.inference.weights.publication import RemoteClient
+from rollwright.placement.local_rollout import make_rollout_engine
+from rollwright.placement.ray_ranks import PlacedPolicy, PlacedRanks
+from rollwright.placement.ray_rollout import with_placed_models
+from rollwright.placement.task_services import TaskServices
 from rollwright.rollout.engines import LocalRolloutEngine, RolloutEngine
 from rollwright.tracking.learning_signs import LearningWatch
 from rollwright.tracking.logging import getLogger
 from rollwright.tracking.run_directory import RunDirectory
 from rollwright.trainers.evaluation import evaluate
 from rollwright.trainers.loop import Part, StopSignal, Trainer
-from rollwright.trainers.placed_ranks import PlacedPolicy, PlacedRanks
-from rollwright.trainers.placed_rollout import with_placed_models
 from rollwright.trainers.reporting import EvaluationResult, StageRun, report_step
-from rollwright.trainers.rollout_backend import make_rollout_engine
-from rollwright.trainers.task_services import TaskServices
 from rollwright.trainers.tasks import (
     evaluation_workflow,
     refuse_missing_chat_template,

@@ -48,6 +48,7 @@ from rollwright.inference.server.bodies import Body
 from rollwright.inference.server.exchange import RequestError, Routes
 from rollwright.inference.server.service import ServerThread, make_service
 from rollwright.inference.server.settings import ServiceSettings
+from rollwright.placement.local_rollout import make_rollout_engine
 from rollwright.rollout.openai_episode import OpenAIEpisode, Reward
 from rollwright.rollout.openai_front import OpenAIFront
 from rollwright.store import ExperienceStore
@@ -55,7 +56,6 @@ from rollwright.tracking import logging
 from rollwright.tracking.logging import getLogger
 from rollwright.tracking.run_directory import RunDirectory
 from rollwright.trainers.loop import StopSignal
-from rollwright.trainers.rollout_backend import make_rollout_engine
 from rollwright.trainers.shared_run import SERVICE_FILE, TrainerFollower, open_run_database
 
 logger = getLogger("service")

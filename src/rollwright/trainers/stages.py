@@ -19,11 +19,11 @@ from rollwright.config.loading import Stage
 from rollwright.config.plan import in_words
 from rollwright.config.secrets import copy_without_secrets, secrets_of
 from rollwright.errors import CheckpointError, ConfigError
+from rollwright.placement import rank_processes
 from rollwright.tracking import logging
 from rollwright.tracking.logging import getLogger
 from rollwright.tracking.run_directory import RunDirectory, RunFinishedError
 from rollwright.tracking.summary import before_after_table, sample_completions, write_summary
-from rollwright.trainers import ranks
 from rollwright.trainers.unknown_names import refuse_unknown_names
 from rollwright.training import parallel
 from rollwright.workflows.registry import WORKFLOWS
@@ -47,16 +47,16 @@ def run_config(stages: Sequence[Stage], *, source_path: Path | None = None) -> i
     """
     WORKFLOWS.load_plugins()  # rewards and operators of plugins are looked up elsewhere
     refuse_unknown_names(stages)
-    ranks.join(stages)
+    rank_processes.join(stages)
     if parallel.rank() > 0:
-        ranks.follow_stages(stages, _set_threads)
+        rank_processes.follow_stages(stages, _set_threads)
         parallel.leave_processes()
         return 0
     try:
         directory = _claimed(stages)
     except RunFinishedError as finished:
         logging.console().print(f"nothing to do: {finished}", markup=False, highlight=False, soft_wrap=True)
-        ranks.tell_stage(None)
+        rank_processes.tell_stage(None)
         parallel.leave_processes()
         return 0
     if source_path is not None:
@@ -76,8 +76,8 @@ def run_config(stages: Sequence[Stage], *, source_path: Path | None = None) -> i
             words = in_words(stage).replace(f"{directory.path}/", "")
             console.print(words, style="dim", highlight=False, markup=False, soft_wrap=not logging.output_is_terminal())
             _set_threads(stage.config)
-            if stage.kind in ranks.TRAINS:
-                ranks.tell_stage(stage.name)
+            if stage.kind in rank_processes.TRAINS:
+                rank_processes.tell_stage(stage.name)
             started = time.monotonic()
             results = _CARRY_OUT[stage.kind](stage, directory if len(stages) == 1 else directory.stage(stage.name))
             results["total_seconds"] = time.monotonic() - started
@@ -86,7 +86,7 @@ def run_config(stages: Sequence[Stage], *, source_path: Path | None = None) -> i
         summary = _summarise(done, directory)
         write_summary(directory.summary_file, summary)
         directory.finish()
-    ranks.tell_stage(None)
+    rank_processes.tell_stage(None)
     parallel.leave_processes()
     _show(summary, directory)
     return 0

@@ -19,13 +19,13 @@ from rollwright.errors import ConfigError, DataError
 from rollwright.experience.contract import MULTI_MODAL
 from rollwright.experience.trajectory import Trajectory, concat_padded_tensors
 from rollwright.inference.weights.files import read_weights, write_files
+from rollwright.placement.local_rollout import copy_to_sample, make_local_engine
+from rollwright.placement.ray_ranks import PlacedRanks
 from rollwright.rollout.engines import RolloutEngine
 from rollwright.tracking.run_directory import RunDirectory
 from rollwright.trainers.evaluation import EvaluationResult, evaluate
 from rollwright.trainers.loop import Part, StopSignal, Trainer
-from rollwright.trainers.placed_ranks import PlacedRanks
 from rollwright.trainers.reporting import StageRun
-from rollwright.trainers.rollout_backend import copy_to_sample, make_local_engine
 from rollwright.trainers.shared_run import give_weights
 from rollwright.trainers.tasks import task_loader, with_defaults, workflow_arguments
 from rollwright.training.publish_and_audit import Publisher, publisher_for

@@ -14,8 +14,8 @@ from rollwright.data.datasets import get_dataset
 from rollwright.data.loader import TaskLoader, endless
 from rollwright.data.selectors import TaskMixture, taskset_rows
 from rollwright.errors import ConfigError
+from rollwright.placement.task_services import TaskServices
 from rollwright.rewards.wrapper import AsyncRewardWrapper
-from rollwright.trainers.task_services import TaskServices
 from rollwright.workflows.episode import EpisodeWorkflow
 from rollwright.workflows.registry import WORKFLOWS, resolve_workflow
 from rollwright.workflows.task_runner import TaskRunner

@@ -16,7 +16,6 @@ from typing import Any
 import pytest
 from key_reads import KeyPath, keys_of, noted, place
 
-from rollwright.cluster.slurm import job_script
 from rollwright.config.experiment import NewVisionConfig
 from rollwright.config.faults import faults_in
 from rollwright.config.generation import GenerationHyperparameters
@@ -28,6 +27,7 @@ from rollwright.config.servers import SGLangConfig, VLLMConfig
 from rollwright.config.source import dotted, parse_yaml
 from rollwright.config.tasksets import FormatConfig, TasksetConfig
 from rollwright.inference.backends import BACKENDS, ServerLaunch
+from rollwright.placement.slurm import job_script
 from rollwright.tracking.run_directory import RunDirectory
 from rollwright.trainers import serve
 from rollwright.trainers.stages import run_config

@@ -7,7 +7,7 @@ from rollwright.errors import LostProcessError
 from rollwright.experience.contract import KEPT
 from rollwright.experience.kept_rows import fetched, keep, places_of, rows_at
 from rollwright.experience.trajectory import concat_padded_tensors, row_lengths, select_rows
-from rollwright.training.ranks import shares
+from rollwright.placement.ranks import shares
 
 
 class Store(dict):

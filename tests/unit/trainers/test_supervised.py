@@ -8,8 +8,8 @@ import torch
 from rollwright import load_stages
 from rollwright.config.tasksets import DatasetConfig
 from rollwright.inference.weights.stream import WeightStream
+from rollwright.placement.ray_ranks import PlacedRanks
 from rollwright.trainers import supervised
-from rollwright.trainers.placed_ranks import PlacedRanks
 from rollwright.trainers.stages import run_config
 
 CONFIG = """\

@@ -9,8 +9,8 @@ from tiny_policy import grouped_batch, tiny_actor
 
 from rollwright.experience.packed import pack_rows, unpack_rows
 from rollwright.experience.trajectory import select_rows
+from rollwright.placement.ranks import Call, TrainRanks, _groups, merge_written, sent_columns, shares
 from rollwright.training.micro_batches import MINIBATCH_IDS, split_minibatches
-from rollwright.training.ranks import Call, TrainRanks, _groups, merge_written, sent_columns, shares
 from rollwright.training.recovery_checkpoint import RecoverCheckpoints
 
 

@@ -10,27 +10,22 @@ from pathlib import Path
 from typing import Any
 
 from rollwright.atomic import write_text
-from rollwright.cluster.local import LocalServers
 from rollwright.config.experiment import PPOConfig
 from rollwright.config.modes import AuxiliaryModelConfig
 from rollwright.config.secrets import hidden_texts
 from rollwright.config.sections import RolloutConfig
-from rollwright.data.tokenizer import load_tokenizer
 from rollwright.errors import ConfigError
 from rollwright.experience.journal.writing import Journal
 from rollwright.inference.backends import BACKENDS
 from rollwright.inference.launcher import Launcher
 from rollwright.inference.weights.publication import RemoteClient
-from rollwright.registry import PLUGINS
+from rollwright.placement.local_servers import LocalServers
+from rollwright.placement.ray_ranks import PlacedRanks
+from rollwright.placement.task_services import PlacedModelConfig, serve
 from rollwright.rollout.placed import PlacedRollout, ServerWatch
-from rollwright.rollout.worker import RolloutWorker
 from rollwright.rollout.workers import Process, WorkerPool, wait_running
 from rollwright.tracking.logging import getLogger
 from rollwright.tracking.run_directory import RunDirectory
-from rollwright.trainers.evaluation import evaluating
-from rollwright.trainers.placed_ranks import PlacedRanks
-from rollwright.trainers.task_services import PlacedModelConfig, TaskServices, serve
-from rollwright.trainers.tasks import evaluation_workflow, training_workflow
 
 logger = getLogger("rollout")
 
@@ -71,7 +66,7 @@ def make_placed_rollout(config: PPOConfig, ranks: PlacedRanks, tokenizer: Any, d
     def place_server(index: int) -> Process:
         return ranks.cluster.process(
             f"server {index}",
-            "rollwright.trainers.placed_rollout:PlacedServer",
+            "rollwright.placement.ray_rollout:PlacedServer",
             lambda: (config, rollout, model_path, str(directory.logs.absolute() / f"server-{index}")),
             cpus=of_server.cpus,
             gpus=of_server.gpus,
@@ -88,7 +83,7 @@ def make_placed_rollout(config: PPOConfig, ranks: PlacedRanks, tokenizer: Any, d
     def place_worker(index: int) -> Process:
         return ranks.cluster.process(
             f"worker {index}",
-            "rollwright.trainers.placed_rollout:open_worker",
+            "rollwright.trainers.ray_worker:open_worker",
             lambda: (told, list(addresses), str(path)),
             cpus=of_worker.cpus,
             gpus=of_worker.gpus,
@@ -153,7 +148,7 @@ def with_placed_models(config: PPOConfig, ranks: PlacedRanks, directory: RunDire
     processes = [
         ranks.cluster.process(
             f"auxiliary {index}",
-            "rollwright.trainers.placed_rollout:PlacedModel",
+            "rollwright.placement.ray_rollout:PlacedModel",
             lambda index=index, number=number: (
                 config.auxiliary_models[number],
                 int(demand.cpus),
@@ -192,7 +187,7 @@ class PlacedModel:
     """A server of a model that is not trained, in a process of its own, ended with that process.
 
     Args:
-        where: it was placed (``cluster.host.Place``).
+        where: it was placed (``placement.ray_host.Place``).
         model: its section.
         threads: where the section sets none.
         logs: directory of its log, and of the file that has its address.
@@ -217,7 +212,7 @@ class PlacedServer:
     """An inference server in a process of its own, ended with that process.
 
     Args:
-        where: it was placed (``cluster.host.Place``).
+        where: it was placed (``placement.ray_host.Place``).
         config: of the run.
         rollout: its section, with the key that requests carry.
         model_path: of the model.
@@ -245,40 +240,3 @@ class PlacedServer:
     def check(self) -> None:
         """Raise where the server has ended."""
         self._servers.check()
-
-
-def open_worker(where: Any, config: PPOConfig, addresses: list[str], directory: str) -> RolloutWorker:
-    """A worker that runs the config's workflow, or its tasksets, and those of held-out tasks, with the servers at these addresses.
-
-    Args:
-        where: it was placed (``cluster.host.Place``); not used.
-        config: of the run; its ``rollout`` has the key that requests carry, and each auxiliary model the URL of its server.
-        addresses: of the servers.
-        directory: of the run.
-    """
-    PLUGINS.load()
-    rollout = config.rollout
-    tokenizer = load_tokenizer(config.tokenizer_path or config.actor.path, config.actor.trust_remote_code)
-    backend = BACKENDS.get(rollout.backend)
-    assert issubclass(backend, RemoteClient)
-    client = backend(rollout, addresses=addresses)
-    client.only_asks = True
-    client.initialize()
-    journal = None
-    if config.journal.enabled:  # old files are removed by the controller's alone
-        kept = dataclasses.replace(config.journal, keep=None)
-        journal = Journal(Path(directory) / "journal", kept, hidden_texts(config))
-    services = TaskServices(config, tokenizer, Path(directory) / "logs")  # a front of its own; it ends with the process
-    trained, (held_out, kwargs) = (
-        training_workflow(config, tokenizer, None, services),
-        evaluation_workflow(config, tokenizer, services),
-    )
-    return RolloutWorker(
-        client,
-        rollout,
-        trained,
-        group_size=config.gconfig.n_samples,
-        seed=config.seed,
-        journal=journal,
-        evaluation=None if held_out is None else evaluating(held_out, kwargs, config.evaluator.gconfig),
-    )

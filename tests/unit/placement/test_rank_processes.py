@@ -6,7 +6,7 @@ import pytest
 
 from rollwright.config.loading import load_eval_stages, load_stages
 from rollwright.errors import ConfigError
-from rollwright.trainers import ranks
+from rollwright.placement import rank_processes
 
 CONFIG = """\
 experiment_name: ranks
@@ -22,6 +22,6 @@ total_train_steps: 1
 
 def test_an_evaluation_is_one_process_whatever_trains(tmp_path):
     (tmp_path / "run.yaml").write_text(CONFIG)
-    ranks.join(load_eval_stages(tmp_path / "run.yaml", ["path=model"]))
+    rank_processes.join(load_eval_stages(tmp_path / "run.yaml", ["path=model"]))
     with pytest.raises(ConfigError, match=r"cluster.processes is 2, but 1 was started"):
-        ranks.join(load_stages(tmp_path / "run.yaml"))
+        rank_processes.join(load_stages(tmp_path / "run.yaml"))

@@ -1,6 +1,6 @@
 """The ranks of a training on a cluster, as the process that is none of them sees them and tells them what to do.
 
-The ranks make the same calls as those that torchrun starts (``rollwright.training.ranks``), told by the controller instead of the first
+The ranks make the same calls as those that torchrun starts (``rollwright.placement.ranks``), told by the controller instead of the first
 of them. The controller divides a batch, of which it has no tokens (``experience.kept_rows``), and each rank fetches its own rows, packed,
 before any of them begins. What the step computed of each token comes back as the journal has it.
 
@@ -22,7 +22,6 @@ from typing import Any, TypeVar
 
 import torch
 
-from rollwright.cluster.placement import demands_of
 from rollwright.config.experiment import FinetuneSpec, section_of
 from rollwright.config.sections import RolloutConfig
 from rollwright.errors import CheckpointError, EngineError, LostProcessError, LostRankError, RollwrightError
@@ -30,13 +29,14 @@ from rollwright.experience.contract import KEPT
 from rollwright.experience.kept_rows import WRITTEN, KeptRows, places_of
 from rollwright.experience.packed import pack_bytes, pack_rows
 from rollwright.experience.trajectory import Trajectory, select_rows
+from rollwright.placement.capacity import demands_of
+from rollwright.placement.ranks import CALLS, TRAINED, TrainedRow, minibatch_ids, sent_columns
+from rollwright.placement.ranks import shares as divided
+from rollwright.placement.ray_rank import RankState
 from rollwright.tracking.logging import getLogger
 from rollwright.tracking.run_directory import RunDirectory
-from rollwright.trainers.train_rank import RankState
 from rollwright.training.micro_batches import MINIBATCH_IDS
 from rollwright.training.publish_and_audit import Publication
-from rollwright.training.ranks import CALLS, TRAINED, TrainedRow, minibatch_ids, sent_columns
-from rollwright.training.ranks import shares as divided
 from rollwright.training.recovery_checkpoint import RecoverCheckpoints
 
 logger = getLogger("ranks")
@@ -92,7 +92,7 @@ class PlacedRanks:
     model = None
 
     def __init__(self, config: Any, spec: FinetuneSpec, directory: RunDirectory, part: str) -> None:
-        from rollwright.cluster.ray import RayCluster
+        from rollwright.placement.ray_cluster import RayCluster
 
         self._part = part
         self._config, self._spec = config, spec
@@ -209,7 +209,7 @@ class PlacedRanks:
     def _start_gang(self) -> None:
         demand = self.demands["rank"]
         self._gang = self.cluster.gang(
-            "rank", "rollwright.trainers.train_rank:TrainRank", demand.count, cpus=demand.cpus, gpus=demand.gpus
+            "rank", "rollwright.placement.ray_rank:TrainRank", demand.count, cpus=demand.cpus, gpus=demand.gpus
         )
         for process in self._gang:
             process.wait_started(START_SECONDS)

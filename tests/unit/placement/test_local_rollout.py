@@ -12,8 +12,8 @@ from rollwright.config.sections import ClusterConfig, PPOActorConfig, RolloutCon
 from rollwright.config.servers import VLLMConfig
 from rollwright.errors import ConfigError
 from rollwright.inference.engine import InferenceEngine
-from rollwright.trainers import rollout_backend
-from rollwright.trainers.gpus import refuse_too_few_gpus
+from rollwright.placement import local_rollout
+from rollwright.placement.gpus import refuse_too_few_gpus
 
 PRESENT = 8
 
@@ -27,7 +27,7 @@ def started(monkeypatch):
         arguments.update(settings)
         return SimpleNamespace(addresses=["127.0.0.1:1"], close=lambda: None)
 
-    monkeypatch.setattr(rollout_backend, "LocalServers", record)
+    monkeypatch.setattr(local_rollout, "LocalServers", record)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: PRESENT)
     monkeypatch.setattr(torch, "set_num_threads", lambda count: None)
     for name in ("WORLD_SIZE", "LOCAL_WORLD_SIZE", "ROLLWRIGHT_LLM_SERVER_ADDRS", "AREAL_LLM_SERVER_ADDRS"):
@@ -38,7 +38,7 @@ def started(monkeypatch):
 def start(actor, tmp_path, **rollout) -> None:
     config = PPOConfig(actor=PPOActorConfig(path="m"), rollout=RolloutConfig(backend="vllm", **rollout))
     directory = SimpleNamespace(logs=tmp_path, path=tmp_path, journal=tmp_path / "journal")
-    rollout_backend.make_rollout_engine(config, actor, None, directory).destroy()
+    local_rollout.make_rollout_engine(config, actor, None, directory).destroy()
 
 
 def test_servers_get_the_gpus_after_the_trainers_and_the_directory_of_its_weights(started, tmp_path):
@@ -123,7 +123,7 @@ class Own(InferenceEngine):
 def test_an_engine_of_the_users_own_is_made_of_model_and_tokenizer(tmp_path):
     config = PPOConfig(actor=PPOActorConfig(path="m"), rollout=RolloutConfig(backend=f"{__name__}:Own"))
     directory = SimpleNamespace(journal=tmp_path / "journal")
-    rollout = rollout_backend.make_rollout_engine(config, SimpleNamespace(model="live"), "tokenizer", directory)
+    rollout = local_rollout.make_rollout_engine(config, SimpleNamespace(model="live"), "tokenizer", directory)
     assert rollout.journal.directory == directory.journal
     assert isinstance(rollout.sampler, Own)
     assert rollout.sampler.given == ("live", "tokenizer")
@@ -132,4 +132,4 @@ def test_an_engine_of_the_users_own_is_made_of_model_and_tokenizer(tmp_path):
 def test_a_backend_that_nobody_registered_is_an_error_that_names_the_nearest():
     config = PPOConfig(actor=PPOActorConfig(path="m"), rollout=RolloutConfig(backend="sglan"))
     with pytest.raises(ConfigError, match=r"inference backend 'sglan' was not found. Did you mean 'sglang'\?"):
-        rollout_backend.make_rollout_engine(config, None, None, None)
+        local_rollout.make_rollout_engine(config, None, None, None)

@@ -4,12 +4,12 @@ import dataclasses
 
 import pytest
 
-from rollwright.cluster.placement import Demand, Node, demands_of, place
 from rollwright.config.experiment import GRPOConfig
 from rollwright.config.modes import AuxiliaryModelConfig
 from rollwright.config.rules import faults_of, validate
 from rollwright.config.sections import ClusterConfig, RolloutConfig
 from rollwright.errors import ConfigError
+from rollwright.placement.capacity import Demand, Node, demands_of, place
 
 
 def config(cluster=None, rollout=None, **more):

@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 
 from rollwright.cli.main import main
-from rollwright.cluster.ranks import start_ranks
 from rollwright.errors import ConfigError, TrainingError
+from rollwright.placement.torchrun import start_ranks
 from rollwright.training import parallel
 
 CONFIG = "stages: [{kind: model, path: '${run_dir}/model', hidden_size: 8, layers: 1}]"

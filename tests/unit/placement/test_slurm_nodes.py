@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from rollwright.cluster import allocation
 from rollwright.errors import ClusterError
+from rollwright.placement import slurm_nodes
 
 
 @pytest.fixture
@@ -29,29 +29,29 @@ def job(tmp_path, monkeypatch):
 
 
 def test_ray_has_what_the_job_was_given(job, monkeypatch):
-    assert allocation.nodes() == 3
-    assert allocation.resources() == {"num_cpus": 6, "_node_ip_address": "10.0.0.5"}
+    assert slurm_nodes.nodes() == 3
+    assert slurm_nodes.resources() == {"num_cpus": 6, "_node_ip_address": "10.0.0.5"}
     (job / "address").write_text("n1")  # a name, which a node may take for its loopback interface
-    assert allocation.resources() == {"num_cpus": 6, "_node_ip_address": None}
+    assert slurm_nodes.resources() == {"num_cpus": 6, "_node_ip_address": None}
     monkeypatch.setenv("SLURM_JOB_NUM_NODES", "1")
-    assert allocation.resources() == {"num_cpus": 6}
+    assert slurm_nodes.resources() == {"num_cpus": 6}
     monkeypatch.delenv("SLURMD_NODENAME")  # a shell of salloc, on a machine that is no node of the job
-    assert (allocation.nodes(), allocation.resources()) == (1, {})
+    assert (slurm_nodes.nodes(), slurm_nodes.resources()) == (1, {})
 
 
 def test_the_other_nodes_join_and_end(job):
-    others = allocation.OtherNodes("10.0.0.5:6379", job / "logs")
+    others = slurm_nodes.OtherNodes("10.0.0.5:6379", job / "logs")
     counts = iter((1, 2, 3))
     others.wait(lambda: next(counts))
     others.close()
     others.close()
     told = (job / "srun").read_text().split()
     assert {"--nodes=2", "--nodelist=n2,n3", "--cpus-per-task=6", "--overlap"} <= set(told)
-    assert told[-3:] == ["-m", "rollwright.cluster.allocation", "10.0.0.5:6379"]
+    assert told[-3:] == ["-m", "rollwright.placement.slurm_nodes", "10.0.0.5:6379"]
 
 
 def test_nodes_that_end_are_an_error(job):
     (job / "seconds").write_text("0")
-    others = allocation.OtherNodes("10.0.0.5:6379", job / "logs")
+    others = slurm_nodes.OtherNodes("10.0.0.5:6379", job / "logs")
     with pytest.raises(ClusterError, match=r"has ended on the other nodes of the job \(srun: status 0\).*ray-\*\.log"):
         others.wait(lambda: 1)

@@ -9,7 +9,6 @@ from typing import Any
 
 import torch
 
-from rollwright.cluster.local import LocalServers
 from rollwright.config.experiment import PPOConfig
 from rollwright.config.secrets import hidden_texts
 from rollwright.config.sections import RolloutConfig, TrainEngineConfig
@@ -18,10 +17,11 @@ from rollwright.experience.journal.writing import Journal
 from rollwright.inference.backends import BACKENDS
 from rollwright.inference.network import find_server_addresses
 from rollwright.inference.weights.publication import RemoteClient
+from rollwright.placement.gpus import first_gpu_of_servers
+from rollwright.placement.local_servers import LocalServers
 from rollwright.rollout.engines import LocalRolloutEngine, RemoteEngine, RolloutEngine
 from rollwright.tracking.logging import getLogger
 from rollwright.tracking.run_directory import RunDirectory
-from rollwright.trainers.gpus import first_gpu_of_servers
 from rollwright.training.layers import use_fast_layers
 from rollwright.training.model import load_model, resolve_device, resolve_dtype
 
@@ -72,7 +72,7 @@ def make_rollout_engine(config: PPOConfig, actor: Any, tokenizer: Any, directory
         ConfigError: there is no such backend, or no model that its servers could load.
     """
     if config.cluster.kind == "ray":
-        from rollwright.trainers.placed_rollout import make_placed_rollout
+        from rollwright.placement.ray_rollout import make_placed_rollout
 
         return make_placed_rollout(config, actor, tokenizer, directory)
     engine = _rollout_engine(config, actor, tokenizer, directory)

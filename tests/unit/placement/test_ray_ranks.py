@@ -9,17 +9,17 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from rollwright.cluster.placement import Node
 from rollwright.config.experiment import FinetuneSpec, GRPOConfig
 from rollwright.config.sections import ClusterConfig, RolloutConfig
 from rollwright.errors import CheckpointError, EngineError, LostProcessError, LostRankError, ReplayError, RolloutError
 from rollwright.experience.contract import KEPT
 from rollwright.experience.kept_rows import KeptRows
+from rollwright.placement import ray_ranks
+from rollwright.placement.capacity import Node
+from rollwright.placement.ranks import TRAINED
+from rollwright.placement.ray_ranks import PlacedRanks
 from rollwright.tracking.run_directory import RunDirectory
-from rollwright.trainers import placed_ranks
-from rollwright.trainers.placed_ranks import PlacedRanks
 from rollwright.training.publish_and_audit import Publication
-from rollwright.training.ranks import TRAINED
 
 
 class Rank:
@@ -85,9 +85,9 @@ class Cluster:
 
 @pytest.fixture
 def make(tmp_path, monkeypatch):
-    ray = pytest.importorskip("rollwright.cluster.ray", exc_type=Exception)
+    ray = pytest.importorskip("rollwright.placement.ray_cluster", exc_type=Exception)
     monkeypatch.setattr(ray, "RayCluster", Cluster)
-    monkeypatch.setattr(placed_ranks, "_CAUSE_SECONDS", 0.1)
+    monkeypatch.setattr(ray_ranks, "_CAUSE_SECONDS", 0.1)
 
     def build(*failures, **recover):
         Cluster.failures = list(failures)

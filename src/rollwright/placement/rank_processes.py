@@ -1,7 +1,7 @@
 """The processes that train one model: what the first one opens, and what the others do meanwhile.
 
 The first rank owns the run: its directory, the order of the tasks, the engine that samples, and what is reported. The others load
-their part of the model, make the calls that the first one tells (``rollwright.training.ranks``), and end with it.
+their part of the model, make the calls that the first one tells (``rollwright.placement.ranks``), and end with it.
 """
 
 from __future__ import annotations
@@ -20,13 +20,13 @@ from rollwright.config.loading import Stage
 from rollwright.config.recipes import apply_recipe
 from rollwright.errors import ConfigError
 from rollwright.inference.engine import WeightReceiver
+from rollwright.placement.ranks import TrainRanks, ignore_signals, refuse_images
 from rollwright.tracking.run_directory import RunDirectory
 from rollwright.training import parallel
 from rollwright.training.actor import FSDPPPOActor
 from rollwright.training.engine import TrainEngine
 from rollwright.training.model import resolve_device
 from rollwright.training.preferences import PreferenceEngine
-from rollwright.training.ranks import TrainRanks, ignore_signals, refuse_images
 from rollwright.training.recovery_checkpoint import RecoverCheckpoints
 
 #: Kinds of stages that all ranks take part in; the first one alone carries the others out.

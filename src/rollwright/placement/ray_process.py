@@ -17,8 +17,8 @@ from ray.exceptions import RayActorError, RayError, RayTaskError
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from rollwright import errors
-from rollwright.cluster.host import Host, Place
 from rollwright.errors import ClusterError, LostProcessError, RolloutError, RollwrightError
+from rollwright.placement.ray_host import Host, Place
 
 #: Variables of this process that placed processes are given; a node has its own for the rest.
 _PASSED_ON = ("ROLLWRIGHT_", "HF_", "OMP_", "NCCL_", "GLOO_", "TOKENIZERS_", "PYTHONPATH")

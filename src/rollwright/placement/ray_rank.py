@@ -1,4 +1,4 @@
-"""One rank of a training on a Ray cluster: what runs in its process, told by the controller (``placed_ranks``)."""
+"""One rank of a training on a Ray cluster: what runs in its process, told by the controller (``ray_ranks``)."""
 
 from __future__ import annotations
 
@@ -26,12 +26,12 @@ from rollwright.inference.backends import BACKENDS
 from rollwright.inference.engine import WeightReceiver
 from rollwright.inference.network import find_free_ports
 from rollwright.inference.weights.publication import RemoteClient
-from rollwright.trainers.ranks import load_ranks
+from rollwright.placement.rank_processes import load_ranks
+from rollwright.placement.ranks import CALLS, TrainedRow, TrainRanks, trained_rows
 from rollwright.training import parallel
 from rollwright.training.actor import FSDPPPOActor
 from rollwright.training.model import resolve_device
 from rollwright.training.publish_and_audit import Publication
-from rollwright.training.ranks import CALLS, TrainedRow, TrainRanks, trained_rows
 
 #: Version of the weights, and how they were published.
 RankState = tuple[int, Publication | None]
@@ -41,7 +41,7 @@ class TrainRank:
     """One rank: joins the others, loads its part of the model, and makes the calls that it is told.
 
     Args:
-        where: it was placed (``cluster.host.Place``).
+        where: it was placed (``placement.ray_host.Place``).
     """
 
     def __init__(self, where: Any) -> None:

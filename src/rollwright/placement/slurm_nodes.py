@@ -63,7 +63,7 @@ class OtherNodes:
         # A step is given one CPU unless told, and all that the job has besides only where it shares.
         shares = ["--overlap", f"--cpus-per-task={os.environ['SLURM_CPUS_ON_NODE']}", "--kill-on-bad-exit=0"]
         said = [f"--output={self._logs.absolute()}/ray-%N.log", "--open-mode=append"]
-        program = [sys.executable, "-P", "-m", "rollwright.cluster.allocation", head]
+        program = [sys.executable, "-P", "-m", "rollwright.placement.slurm_nodes", head]
         with (self._logs / "ray-srun.log").open("ab") as log:
             self._step = subprocess.Popen(
                 ["srun", *places, *shares, *said, *program], stdin=subprocess.DEVNULL, stdout=log, stderr=subprocess.STDOUT

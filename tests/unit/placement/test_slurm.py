@@ -10,11 +10,10 @@ from pathlib import Path
 
 import pytest
 
-from rollwright.cluster import slurm
 from rollwright.config.loading import load_stages
 from rollwright.config.sections import ClusterConfig, SlurmConfig
 from rollwright.errors import ClusterError, ConfigError
-from rollwright.trainers import ranks
+from rollwright.placement import rank_processes, slurm
 
 PROGRAMS = {
     "sbatch": 'cat > "$D/script"; env > "$D/environment"; if [ -f "$D/refusal" ]; then cat "$D/refusal" >&2; exit 1; fi; echo 7',
@@ -229,4 +228,4 @@ def test_only_rollwright_run_submits(tmp_path):
     text += "reward_fn: numeric_reward\ntrain_dataset: {path: arithmetic}\nactor: {path: m}\ntotal_train_steps: 1\n"
     (tmp_path / "run.yaml").write_text(text)
     with pytest.raises(ConfigError, match="`rollwright run` submits"):
-        ranks.join(load_stages(tmp_path / "run.yaml"))
+        rank_processes.join(load_stages(tmp_path / "run.yaml"))

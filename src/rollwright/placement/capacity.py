@@ -120,10 +120,10 @@ def refuse_what_cannot_fit(config: PPOConfig | SFTConfig) -> None:
     Raises:
         ConfigError: the package ray is missing, or something fits nowhere.
     """
-    from rollwright.cluster import allocation
-    from rollwright.cluster.ray import RayCluster
+    from rollwright.placement import slurm_nodes
+    from rollwright.placement.ray_cluster import RayCluster
 
-    if config.cluster.address or os.environ.get("RAY_ADDRESS") or allocation.nodes() > 1 or allocation.resources():
+    if config.cluster.address or os.environ.get("RAY_ADDRESS") or slurm_nodes.nodes() > 1 or slurm_nodes.resources():
         return
     nodes = RayCluster.look(config.cluster)
     place(demands_of(config, any(node.gpus for node in nodes)), nodes, config.cluster.nodes)
@@ -135,7 +135,7 @@ def placement_in_words(name: str, config: PPOConfig | SFTConfig) -> list[str]:
     Raises:
         ConfigError: Ray is not there, or something fits nowhere.
     """
-    from rollwright.cluster.ray import RayCluster
+    from rollwright.placement.ray_cluster import RayCluster
 
     nodes = RayCluster.look(config.cluster)
     demands = demands_of(config, any(node.gpus for node in nodes))

@@ -7,13 +7,13 @@ from types import SimpleNamespace
 
 import pytest
 
-from rollwright.cluster.placement import Demand
 from rollwright.config.sections import ClusterConfig
 from rollwright.errors import ClusterError, ConfigError, LostProcessError, RolloutError
+from rollwright.placement.capacity import Demand
 
 pytest.importorskip("ray", reason="the extra `ray` is not installed")
 
-from rollwright.cluster import ray as module
+from rollwright.placement import ray_cluster as module
 
 
 @pytest.mark.parametrize("host", ["127.0.0.1", "localhost"])
@@ -127,7 +127,7 @@ def test_a_gang_that_finds_no_place_is_told_how_long_it_was_waited_for(monkeypat
 
 
 def test_what_is_spare_ends_where_another_process_finds_no_place(monkeypatch, process):
-    monkeypatch.setattr("rollwright.cluster.placed_process.SPARE_SECONDS", 0.05)
+    monkeypatch.setattr("rollwright.placement.ray_process.SPARE_SECONDS", 0.05)
     monkeypatch.setattr(module.ray, "is_initialized", lambda: True)
     monkeypatch.setattr(module.ray, "get_runtime_context", lambda: SimpleNamespace(gcs_address="127.0.0.1:1"))
     cluster = module.RayCluster(ClusterConfig(kind="ray"), "logs")

@@ -17,10 +17,10 @@ import time
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from rollwright.cluster import allocation
-from rollwright.cluster.placement import Demand, Node, place
 from rollwright.config.sections import ClusterConfig
 from rollwright.errors import ClusterError, ConfigError
+from rollwright.placement import slurm_nodes
+from rollwright.placement.capacity import Demand, Node, place
 from rollwright.tracking.logging import getLogger
 
 try:
@@ -29,8 +29,8 @@ try:
     from ray.util.placement_group import placement_group, remove_placement_group
     from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
-    from rollwright.cluster.host import get
-    from rollwright.cluster.placed_process import SPARE_SECONDS, PlacedProcess
+    from rollwright.placement.ray_host import get
+    from rollwright.placement.ray_process import SPARE_SECONDS, PlacedProcess
 except ModuleNotFoundError as error:
     raise ConfigError(
         f"cluster.kind ray needs the package {error.name}, which is not installed: pip install 'rollwright[ray]'."
@@ -68,16 +68,16 @@ class RayCluster:
         self._groups: list[Any] = []
         self._closed = threading.Event()
         self._lost: ClusterError | None = None  # with its head
-        self._others: allocation.OtherNodes | None = None
+        self._others: slurm_nodes.OtherNodes | None = None
         self._began, address = not ray.is_initialized(), ""
         if self._began:
             address = config.address or os.environ.get("RAY_ADDRESS") or "local"
             os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")  # a Ray that is started here tells its makers nothing
             here: dict[str, Any] = {}
             if address == "local":
-                here = {"include_dashboard": False, "_node_ip_address": _LOOPBACK, **allocation.resources()}
+                here = {"include_dashboard": False, "_node_ip_address": _LOOPBACK, **slurm_nodes.resources()}
             _refuse_silence(address)
-            for tries_left in reversed(range(allocation.START_TRIES)):
+            for tries_left in reversed(range(slurm_nodes.START_TRIES)):
                 try:
                     ray.init(address=address, log_to_driver=False, logging_level=logging.ERROR, **here)
                     break
@@ -91,9 +91,9 @@ class RayCluster:
         atexit.register(self._leave)
         head = ray.get_runtime_context().gcs_address
         threading.Thread(target=self._watch_head, args=(head,), name="head-watch", daemon=True).start()
-        if address == "local" and allocation.nodes() > 1:
+        if address == "local" and slurm_nodes.nodes() > 1:
             try:
-                self._others = allocation.OtherNodes(head, self._logs)
+                self._others = slurm_nodes.OtherNodes(head, self._logs)
                 self._others.wait(lambda: len(self.nodes))
             except BaseException:
                 self.close()

@@ -1,7 +1,7 @@
 """What runs beside a run for its task-style workflows: the OpenAI front, and servers of models that are not trained.
 
 Both start when they are first asked for, and end with ``close``, with the object, or with the process. On a Ray cluster each process that
-runs episodes has a front of its own, and the servers are placed like other processes (``trainers.placed_rollout``): one that is lost is
+runs episodes has a front of its own, and the servers are placed like other processes (``placement.ray_rollout``): one that is lost is
 started again, and the clients ask it where it is then.
 """
 

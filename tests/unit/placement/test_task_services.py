@@ -8,7 +8,7 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 import pytest
 
 from rollwright.config.experiment import GRPOConfig
-from rollwright.trainers.task_services import PlacedModelConfig, TaskServices
+from rollwright.placement.task_services import PlacedModelConfig, TaskServices
 
 openai = pytest.importorskip("openai")
 

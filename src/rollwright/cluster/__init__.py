@@ -1,1 +1,0 @@
-"""Where processes run: this machine, Ray, Slurm."""

@@ -1,0 +1,1 @@
+"""Where processes run: this machine, torchrun, Ray, Slurm."""
