@@ -86,8 +86,6 @@ DEEP_CLASSES = {
 }
 #: Names of classes that are still to be renamed where they stand for a second time. Only ever remove lines.
 REPEATED_CLASSES = {
-    "Group",
-    "Sampling",
     "WorkerPool",
     "_Facts",
 }
@@ -161,7 +159,6 @@ FOREIGN_ELSEWHERE = {
     "inference/parameters.py",
     "inference/remote.py",
     "inference/request.py",
-    "inference/server/tool_calls.py",
     "rollout/areal_client.py",
     "rollout/workflow_context.py",
 }

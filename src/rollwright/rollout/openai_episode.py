@@ -30,12 +30,11 @@ from rollwright.experience.journal.writing import EpisodeWriter
 from rollwright.experience.recorder import Recorder, RequestRecord
 from rollwright.inference.engine import InferenceEngine
 from rollwright.inference.server.bodies import Body, Chat, Completion
-from rollwright.inference.server.chat import template_messages, tools_of
 from rollwright.inference.server.exchange import CONTEXT_LENGTH_EXCEEDED, RequestError, as_request_error
 from rollwright.inference.server.images import ImageReader
 from rollwright.inference.server.openai import OpenAIProtocol
 from rollwright.inference.server.openai_answer import CHAT, OpenAICall
-from rollwright.inference.server.prompts import Prompts
+from rollwright.inference.server.prompts import Prompts, template_messages, tools_of
 from rollwright.rollout.sample_engine import SampleEngine, answer_of
 
 #: Names of what the journal keeps of a run beside its tokens.
@@ -245,9 +244,10 @@ class OpenAIEpisode(OpenAIProtocol):
             self._conversations[key] = ConversationTokens(self.tokenizer, self._encode, **variables)
         return self._conversations[key]
 
-    async def _open(self, *arguments: Any) -> OpenAICall:
+    async def open_call(self, *arguments: Any) -> OpenAICall:
+        """See ``OpenAIProtocol.open_call``."""
         with self._noting_overflow():
-            return await super()._open(*arguments)
+            return await super().open_call(*arguments)
 
     async def complete(self, request: Request, call: OpenAICall) -> None:
         """See ``OpenAIProtocol.complete``."""

@@ -35,7 +35,7 @@ from rollwright.workflows.task_runner import AbandonableThreads
 try:
     from fastapi import FastAPI, Request
 
-    from rollwright.inference.server.exchange import RequestError, Routes, given_key
+    from rollwright.inference.server.exchange import RequestError, Routes, error_response, given_key
     from rollwright.inference.server.images import ImageReader
     from rollwright.inference.server.openai import ROUTES
     from rollwright.inference.server.service import ServerThread, make_service
@@ -202,10 +202,14 @@ def _application(front: OpenAIFront, settings: ServiceSettings) -> FastAPI:
 
     def route(serve: Callable[[Any, Request], Awaitable[Any]]) -> Callable[[Request], Awaitable[Any]]:
         async def answer(request: Request) -> Any:
-            front = held()
-            if front is None:
-                raise RequestError("The OpenAI front has ended.", status=401, kind="authentication_error")
-            return await serve(front.episode_of(given_key(request.headers)), request)
+            try:
+                front = held()
+                if front is None:
+                    raise RequestError("The OpenAI front has ended.", status=401, kind="authentication_error")
+                episode = front.episode_of(given_key(request.headers))
+            except RequestError as refusal:  # reported in the front's form, whatever the dialect
+                return error_response(refusal)
+            return await serve(episode, request)
 
         return answer
 

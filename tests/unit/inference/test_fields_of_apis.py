@@ -23,12 +23,14 @@ from openai.types.responses.tool_param import ToolParam
 from typing_extensions import is_typeddict
 
 from rollwright.inference.server.bodies import Chat, Completion
-from rollwright.inference.server.dialects import KeptAnswers
+from rollwright.inference.server.dialects import AnswerStore
 from rollwright.inference.server.exchange import RequestError
 from rollwright.inference.server.messages import MessagesDialect
 from rollwright.inference.server.responses import ResponsesDialect
 
-PROTOCOL = SimpleNamespace(tokenizer=SimpleNamespace(chat_template="enable_thinking"), kept=KeptAnswers(), model_name="policy")
+PROTOCOL = SimpleNamespace(
+    tokenizer=SimpleNamespace(chat_template="enable_thinking"), answers=AnswerStore(), model_name="policy"
+)
 SCHEMA = {"type": "object", "properties": {"a": {"type": "integer"}}}
 FUNCTION = {"name": "add", "parameters": SCHEMA}
 HONOURED, IGNORED, LEFT_OUT, REFUSED = "honoured", "ignored", "left out", "refused"
@@ -182,7 +184,7 @@ def asked_completion(body):
 
 
 def asked_response(body):
-    PROTOCOL.kept.keep([{"role": "user", "content": "before"}], {"id": "resp_1", "output": []})
+    PROTOCOL.answers.add([{"role": "user", "content": "before"}], {"id": "resp_1", "output": []})
     return ResponsesDialect(PROTOCOL, {"input": "hi", "tools": [], **body})
 
 

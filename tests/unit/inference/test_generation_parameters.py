@@ -11,7 +11,7 @@ from rollwright.errors import EngineError
 from rollwright.inference.backends.sglang import SGLangClient
 from rollwright.inference.backends.vllm import VLLMClient
 from rollwright.inference.request import ModelRequest
-from rollwright.inference.server.bodies import Sampling
+from rollwright.inference.server.bodies import NativeSampling
 
 #: A value of each field that is not its default.
 OTHER = {
@@ -79,7 +79,7 @@ def test_our_server_reads_back_what_the_client_wrote(name):
         return
     gconfig = GenerationHyperparameters(**{name: OTHER[name]})
     assert TABLES["sglang"].check(gconfig, "x", gives_contract_logprobs=True) is False
-    sampling = Sampling.of(TABLES["sglang"].sampling_params(gconfig, gconfig.seed))
+    sampling = NativeSampling.of(TABLES["sglang"].sampling_params(gconfig, gconfig.seed))
     read = sampling.gconfig()
     assert sampling.no_stop_trim
     if gconfig.greedy:
@@ -114,8 +114,8 @@ def test_every_way_to_say_all_tokens_is_neutral(top_k):
 
 def test_our_server_knows_every_key_that_the_client_sends():
     assert set(TABLES["sglang"].sampling_params(GenerationHyperparameters(), None)) <= {
-        *Sampling.model_fields,
-        *Sampling.neutral,
+        *NativeSampling.model_fields,
+        *NativeSampling.neutral,
     }
 
 

@@ -5,8 +5,8 @@ import json
 import pytest
 
 from rollwright.inference.server import tool_calls
-from rollwright.inference.server.chat import template_messages
 from rollwright.inference.server.exchange import RequestError
+from rollwright.inference.server.prompts import template_messages
 from rollwright.inference.server.tool_calls import (
     DEEPSEEK,
     DEEPSEEK_FENCED,

@@ -15,7 +15,7 @@ from rollwright.config.generation import GenerationHyperparameters
 from rollwright.errors import EngineError
 from rollwright.inference.request import ModelRequest
 from rollwright.inference.server.application import create_application
-from rollwright.inference.server.bodies import Chat, Completion, Generate, Sampling
+from rollwright.inference.server.bodies import Chat, Completion, Generate, NativeSampling
 from rollwright.inference.server.settings import ServerSettings
 
 HUGE = 1 << 70
@@ -130,7 +130,7 @@ def bodies():
     ):
         for name in parameters(body):
             yield from ((path, {**base, "max_tokens": 2, name: value}) for value in ODD)
-    for name in parameters(Sampling):
+    for name in parameters(NativeSampling):
         yield from (("/generate", {"input_ids": [5], "sampling_params": {"max_new_tokens": 2, name: value}}) for value in ODD)
     for name in parameters(Generate):
         prompt = {} if name in ("text", "input_ids") else {"input_ids": [5]}

@@ -25,9 +25,9 @@ from rollwright.experience.contract import check_trajectory
 from rollwright.experience.normaliser import normalise
 from rollwright.inference.backends.builtin.engine import BuiltinEngine
 from rollwright.inference.server import images
-from rollwright.inference.server.dialects import KeptAnswers
+from rollwright.inference.server.dialects import AnswerStore
 from rollwright.inference.server.exchange import RequestError
-from rollwright.inference.server.responses import kept_response
+from rollwright.inference.server.responses import stored_response
 from rollwright.rollout.openai_front import OpenAIFront
 from rollwright.training.actor import FSDPPPOActor
 from rollwright.training.model import load_model
@@ -262,24 +262,24 @@ def test_an_image_is_processed_once_and_memory_is_bounded(tokenizer, monkeypatch
     reader = images.ImageReader(tokenizer)
     part = part_of(url_of("red"))
     assert reader.see(part, "x") is reader.see(part, "x")
-    monkeypatch.setattr(images, "_KEPT_BYTES", 3 * reader.see(part, "x").size)
+    monkeypatch.setattr(images, "_CACHED_BYTES", 3 * reader.see(part, "x").size)
     for color in ("blue", "white", "green", "black"):
         reader.see(part_of(url_of(color)), "x")
-    assert len(reader._kept) == 3
+    assert len(reader._cache) == 3
     low = {"type": "image_url", "image_url": {"url": url_of("red", side=1024), "detail": "low"}}
     assert reader.see(low, "x").image.size == (512, 512)
 
 
-def test_kept_responses_are_bounded_by_bytes(monkeypatch):
-    monkeypatch.setattr(KeptAnswers, "BYTES", 1000)
-    kept = KeptAnswers()
+def test_stored_responses_are_bounded_by_bytes(monkeypatch):
+    monkeypatch.setattr(AnswerStore, "BYTES", 1000)
+    answers = AnswerStore()
     for number in range(5):
-        kept.keep([], {"id": f"r{number}", "output": []}, 300)
-    assert [number for number in range(5) if f"r{number}" in kept._kept] == [2, 3, 4]
-    kept.forget("r3")
-    kept.keep([], {"id": "r5", "output": []}, 300)
-    assert [*kept._kept] == ["r2", "r4", "r5"]
-    kept.keep([], {"id": "large", "output": ["x" * 2000]})
-    assert not kept._kept
+        answers.add([], {"id": f"r{number}", "output": []}, 300)
+    assert [number for number in range(5) if f"r{number}" in answers._stored] == [2, 3, 4]
+    answers.delete("r3")
+    answers.add([], {"id": "r5", "output": []}, 300)
+    assert [*answers._stored] == ["r2", "r4", "r5"]
+    answers.add([], {"id": "large", "output": ["x" * 2000]})
+    assert not answers._stored
     with pytest.raises(RequestError, match="are kept, up to"):
-        kept_response(kept, "large")
+        stored_response(answers, "large")

@@ -1,4 +1,4 @@
-"""The server: its application (both protocols and control over one engine, behind a key, limits and metrics), and serving it."""
+"""The inference server: all protocols and the control routes over one engine, behind a key, limits and metrics."""
 
 from __future__ import annotations
 
@@ -16,21 +16,20 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from rollwright.inference.backends.builtin.engine import BuiltinEngine
 from rollwright.inference.server.control import Control, ServerMetrics
 from rollwright.inference.server.exchange import RequestError
-from rollwright.inference.server.guard import Guard
 from rollwright.inference.server.native import NativeProtocol
 from rollwright.inference.server.openai import ROUTES, OpenAIProtocol
-from rollwright.inference.server.service import bind, make_service, run, url_of
+from rollwright.inference.server.service import Guard, bind, make_service, run, url_of
 from rollwright.inference.server.settings import ServerSettings
 from rollwright.tracking.logging import getLogger
 
 logger = getLogger("ServeModel")
 
-#: Paths whose requests count against max_pending.
+#: Paths whose requests count towards ``max_pending``.
 _GENERATION_PATHS = frozenset(
     {"/generate", *(path for method, path, *_ in ROUTES if method == "POST" and not path.endswith("/count_tokens"))}
 )
 
-#: Paths of SGLang that clients may try, and what to do instead.
+#: Paths of SGLang's servers that are not served, and what to do instead.
 _REFUSED = {
     "/update_weights_from_tensor": "it takes pickled tensors, which could run any code; use /update_weights_from_disk or "
     "/update_weights_from_distributed",
@@ -41,12 +40,12 @@ _REFUSED = {
 
 
 def create_application(engine: BuiltinEngine, settings: ServerSettings, *, model_path: str = "") -> FastAPI:
-    """The application of ``rollwright serve-model``.
+    """Build the application of ``rollwright serve-model``.
 
     Args:
-        engine: it is closed when the application ends.
-        settings: key, limits, names.
-        model_path: shown to clients.
+        engine: the engine; destroyed when the application shuts down.
+        settings: key, limits and names. Empty values are filled in.
+        model_path: path of the model, shown to clients.
     """
     settings.model_name = settings.model_name or model_path or "default"
     settings.max_body_bytes = settings.max_body_bytes or (1 << 20) + 256 * (engine.context_length or 1 << 16)
@@ -61,13 +60,11 @@ def create_application(engine: BuiltinEngine, settings: ServerSettings, *, model
         yield
         engine.destroy()
 
-    tokenizer = engine.tokenizer
     limits = {"max_prompt_tokens": settings.max_prompt_tokens, "max_samples": settings.max_samples}
-    routers = [Control(engine, settings, metrics, model_path).router, NativeProtocol(engine, tokenizer, **limits).router]
+    routers = [Control(engine, settings, metrics, model_path).router, NativeProtocol(engine, engine.tokenizer, **limits).router]
     openai = None
-    if tokenizer is not None:
-        openai = OpenAIProtocol(engine, tokenizer, settings.model_name, **limits, image_hosts=settings.image_hosts)
-    if openai is not None:
+    if engine.tokenizer is not None:
+        openai = OpenAIProtocol(engine, engine.tokenizer, settings.model_name, **limits, image_hosts=settings.image_hosts)
         routers.append(openai.router)
     gate = partial(Gate, metrics=metrics)
     return make_service("rollwright serve-model", routers, settings, guard=gate, refused=_REFUSED, lifespan=lifespan)
@@ -76,19 +73,19 @@ def create_application(engine: BuiltinEngine, settings: ServerSettings, *, model
 def serve(
     model: str, settings: ServerSettings, *, threads: int | None = None, log_level: str = "warning", **engine_settings: Any
 ) -> None:
-    """Serve until SIGINT or SIGTERM.
+    """Serve a model until SIGINT or SIGTERM.
 
-    The port is bound before the model is loaded, so a port that is taken is said at once.
+    The port is bound before the model is loaded, so an occupied port is reported at once.
 
     Args:
-        model: a directory or name.
-        settings: of the server.
-        threads: compute threads; None: one for each core.
-        log_level: of the HTTP server.
-        engine_settings: of the ``BuiltinEngine``.
+        model: directory or name of the model.
+        settings: settings of the server.
+        threads: number of compute threads. None keeps torch's default.
+        log_level: log level of the HTTP server.
+        engine_settings: arguments of ``BuiltinEngine``.
 
     Raises:
-        ConfigError: the port is taken.
+        ConfigError: the port is in use.
     """
     sockets = bind(settings)
     if threads is not None:
@@ -105,7 +102,13 @@ def serve(
 
 
 class Gate(Guard):
-    """Also the number of requests at once, and the request metrics."""
+    """Guard that also limits the number of concurrent requests and records request metrics.
+
+    Args:
+        app: the guarded application.
+        settings: names, key and limits of the server.
+        metrics: metrics to update.
+    """
 
     def __init__(self, app: ASGIApp, settings: ServerSettings, metrics: ServerMetrics) -> None:
         super().__init__(app, settings)
@@ -114,12 +117,16 @@ class Gate(Guard):
 
     def refusal(self, scope: Scope, headers: Headers) -> RequestError | None:
         """See ``Guard.refusal``."""
-        is_counted, refusal = (path := scope["path"]) in _GENERATION_PATHS, super().refusal(scope, headers)
-        if refusal is None and is_counted and self._pending >= self._max_pending:
-            said = f"{self._pending} requests are pending, the limit of this server; send again later."
-            refusal = RequestError(said, status=429, kind="rate_limit_error")
+        path = scope["path"] if scope["path"] in _GENERATION_PATHS else "other"
+        refusal = super().refusal(scope, headers)
+        if refusal is None and path != "other" and self._pending >= self._max_pending:
+            refusal = RequestError(
+                f"{self._pending} requests are pending, the limit of this server; send again later.",
+                status=429,
+                kind="rate_limit_error",
+            )
         if refusal is not None:
-            self._metrics.requests.labels(path if is_counted else "other", str(refusal.status)).inc()
+            self._metrics.requests.labels(path, str(refusal.status)).inc()
         return refusal
 
     async def answer(self, scope: Scope, receive: Receive, send: Send) -> None:

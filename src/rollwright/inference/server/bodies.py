@@ -1,15 +1,16 @@
-"""Request bodies in the names of SGLang's native protocol and of the OpenAI protocol, validated by pydantic.
+"""Request bodies of SGLang's native protocol and of the OpenAI protocol, validated by pydantic.
 
-A parameter is honoured (a field of a model), ignored (it cannot change what is sampled), left out with a warning (it asks for
-something that only the vendor's servers run) or neutral (the server has no such feature and accepts only a value that does not
-request it). Any other is refused by name. None means "not given".
+A parameter is *honoured* (a field of the model), *ignored* (it cannot affect what is sampled), *left out* with a warning (it requests
+something that only the vendor's servers offer) or *neutral* (the server lacks the feature, and accepts only values that do not request
+it). All others are refused by name. JSON null means that a parameter is not given.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Annotated, Any, ClassVar, Self
 
-from fastapi import Request
+from fastapi import Request, Response
 from pydantic import (
     AfterValidator,
     BaseModel,
@@ -26,7 +27,7 @@ from pydantic_core import ErrorDetails
 
 from rollwright.config.generation import GenerationHyperparameters
 from rollwright.inference.parameters import limits_top_k
-from rollwright.inference.server.exchange import RequestError, beside_the_loop, read_object
+from rollwright.inference.server.exchange import RequestError, beside_the_loop, error_response, read_object
 from rollwright.inference.server.response_format import format_structure, outputs_structure
 
 
@@ -35,11 +36,11 @@ class Body(BaseModel):
 
     Attributes:
         noun: word for a parameter in messages.
-        ignored: names of parameters that cannot change what is sampled.
-        left_out: name -> why the parameter is left out with a warning.
-        neutral: name -> the accepted values, and why any other is refused; a list may hold one for each prompt.
-        of_chat: parameters of the chat request that are accepted too; a subclass that sets them has ``extra="allow"``.
-        renamed: name in the chat request -> its name here.
+        ignored: parameters that cannot affect what is sampled.
+        left_out: parameter -> why it is left out with a warning.
+        neutral: parameter -> its accepted values, and why others are refused. A list may hold one value for each prompt.
+        of_chat: parameters of the chat request that are accepted as well; requires ``extra="allow"``.
+        renamed: parameter of the chat request -> its name in this API.
     """
 
     model_config = ConfigDict(strict=True, extra="forbid", allow_inf_nan=False)
@@ -50,16 +51,19 @@ class Body(BaseModel):
     of_chat: ClassVar[frozenset[str]] = frozenset()
     renamed: ClassVar[dict[str, str]] = {}
 
+    #: Builds the response that reports an exception, in the API's own form.
+    error_response: ClassVar[Callable[[Exception], Response]] = staticmethod(error_response)
+
     _warnings: list[str] = PrivateAttr(default_factory=list)
 
     @property
     def warnings(self) -> list[str]:
-        """Parameters that were left out, and why."""
+        """One sentence for each parameter that was left out."""
         return self._warnings
 
     @classmethod
     async def read(cls, request: Request) -> Self:
-        """The parameters in a request's body; a FastAPI dependency.
+        """Read and validate a request's body.
 
         Raises:
             RequestError: the body is not a JSON object, or a parameter is wrong.
@@ -69,7 +73,7 @@ class Body(BaseModel):
 
     @classmethod
     def of(cls, body: dict[str, Any]) -> Self:
-        """The parameters of a parsed body.
+        """Validate a parsed body.
 
         Raises:
             RequestError: a parameter is unknown, of a wrong type, out of range or cannot be honoured.
@@ -94,7 +98,7 @@ class Body(BaseModel):
 
     @classmethod
     def described(cls) -> dict[str, Any]:
-        """JSON Schema of the body: fields, neutral values and what is ignored."""
+        """JSON Schema of the body, including neutral and ignored parameters."""
         schema = cls.model_json_schema()
         schema["properties"] |= {name: {"enum": [*values, None]} for name, (values, _) in cls.neutral.items()}
         schema["properties"] |= {name: {} for name in sorted({*cls.ignored, *cls.left_out})}
@@ -111,9 +115,8 @@ class Body(BaseModel):
     @classmethod
     def _refusal(cls, error: ErrorDetails, given: dict[str, Any]) -> RequestError:
         name, kind = str(error["loc"][0]), error["type"]
-        field, said = cls.model_fields[name], f"{name} is missing"
-        if name in given:
-            said = f"{name}={given[name]!r:.100}"
+        field = cls.model_fields[name]
+        said = f"{name}={given[name]!r:.100}" if name in given else f"{name} is missing"
         wanted = field.description or ("given" if kind == "missing" else error["msg"].removeprefix("Input should be "))
         if kind in ("greater_than_equal", "less_than_equal"):
             bounds = {side: getattr(limit, side) for limit in field.metadata for side in ("ge", "le") if hasattr(limit, side)}
@@ -124,7 +127,7 @@ class Body(BaseModel):
 
 
 def _by_token_id(bias: Any) -> Any:
-    """JSON's keys are texts."""
+    """Convert the keys to token ids; in JSON they are strings."""
     if not isinstance(bias, dict):
         return bias
     if wrong := next((token for token in bias if not str(token).isdecimal()), None):
@@ -140,7 +143,7 @@ def _leaves_a_token(top_p: float) -> float:
 
 TokenIds = Annotated[list[int], Field(min_length=1, fail_fast=True)]
 NotEmpty = Annotated[str, Field(min_length=1)]
-#: Most alternatives to a token whose log-probabilities are given, as in OpenAI's protocol.
+#: Maximum number of alternative tokens whose log-probabilities are returned, as in OpenAI's protocol.
 _MOST = 20
 Alternatives = Annotated[int, Field(ge=0, le=_MOST)]
 Flag = Annotated[bool, Field(strict=False)]
@@ -148,7 +151,7 @@ Seed = Annotated[int, Field(ge=-(1 << 63), le=(1 << 63) - 1)]
 
 
 class SamplingBody(Body):
-    """The sampling parameters that have one name in both protocols."""
+    """Sampling parameters with the same name in both protocols."""
 
     n: int = Field(1, ge=1)
     temperature: float = Field(1.0, ge=0.0, le=100.0)
@@ -173,7 +176,7 @@ def _none(*names: str, value: Any) -> dict[str, tuple[tuple[Any, ...], str]]:
     return {name: ((value,), "this server has no such thing") for name in names}
 
 
-class Sampling(SamplingBody):
+class NativeSampling(SamplingBody):
     """``sampling_params`` of ``/generate``."""
 
     noun = "sampling parameter"
@@ -196,7 +199,7 @@ class Sampling(SamplingBody):
     spaces_between_special_tokens: bool = True
 
     def gconfig(self) -> GenerationHyperparameters:
-        """The generation arguments; ``n_samples`` holds n."""
+        """Convert to generation arguments; ``n_samples`` is ``n``."""
         same = self.model_dump(exclude={"n", "no_stop_trim", "sampling_seed", "spaces_between_special_tokens"})
         same |= {name: same[name] or None for name in ("json_schema", "regex", "grammar")}
         gconfig = GenerationHyperparameters(**same, n_samples=self.n, seed=self.sampling_seed)
@@ -204,7 +207,7 @@ class Sampling(SamplingBody):
 
 
 class Generate(Body):
-    """``/generate``. What is ignored tells SGLang's routers, queues, caches and logs how to handle a request."""
+    """``/generate``. The ignored fields are for SGLang's routers, queues, caches and logs."""
 
     noun = "field of /generate"
     ignored = frozenset(
@@ -277,8 +280,8 @@ class Generate(Body):
 
 # ------------------------------------------------------------------ the OpenAI protocol
 
-#: What the tokenizer's method takes besides the variables of its template: another template, or a shortened prompt, would be
-#: trained on as if the model's own had made it.
+#: Arguments of ``apply_chat_template`` that are not variables of the template. They are refused, because a prompt from another template,
+#: or a truncated one, would be trained on as if the model's own template had rendered it.
 _TEMPLATE_METHOD = frozenset(
     [
         "chat_template",
@@ -296,16 +299,14 @@ _TEMPLATE_METHOD = frozenset(
         "tokenizer_kwargs",
     ]
 )
-
-
-#: Former names of vLLM's ``structured_outputs``.
+#: Former names of the parts of vLLM's ``structured_outputs``.
 _GUIDED: dict[str, tuple[tuple[Any, ...], str]] = {
     f"guided_{name}": ((), f"it is now called structured_outputs.{name}") for name in ("json", "regex", "choice", "grammar")
 }
 
 
 class OpenAIBody(SamplingBody):
-    """What chat and completions have in common; ``given`` is what the protocol works with."""
+    """Parameters that chat and completions share."""
 
     ignored = frozenset(
         [
@@ -317,8 +318,8 @@ class OpenAIBody(SamplingBody):
             "prompt_cache_options",
             "prompt_cache_retention",
             "safety_identifier",
-            "verbosity",  # the length that a model of OpenAI's is asked for
-            "prediction",  # what speeds up sampling
+            "verbosity",  # length of the answers of OpenAI's own models
+            "prediction",  # speeds up sampling
             "priority",
             "request_id",
             "cache_salt",
@@ -340,7 +341,7 @@ class OpenAIBody(SamplingBody):
     )
 
     def given(self) -> dict[str, Any]:
-        """Name to value of the honoured parameters that the request gives."""
+        """The honoured parameters that the request sets, by name."""
         return {name: getattr(self, name) for name in self.model_fields_set}
 
     @field_validator("stream_options", "chat_template_kwargs", check_fields=False)
@@ -357,7 +358,7 @@ class OpenAIBody(SamplingBody):
 class Chat(OpenAIBody):
     """``/v1/chat/completions``."""
 
-    ignored = OpenAIBody.ignored | {"audio"}  # only the format; modalities request it
+    ignored = OpenAIBody.ignored | {"audio"}  # only the format of audio, which ``modalities`` would request
     left_out = {
         "moderation": "this server does not moderate",
         "web_search_options": "this server does not search the web",
@@ -407,7 +408,7 @@ class Completion(OpenAIBody):
         return self
 
 
-#: Parameters that every dialect of chat accepts besides its API's own fields: sampling and output of the reply.
+#: Parameters that every dialect of chat accepts besides its API's own fields: sampling, and the output of the reply.
 SAMPLING_OF_CHAT = (frozenset([*Chat.model_fields, *Chat.neutral]) | Chat.ignored) - {
     *("messages", "stream", "stream_options", "n", "tools", "tool_choice", "response_format", "max_tokens"),
     *("max_completion_tokens", "logprobs", "top_logprobs", "return_token_ids", "functions", "function_call", "modalities"),

@@ -1,4 +1,4 @@
-"""Control of a server in SGLang's names: pause, abort, caches, weights, and what the server says about itself."""
+"""Routes that control a server, named as in SGLang: pause, abort, caches, weights, metrics and information about the server."""
 
 from __future__ import annotations
 
@@ -6,12 +6,13 @@ import asyncio
 from collections.abc import AsyncIterator, Callable, Iterator, Mapping
 from contextlib import asynccontextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal, Self
 
 import prometheus_client
 from fastapi import Response
 from fastapi.responses import PlainTextResponse
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
+from pydantic import ConfigDict, Field, model_validator
 from torch import Tensor
 
 from rollwright import __version__
@@ -20,21 +21,21 @@ from rollwright.errors import WeightUpdateError
 from rollwright.inference.backends.builtin.engine import BuiltinEngine, OnWeightUpdate
 from rollwright.inference.backends.builtin.loading import paired
 from rollwright.inference.request import ModelRequest
-from rollwright.inference.server import control_bodies as bodies
+from rollwright.inference.server.bodies import Body, NotEmpty
 from rollwright.inference.server.exchange import RequestError, Routes
 from rollwright.inference.server.settings import ServerSettings
 from rollwright.inference.weights.files import content_digest, read_weights
-from rollwright.inference.weights.group import WeightGroup
+from rollwright.inference.weights.group import DEFAULT_GROUP, WeightGroup
 from rollwright.inference.weights.names import IncompleteWeightsError
 from rollwright.inference.weights.stream import WeightStream
 from rollwright.tracking.logging import getLogger
 
 logger = getLogger("serve-model")
 
-#: What running requests do at the next weight update, by the mode of the pause before it.
+#: Mode of a pause -> how running requests treat the next weight update.
 _ON_UPDATE: dict[str, OnWeightUpdate] = {"retract": "recompute", "in_place": "keep", "abort": "recompute"}
 
-#: What a client is told while something holds the engine.
+#: Reason for which the engine is held -> message to clients. If there are several reasons, the first of them counts.
 _HELD = {
     "client": "paused",
     "update": "A weight update was begun: generation continues after /end_weight_update.",
@@ -44,7 +45,7 @@ _HELD = {
 
 _LATENCY_BOUNDS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 300.0)
 
-#: Numbers of the engine that only grow; its others are gauges.
+#: Statistics of the engine that only grow; the others are gauges.
 _ENGINE_COUNTERS = frozenset(
     [
         "steps",
@@ -61,11 +62,118 @@ _ENGINE_COUNTERS = frozenset(
 prometheus_client.disable_created_metrics()
 
 
+# -- request bodies --------------------------------------------------------------------------------------------------
+
+#: Trajectories store versions as 32-bit integers.
+LAST_VERSION = (1 << 31) - 1
+_VERSION: Any = Field(None, ge=0, le=LAST_VERSION, description="a whole number: versions count weight updates")
+
+
+class ControlBody(Body):
+    """Base of the bodies of control requests: numbers may be strings, and unknown fields are ignored."""
+
+    model_config = ConfigDict(strict=False, extra="ignore", coerce_numbers_to_str=True)
+
+
+class Pause(ControlBody):
+    """``/pause_generation``."""
+
+    mode: Literal["abort", "retract", "in_place"] = Field("abort", description="one of retract, in_place, abort")
+
+
+class Abort(ControlBody):
+    """``/abort_request``."""
+
+    rid: str = ""
+    abort_all: bool = False
+
+    @model_validator(mode="after")
+    def _says_which(self) -> Self:
+        if not self.abort_all and not self.rid:
+            raise RequestError("Give rid, the id of one request in text, or abort_all: true.", param="rid")
+        return self
+
+
+class NewVersion(ControlBody):
+    """``/update_weight_version``."""
+
+    new_version: int | None = _VERSION
+    abort_all_requests: bool = True
+
+
+class FromDisk(ControlBody):
+    """``/update_weights_from_disk``."""
+
+    model_path: NotEmpty = Field(description="a directory")
+    weight_version: int | None = _VERSION
+    content_digest: str | None = None
+    abort_all_requests: bool = False
+
+
+class GroupName(ControlBody):
+    """``/destroy_weights_update_group``."""
+
+    group_name: str = DEFAULT_GROUP
+
+
+class JoinGroup(GroupName):
+    """``/init_weights_update_group``."""
+
+    master_address: str
+    master_port: int = Field(ge=1, le=65535)
+    rank_offset: int
+    world_size: int = Field(le=1 << 16)
+    backend: str = "nccl"
+
+    @model_validator(mode="after")
+    def _rank_is_a_servers(self) -> Self:
+        if not 0 < self.rank_offset < self.world_size:
+            raise RequestError(
+                f"rank_offset={self.rank_offset} of world_size={self.world_size}: rank 0 is the trainer, and the server's rank is "
+                "below world_size.",
+                param="rank_offset",
+            )
+        return self
+
+
+class FromDistributed(GroupName):
+    """``/update_weights_from_distributed``."""
+
+    names: list[str] = Field(default_factory=list)
+    dtypes: list[str] = Field(default_factory=list)
+    shapes: list[list[int]] = Field(default_factory=list)
+    weight_version: int | None = _VERSION
+    abort_all_requests: bool = False
+    load_format: Literal["flattened_bucket"] | None = Field(
+        None, description="flattened_bucket: all tensors as one flat tensor; null: one after the other"
+    )
+
+    @model_validator(mode="after")
+    def _one_for_each(self) -> Self:
+        if not len(self.names) == len(self.dtypes) == len(self.shapes):
+            raise RequestError(
+                f"{len(self.names)} names, {len(self.dtypes)} dtypes and {len(self.shapes)} shapes; give one for each."
+            )
+        return self
+
+
+class Checker(ControlBody):
+    """``/weights_checker``."""
+
+    action: Literal["checksum"] = Field("checksum", description="checksum")
+
+
+class Memory(ControlBody):
+    """``/release_memory_occupation`` and ``/resume_memory_occupation``."""
+
+    tags: list[Literal["kv_cache"]] = Field([], description="a list of kv_cache alone: this engine keeps its weights")
+
+
 class ServerMetrics:
-    """What a server counts, in Prometheus' text format: requests, weight updates, latencies, and the engine's own numbers.
+    """Metrics of a server for Prometheus: requests, weight updates, latencies, and the engine's statistics.
 
     Args:
-        engine_stats: read at each scrape.
+        engine_stats: returns the engine's statistics; called at each scrape.
     """
 
     def __init__(self, engine_stats: Callable[[], Mapping[str, float]]) -> None:
@@ -80,7 +188,7 @@ class ServerMetrics:
         self.registry.register(self)
 
     def collect(self) -> Iterator[Metric]:
-        """The engine's numbers, as ``prometheus_client`` asks for them."""
+        """Yield the engine's statistics; called by ``prometheus_client``."""
         for name, value in sorted(self._engine_stats().items()):
             kind = CounterMetricFamily if name in _ENGINE_COUNTERS else GaugeMetricFamily
             yield kind(f"rollwright_{name}", "Of the engine.", value=value)
@@ -89,8 +197,8 @@ class ServerMetrics:
 class Control:
     """Routes that control an engine; updates run one after the other.
 
-    Parts of new weights are buffered until they are complete, then copied into the engine together. Until then an update can be
-    undone; this happens after ``update_seconds`` without a call, because the trainer is presumably gone.
+    Parts of new weights are buffered until they are complete, then copied into the engine together. If no call comes for
+    ``update_seconds`` before that, the trainer is presumably gone and the update is undone.
 
     Args:
         engine: the engine that the server's other routes sample from.
@@ -103,10 +211,10 @@ class Control:
         self._engine, self._settings, self._metrics, self._model_path = engine, settings, metrics, model_path
         self._update = asyncio.Lock()
         self._groups: dict[str, WeightGroup] = {}
-        self._holds: set[str] = set()  # why nothing is sampled: for a client, or until new weights are whole
+        self._holds: set[str] = set()  # reasons for which the engine is held, keys of ``_HELD``
         self._parts: dict[str, Tensor] = {}  # of new weights
-        self._patience: asyncio.TimerHandle | None = None  # timer that undoes an unfinished update
-        self._undone = False  # the last update was undone, and no other was begun since
+        self._undo_timer: asyncio.TimerHandle | None = None
+        self._undone = False  # the last update was undone, and no other has begun since
 
     @property
     def router(self) -> Routes:
@@ -124,20 +232,20 @@ class Control:
                 ("GET", "/get_weight_version", self._weight_version, None),
                 ("GET", "/metrics", self._metrics_text, None),
                 ("GET", "/weights_checker", self._weights_checker, None),
-                ("POST", "/weights_checker", self._weights_checker, bodies.Checker),
-                ("POST", "/pause_generation", self._pause, bodies.Pause),
-                ("POST", "/continue_generation", self._continue, bodies.ControlBody),
-                ("POST", "/abort_request", self._abort, bodies.Abort),
-                ("POST", "/flush_cache", self._flush_cache, bodies.ControlBody),
-                ("POST", "/update_weight_version", self._update_weight_version, bodies.NewVersion),
-                ("POST", "/begin_weight_update", self._begin_update, bodies.ControlBody),
-                ("POST", "/end_weight_update", self._end_update, bodies.ControlBody),
-                ("POST", "/update_weights_from_disk", self._update_from_disk, bodies.FromDisk),
-                ("POST", "/init_weights_update_group", self._init_group, bodies.JoinGroup),
-                ("POST", "/destroy_weights_update_group", self._destroy_group, bodies.Group),
-                ("POST", "/update_weights_from_distributed", self._update_from_distributed, bodies.FromDistributed),
-                ("POST", "/release_memory_occupation", self._release_memory, bodies.Memory),
-                ("POST", "/resume_memory_occupation", self._resume_memory, bodies.Memory),
+                ("POST", "/weights_checker", self._weights_checker, Checker),
+                ("POST", "/pause_generation", self._pause, Pause),
+                ("POST", "/continue_generation", self._continue, ControlBody),
+                ("POST", "/abort_request", self._abort, Abort),
+                ("POST", "/flush_cache", self._flush_cache, ControlBody),
+                ("POST", "/update_weight_version", self._update_weight_version, NewVersion),
+                ("POST", "/begin_weight_update", self._begin_update, ControlBody),
+                ("POST", "/end_weight_update", self._end_update, ControlBody),
+                ("POST", "/update_weights_from_disk", self._update_from_disk, FromDisk),
+                ("POST", "/init_weights_update_group", self._init_group, JoinGroup),
+                ("POST", "/destroy_weights_update_group", self._destroy_group, GroupName),
+                ("POST", "/update_weights_from_distributed", self._update_from_distributed, FromDistributed),
+                ("POST", "/release_memory_occupation", self._release_memory, Memory),
+                ("POST", "/resume_memory_occupation", self._resume_memory, Memory),
             ]
         )
 
@@ -177,7 +285,7 @@ class Control:
             "tp_size": 1,
             "device": str(weights.device),
             "dtype": str(weights.dtype).removeprefix("torch."),
-            "enable_deterministic_inference": True,  # every request is drawn with the seed that it brings
+            "enable_deterministic_inference": True,  # every request is sampled with its own seed
             "batch_invariant": self._engine.is_batch_invariant,
             "weights_roots": self._settings.weights_roots,
             "paused": bool(self._holds),
@@ -193,7 +301,7 @@ class Control:
 
     # -- generation ----------------------------------------------------------------------------------------------------
 
-    async def _pause(self, body: bodies.Pause) -> dict[str, Any]:
+    async def _pause(self, body: Pause) -> dict[str, Any]:
         await self._hold("client")
         self._undone = False
         self._engine.on_weight_update = _ON_UPDATE[body.mode]
@@ -202,31 +310,30 @@ class Control:
         return {"message": "Generation paused.", "status": "ok"}
 
     async def _continue(self) -> dict[str, Any]:
-        if self._parts and self._holds == {"client"}:  # a client that pauses and sends parts without a version
+        if self._parts and self._holds == {"client"}:  # the client paused, and sent parts without a version
             async with self._updating():
-                await self._take_parts(self._engine.get_version(), or_wait=False)
+                await self._load_parts(self._engine.get_version(), or_wait=False)
         await self._release("client")
-        if not self._holds and not self._parts and self._patience is not None:
-            self._patience.cancel()
-            self._patience = None
+        if not self._holds and not self._parts:
+            self._stop_undo_timer()
         return {"message": self._held() if self._holds else "Generation continues.", "status": "ok"}
 
     def _held(self) -> str:
-        """What a client is told while something holds the engine; of several reasons, the first of the table."""
+        """Message to clients while the engine is held."""
         return next(text for reason, text in _HELD.items() if reason in self._holds)
 
     async def _hold(self, reason: str) -> None:
-        """Sample nothing until ``reason`` is released; returns when no step runs."""
+        """Pause sampling until ``reason`` is released; returns when no step is running."""
         await asyncio.to_thread(self._engine.pause)
         self._holds.add(reason)
 
     async def _release(self, reason: str) -> None:
-        """Go on, where nothing else holds the engine."""
+        """Drop a reason, and resume sampling if there is no other."""
         self._holds.discard(reason)
         if not self._holds:
             await asyncio.to_thread(self._engine.resume)
 
-    async def _abort(self, body: bodies.Abort) -> dict[str, Any]:
+    async def _abort(self, body: Abort) -> dict[str, Any]:
         await asyncio.to_thread(self._engine.abort, None if body.abort_all else body.rid)
         return {"success": True}
 
@@ -245,11 +352,11 @@ class Control:
     # -- weights -------------------------------------------------------------------------------------------------------
 
     def _next(self, version: int | None) -> int:
-        if version is None and self._engine.get_version() == bodies.LAST_VERSION:
-            raise RequestError(f"No version follows {bodies.LAST_VERSION}: name a version.", param="weight_version")
+        if version is None and self._engine.get_version() == LAST_VERSION:
+            raise RequestError(f"No version follows {LAST_VERSION}: name a version.", param="weight_version")
         return self._engine.get_version() + 1 if version is None else version
 
-    async def _update_weight_version(self, body: bodies.NewVersion) -> dict[str, Any]:
+    async def _update_weight_version(self, body: NewVersion) -> dict[str, Any]:
         version = self._next(body.new_version)
         async with self._update:
             if body.abort_all_requests:
@@ -261,7 +368,7 @@ class Control:
         return {"success": True, "message": f"Weight version is {version}.", "new_version": str(version)}
 
     def _allowed(self, path: str) -> Path:
-        """``path``, if weights may be loaded from there."""
+        """Resolve the path of a directory, and check that weights may be loaded from it."""
         if not self._settings.weights_roots:
             raise RequestError(
                 "This server loads no weights from disk: start it with --weights-root DIRECTORY.",
@@ -278,14 +385,13 @@ class Control:
             raise RequestError(f"{path} is not a directory.", param="model_path")
         return directory
 
-    async def _update_from_disk(self, body: bodies.FromDisk) -> dict[str, Any]:
+    async def _update_from_disk(self, body: FromDisk) -> dict[str, Any]:
         directory, version = self._allowed(body.model_path), self._next(body.weight_version)
         async with self._updating():
             if body.abort_all_requests:
                 await asyncio.to_thread(self._engine.abort)
             await asyncio.to_thread(self._load, directory, version, body.content_digest)
-            self._parts.clear()
-            await self._parts_are_whole("disk")
+            await self._updated("disk")
         return {
             "success": True,
             "message": f"Weights of version {version} are loaded.",
@@ -301,42 +407,41 @@ class Control:
                 f"The weights in {directory} have the digest {digest}, not {expected}: they were changed or damaged since they "
                 "were written. Publish them again."
             )
-        self._take(named, version)
+        self._load_named(named, version)
 
-    def _take(self, named: Any, version: int) -> None:
-        if version < self._engine.get_version():  # a trainer that went back to a checkpoint, or another run's
-            paired(self._engine.model, WeightStream.of(named))  # report errors before anything changes
+    def _load_named(self, named: Any, version: int) -> None:
+        if version < self._engine.get_version():  # the trainer went back to a checkpoint, or belongs to another run
+            paired(self._engine.model, WeightStream.of(named))  # raises before anything changes
             self._engine.go_back(version)
         self._engine.update_weights(version=version, weights=named)
 
-    async def _take_parts(self, version: int, *, or_wait: bool) -> None:
-        """Copy the parts into the engine. Incomplete ones are kept if ``or_wait``, else discarded like wrong ones."""
+    async def _load_parts(self, version: int, *, or_wait: bool) -> None:
+        """Copy the parts into the engine.
+
+        Args:
+            version: version of the new weights.
+            or_wait: wait for further parts if some are missing. Otherwise, incomplete weights are discarded like wrong ones.
+
+        Raises:
+            WeightUpdateError: the parts do not fit the model.
+        """
         try:
-            await asyncio.to_thread(self._take, dict(self._parts), version)
-        except IncompleteWeightsError:
-            if or_wait:
+            await asyncio.to_thread(self._load_named, dict(self._parts), version)
+        except WeightUpdateError as error:
+            if or_wait and isinstance(error, IncompleteWeightsError):
                 if not self._holds:
                     await self._hold("parts")
                 return
-            await self._give_up_parts()
+            self._parts.clear()
+            await self._release("parts")
             raise
-        except WeightUpdateError:
-            await self._give_up_parts()
-            raise
-        self._parts.clear()
-        await self._parts_are_whole("distributed")
-
-    async def _give_up_parts(self) -> None:
-        self._parts.clear()
-        await self._release("parts")
+        await self._updated("distributed")
 
     @asynccontextmanager
     async def _updating(self) -> AsyncIterator[None]:
-        """One call of an update; if more have to follow and none comes, the update is undone."""
+        """Context of one call of an update. If further calls must follow but none comes, the update is undone."""
         async with self._update:
-            if self._patience is not None:
-                self._patience.cancel()
-                self._patience = None
+            self._stop_undo_timer()
             failed = True
             try:
                 yield
@@ -344,17 +449,22 @@ class Control:
             finally:
                 if self._parts or self._holds & {"update", "parts"} or (failed and self._holds):
                     loop, limit = asyncio.get_running_loop(), self._settings.update_seconds
-                    self._patience = loop.call_later(limit, lambda: loop.create_task(self._undo()))
+                    self._undo_timer = loop.call_later(limit, lambda: loop.create_task(self._undo()))
+
+    def _stop_undo_timer(self) -> None:
+        if self._undo_timer is not None:
+            self._undo_timer.cancel()
+            self._undo_timer = None
 
     async def _undo(self) -> None:
         """Discard the parts received so far and continue with the engine's current weights."""
-        patience = self._patience
+        timer = self._undo_timer
         async with self._update:
-            if patience is None or patience is not self._patience:  # a call arrived in the meantime
+            if timer is None or timer is not self._undo_timer:  # a call arrived in the meantime
                 return
             parts, held = len(self._parts), self._holds
             self._parts.clear()
-            self._patience, self._holds, self._undone = None, set(), True
+            self._undo_timer, self._holds, self._undone = None, set(), True
             logger.warning(
                 "A weight update was begun, but no further call came for %g s: it is undone (%d tensors had arrived), and requests "
                 "continue with version %d.",
@@ -365,7 +475,7 @@ class Control:
             if held:
                 await asyncio.to_thread(self._engine.resume)
 
-    async def _init_group(self, body: bodies.JoinGroup) -> dict[str, Any]:
+    async def _init_group(self, body: JoinGroup) -> dict[str, Any]:
         name, rank, size = body.group_name, body.rank_offset, body.world_size
         if name in self._groups:
             self._groups.pop(name).close()
@@ -375,14 +485,14 @@ class Control:
         )
         return {"success": True, "message": f"Joined {name!r} as rank {rank} of {size} over {body.backend}."}
 
-    async def _destroy_group(self, body: bodies.Group) -> dict[str, Any]:
+    async def _destroy_group(self, body: GroupName) -> dict[str, Any]:
         name = body.group_name
         if name not in self._groups:
             raise WeightUpdateError(f"There is no group {name!r}; there are {sorted(self._groups)}.")
         self._groups.pop(name).close()
         return {"success": True, "message": f"Left {name!r}."}
 
-    async def _update_from_distributed(self, body: bodies.FromDistributed) -> dict[str, Any]:
+    async def _update_from_distributed(self, body: FromDistributed) -> dict[str, Any]:
         group = self._groups.get(body.group_name)
         if group is None:
             raise WeightUpdateError(f"This server is in no group {body.group_name!r}: call /init_weights_update_group first.")
@@ -401,10 +511,11 @@ class Control:
             named = await asyncio.to_thread(group.receive, body.names, body.dtypes, body.shapes, flat=is_flat)
             self._parts.update((name, tensor.cpu()) for name, tensor in named)  # a second copy would not fit on the GPU
             if version is not None:
-                await self._take_parts(version, or_wait=True)
+                await self._load_parts(version, or_wait=True)
         return {"success": True, "message": f"Received {len(body.names)} tensors."}
 
-    async def _parts_are_whole(self, source: str) -> None:
+    async def _updated(self, source: str) -> None:
+        self._parts.clear()
         self._metrics.weight_updates.labels(source).inc()
         if "parts" in self._holds:
             await self._release("parts")
@@ -419,7 +530,7 @@ class Control:
         async with self._updating():
             try:
                 if self._parts:
-                    await self._take_parts(self._engine.get_version(), or_wait=False)
+                    await self._load_parts(self._engine.get_version(), or_wait=False)
             finally:
                 self._holds.discard("parts")
                 await self._release("update")

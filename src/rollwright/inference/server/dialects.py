@@ -1,12 +1,13 @@
-"""Dialects of chat: how a request in another protocol becomes a chat request, and how its answer is written from the chat's.
+"""Dialects of chat: other chat APIs, translated to OpenAI chat requests and back.
 
-One prompt, one sampler and one recorder serve every dialect, so a conversation may go from one to the other. An answer that is
-sent whole is written from the same pieces as one that is streamed.
+All dialects share the prompt rendering, the sampler and the recorder, so a conversation may switch from one to another. A complete
+answer and a streamed one are built from the same events.
 """
 
 from __future__ import annotations
 
 import contextlib
+import itertools
 import json
 import re
 from abc import ABC, abstractmethod
@@ -23,19 +24,19 @@ from rollwright.inference.server.prompts import Prompts
 
 Event = dict[str, Any]
 
-#: A chat's message in a refusal, and what of it is meant.
+#: Location of a chat message, or of a part of one, in an error message.
 _MESSAGE = re.compile(r"messages\[(\d+)\](?:\.\w+(?:\[\d+\])?)*")
 
 
 class ChatProtocol(Protocol):
-    """What a dialect needs of the protocol that serves chats."""
+    """What a dialect needs of the protocol that serves chats and completions."""
 
     tokenizer: Any
     model_name: str
-    kept: KeptAnswers
+    answers: AnswerStore
 
-    async def open_chat(
-        self, request: Request, chat: dict[str, Any], size: int, prefix: str, warnings: Sequence[str]
+    async def open_call(
+        self, request: Request, endpoint: str, body: dict[str, Any], size: int, prefix: str, warnings: Sequence[str] = ()
     ) -> OpenAICall: ...
 
     async def complete(self, request: Request, call: OpenAICall) -> None: ...
@@ -45,12 +46,12 @@ class ChatProtocol(Protocol):
     async def read_prompts(self, request: Request, endpoint: str, fields: dict[str, Any], size: int) -> Prompts: ...
 
 
-class KeptAnswer(NamedTuple):
-    """A stored answer and its conversation.
+class StoredAnswer(NamedTuple):
+    """An answer and its conversation.
 
     Attributes:
-        messages: the chat's messages; the last is the answer's.
-        answer: the answer as sent.
+        messages: the chat's messages; the last one is the answer.
+        answer: the answer as it was sent.
         size: bytes of the whole conversation as JSON.
         fixed: fields of the first request that apply to the whole conversation.
     """
@@ -61,59 +62,72 @@ class KeptAnswer(NamedTuple):
     fixed: dict[str, Any]
 
 
-class KeptAnswers:
-    """The newest answers by id, so that a request can continue from one without resending the conversation."""
+class AnswerStore:
+    """The newest answers by id, so that a request can continue a conversation without sending it again."""
 
-    #: Most answers kept, and most bytes of their conversations together.
+    #: Maximum number of answers, and of bytes of their conversations together.
     MOST, BYTES = 1000, 64 << 20
     #: The same in words.
     LIMITS = f"the newest {MOST} are kept, up to {BYTES >> 20} MiB"
 
     def __init__(self) -> None:
-        self._kept: OrderedDict[str, KeptAnswer] = OrderedDict()
+        self._stored: OrderedDict[str, StoredAnswer] = OrderedDict()
         self._size = 0
 
-    def keep(
+    def add(
         self, messages: list[dict[str, Any]], answer: dict[str, Any], size: int = 0, fixed: dict[str, Any] | None = None
     ) -> None:
-        """Keep an answer to ``size`` bytes of messages. The oldest are dropped above the limits; an answer over them is not kept."""
+        """Store an answer, and drop the oldest ones above the limits. An answer that is larger than the limit is not stored.
+
+        Args:
+            messages: the conversation, including the answer.
+            answer: the answer as it was sent.
+            size: bytes of the conversation without the answer.
+            fixed: fields of the request that apply to the whole conversation.
+        """
         size += len(json.dumps(answer))
-        self._kept[answer["id"]] = KeptAnswer(messages, answer, size, fixed or {})
+        self._stored[answer["id"]] = StoredAnswer(messages, answer, size, fixed or {})
         self._size += size
-        while self._kept and (len(self._kept) > self.MOST or self._size > self.BYTES):
-            self._size -= self._kept.popitem(last=False)[1].size
+        while self._stored and (len(self._stored) > self.MOST or self._size > self.BYTES):
+            self._size -= self._stored.popitem(last=False)[1].size
 
-    def get(self, identifier: Any) -> KeptAnswer | None:
-        """Look up an answer by id; None if it is not kept."""
-        return self._kept.get(identifier) if isinstance(identifier, str) else None
+    def get(self, identifier: Any) -> StoredAnswer | None:
+        """Look up an answer by id; None if it is not stored."""
+        return self._stored.get(identifier) if isinstance(identifier, str) else None
 
-    def newest_first(self) -> Iterable[KeptAnswer]:
-        """All kept answers, newest first."""
-        return reversed(self._kept.values())
+    def newest_first(self) -> Iterable[StoredAnswer]:
+        """All stored answers, newest first."""
+        return reversed(self._stored.values())
 
-    def forget(self, identifier: str) -> None:
-        """Drop a kept answer."""
-        self._size -= self._kept.pop(identifier).size
+    def delete(self, identifier: str) -> None:
+        """Delete a stored answer."""
+        self._size -= self._stored.pop(identifier).size
 
 
 class Dialect(ABC):
-    """One call of another API, translated to the chat request ``chat`` and back into that API's events and answer.
+    """One call of another API. The request is translated to ``chat``, and the reply to that API's events and ``answer``.
 
-    A reply arrives in pieces of one kind at a time: ``reasoning``, ``text``, and whole tool calls.
+    A reply consists of pieces: reasoning, text, and tool calls. Reasoning and text grow; a tool call arrives whole.
+
+    Args:
+        protocol: serves the chat request.
 
     Attributes:
         chat: the translated chat request.
-        places: the field of the dialect's request that each chat message came from.
-        warnings: parts of the request that were left out.
+        answer: the complete answer; available after ``end``.
+        places: for each chat message, the field of the dialect's request that it came from.
+        warnings: descriptions of the parts of the request that were left out.
         size: bytes of the request.
     """
 
-    prefix: ClassVar[str]  #: what the ids of answers begin with
+    prefix: ClassVar[str]  #: prefix of the ids of answers
     names: ClassVar[dict[str, str]] = {}  #: chat field -> the field of this API that it comes from
     chat: dict[str, Any]
+    answer: dict[str, Any]
     size = 0
 
-    def __init__(self) -> None:
+    def __init__(self, protocol: ChatProtocol) -> None:
+        self.protocol = protocol
         self.places: list[str] = []
         self.warnings: list[str] = []
         self.kind, self.text = "", ""  # of the piece that grows
@@ -121,7 +135,7 @@ class Dialect(ABC):
 
     @abstractmethod
     def start(self, call: OpenAICall) -> Iterator[Event]:
-        """The engine has taken the request."""
+        """The engine has accepted the request."""
 
     @abstractmethod
     def open_piece(self, kind: str) -> Iterator[Event]:
@@ -129,7 +143,7 @@ class Dialect(ABC):
 
     @abstractmethod
     def grow(self, kind: str, more: str, logprobs: list[Any]) -> Iterator[Event]:
-        """The piece goes on."""
+        """The piece grows by ``more``."""
 
     @abstractmethod
     def close_piece(self, kind: str, text: str) -> Iterator[Event]:
@@ -137,19 +151,15 @@ class Dialect(ABC):
 
     @abstractmethod
     def tool_call(self, tool_call: dict[str, Any]) -> Iterator[Event]:
-        """A whole tool call, in the chat's form."""
+        """The reply calls a tool; ``tool_call`` is in the form of OpenAI chat."""
 
     @abstractmethod
     def end(self, call: OpenAICall) -> Iterator[Event]:
         """The reply is complete, and all its pieces are closed."""
 
     @abstractmethod
-    def answer(self) -> dict[str, Any]:
-        """The whole answer."""
-
-    @abstractmethod
-    def failed(self, refusal: RequestError) -> Iterator[Event]:
-        """What is sent where a reply that has begun cannot be completed."""
+    def failed(self, refusal: RequestError) -> Event:
+        """The last event of a stream that cannot be completed."""
 
     def in_its_words(self, refusal: RequestError) -> RequestError:
         """Reword a refusal of the chat request with the field names of this dialect's API."""
@@ -164,7 +174,7 @@ class Dialect(ABC):
         return refusal
 
     def push(self, choice: dict[str, Any]) -> Iterator[Event]:
-        """Take a chat's choice, or what a chunk adds to it (its ``delta``)."""
+        """Process a choice of a chat, or the ``delta`` that a chunk adds to it."""
         delta: dict[str, Any] = choice["delta"] if "delta" in choice else choice["message"]
         logprobs = (choice.get("logprobs") or {}).get("content") or []
         for kind, name in (("reasoning", "reasoning_content"), ("text", "content")):
@@ -181,7 +191,7 @@ class Dialect(ABC):
             yield from self.tool_call(tool_call)
 
     def finish(self, call: OpenAICall) -> Iterator[Event]:
-        """Close what is open; a reply of nothing is an empty text."""
+        """Close the open piece and end the reply; an empty reply has one empty text."""
         if not self.has_piece:
             self.kind = "text"
             yield from self.open_piece("text")
@@ -197,27 +207,28 @@ class Dialect(ABC):
 async def serve(
     protocol: ChatProtocol, request: Request, make: Callable[[ChatProtocol, dict[str, Any]], Dialect]
 ) -> Response | dict[str, Any]:
-    """Answer a request of a dialect."""
+    """Answer a request of the dialect that ``make`` builds."""
     body, size = await read_object(request)
     dialect = make(protocol, body)
     dialect.size = size
     try:
-        call = await protocol.open_chat(request, dialect.chat, size, dialect.prefix, dialect.warnings)
+        call = await protocol.open_call(request, CHAT, dialect.chat, size, dialect.prefix, dialect.warnings)
     except RequestError as refusal:
         raise dialect.in_its_words(refusal) from None
     if body.get("stream"):
-        return await event_stream(request, _events(protocol, dialect, call))
+        return await event_stream(
+            request, _events(protocol, dialect, call), lambda error: _line(dialect.failed(as_request_error(error)))
+        )
     await protocol.complete(request, call)
-    for events in (dialect.start(call), dialect.push(call.choices[0]), dialect.finish(call)):
-        for _ in events:
-            pass
-    return dialect.answer()
+    for _ in itertools.chain(dialect.start(call), dialect.push(call.choices[0]), dialect.finish(call)):
+        pass  # the events build the answer
+    return dialect.answer
 
 
 async def count_tokens(
     protocol: ChatProtocol, request: Request, make: Callable[[ChatProtocol, dict[str, Any]], Dialect]
 ) -> int:
-    """Number of prompt tokens of a dialect's request; nothing is sampled."""
+    """Count the prompt tokens of a dialect's request without sampling."""
     body, size = await read_object(request)
     dialect = make(protocol, body)
     try:
@@ -228,23 +239,14 @@ async def count_tokens(
 
 
 async def _events(protocol: ChatProtocol, dialect: Dialect, call: OpenAICall) -> AsyncGenerator[str, None]:
-    has_begun = False
-    try:
-        async with contextlib.aclosing(protocol.chunks(call)) as chunks:
-            async for chunk in chunks:
-                if not has_begun:
-                    has_begun = True
-                    for event in dialect.start(call):
-                        yield _line(event)
-                for event in dialect.push(chunk["choices"][0]):
-                    yield _line(event)
-        for event in dialect.finish(call):
-            yield _line(event)
-    except Exception as error:  # of the engine or of on_call: whatever it is, the client is told
-        if not has_begun:
-            raise  # nothing was sent: the request gets a status
-        for event in dialect.failed(as_request_error(error)):
-            yield _line(event)
+    opening: Iterable[Event] = dialect.start(call)  # sent with the first chunk: errors before it get a status
+    async with contextlib.aclosing(protocol.chunks(call)) as chunks:
+        async for chunk in chunks:
+            for event in itertools.chain(opening, dialect.push(chunk["choices"][0])):
+                yield _line(event)
+            opening = ()
+    for event in dialect.finish(call):
+        yield _line(event)
 
 
 def _line(event: Event) -> str:
@@ -252,13 +254,13 @@ def _line(event: Event) -> str:
 
 
 class OfferedTool(NamedTuple):
-    """A tool of a request, in the chat's form.
+    """A tool of a request.
 
     Attributes:
         name: the name that the model sees.
-        function: ``function`` field of the chat's tool.
-        namespace: its namespace, in dialects that have them; empty if none.
-        own_name: its name in the namespace.
+        function: the ``function`` field of the tool in a chat request.
+        namespace: namespace of the tool, in dialects that have them; empty if none.
+        own_name: name of the tool within its namespace.
     """
 
     name: str
@@ -268,7 +270,7 @@ class OfferedTool(NamedTuple):
 
 
 def chat_tools(tools: Sequence[OfferedTool], param: str = "tools") -> list[dict[str, Any]] | None:
-    """Tools in the chat's form; None if there are none.
+    """Convert tools to the form of OpenAI chat; None if there are none.
 
     Raises:
         RequestError: two tools have the same name.
@@ -280,14 +282,16 @@ def chat_tools(tools: Sequence[OfferedTool], param: str = "tools") -> list[dict[
 
 
 def refuse_tool_choice(given: Any, tools: Iterable[str], forms: str) -> RequestError:
-    """Error for a ``tool_choice`` that has none of the ``forms`` or requests a tool that is not offered."""
+    """Build the error for a ``tool_choice`` that has none of the ``forms``, or that requests a tool that is not offered."""
     offered = ", ".join(tools) or "(none)"
-    said = f"tool_choice={given!r:.200} cannot be honoured with the tools {offered}: use {forms} with the name of one of them."
-    return RequestError(said, param="tool_choice")
+    return RequestError(
+        f"tool_choice={given!r:.200} cannot be honoured with the tools {offered}: use {forms} with the name of one of them.",
+        param="tool_choice",
+    )
 
 
 def object_arguments(text: str) -> dict[str, Any]:
-    """The arguments of a tool call as an object; what is no JSON object stays as its text under an empty name."""
+    """Parse the arguments of a tool call; text that is not a JSON object is returned under an empty name."""
     try:
         value = json.loads(text or "{}")
     except json.JSONDecodeError:
@@ -296,7 +300,7 @@ def object_arguments(text: str) -> dict[str, Any]:
 
 
 def text_or_parts(parts: list[dict[str, Any]]) -> str | list[dict[str, Any]]:
-    """The content of a chat message: one text where all parts are texts."""
+    """Content of a chat message: a single text if all parts are texts, else the parts."""
     if all(part["type"] == "text" for part in parts):
         return "".join(part["text"] for part in parts)
     return parts

@@ -1,19 +1,20 @@
-"""Requests in, answers and refusals out, while other clients are served: bodies, connections, errors, server-sent events."""
+"""Exchange of requests and responses with clients: bodies, connections, errors and server-sent events.
+
+Nothing in this module blocks the event loop for long, so that other clients are served meanwhile.
+"""
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
-import functools
 import inspect
 import json
 import weakref
-from collections.abc import AsyncGenerator, Awaitable, Callable, Coroutine, Iterable, Mapping
+from collections.abc import AsyncGenerator, Awaitable, Callable, Iterable, Mapping
 from typing import Any, TypeVar
 
 from fastapi import APIRouter, Request, Response
 from fastapi.responses import JSONResponse, StreamingResponse
-from fastapi.routing import APIRoute
 from pydantic_core import from_json
 from starlette.datastructures import Headers
 from starlette.exceptions import HTTPException
@@ -33,18 +34,24 @@ logger = getLogger("Service")
 
 Result = TypeVar("Result")
 
-#: From this size on a text takes longer to parse or to encode than a thread takes to start.
+#: Bytes from which parsing or encoding a text takes longer than starting a thread.
 LARGE = 1 << 16
 _BODY_SECONDS = 120
 _large_bodies: weakref.WeakKeyDictionary[asyncio.AbstractEventLoop, asyncio.Semaphore] = weakref.WeakKeyDictionary()
-
-
-#: The code by which OpenAI's clients know that a conversation has outgrown the context.
+#: Error code by which OpenAI's clients recognise that a conversation has outgrown the context.
 CONTEXT_LENGTH_EXCEEDED = "context_length_exceeded"
 
 
 class RequestError(Exception):
-    """A request that is refused, with an HTTP status."""
+    """A request that is refused.
+
+    Args:
+        message: what is wrong, and what to do.
+        status: HTTP status of the response.
+        param: field of the request that is wrong.
+        kind: type of the error in OpenAI's protocol.
+        code: code of the error in OpenAI's protocol. None uses the status.
+    """
 
     def __init__(
         self,
@@ -59,11 +66,11 @@ class RequestError(Exception):
         self.status, self.param, self.kind, self.code = status, param, kind, code
 
     def body(self) -> dict[str, Any]:
-        """The body of the answer, in the form that clients of both protocols read."""
+        """Body of the response, in a form that clients of OpenAI's and of SGLang's protocol read."""
         return {"error": {"message": str(self), "type": self.kind, "param": self.param, "code": self.code or self.status}}
 
 
-#: How engine errors that are no fault of the request's parameters are refused.
+#: Arguments of the ``RequestError`` for engine errors that the request's parameters did not cause.
 _REFUSALS: dict[type[EngineError], dict[str, Any]] = {
     PromptTooLongError: {"param": "prompt", "code": CONTEXT_LENGTH_EXCEEDED},
     RequestAborted: {"status": 503, "kind": "server_error"},
@@ -76,7 +83,7 @@ class ClientGoneError(Exception):
 
 
 def as_request_error(error: Exception) -> RequestError:
-    """The refusal that an engine's error becomes."""
+    """Convert an exception to a ``RequestError``."""
     if isinstance(error, RequestError):
         return error
     if isinstance(error, EngineError) and not isinstance(error, EngineStepError):
@@ -85,34 +92,12 @@ def as_request_error(error: Exception) -> RequestError:
 
 
 def error_response(error: Exception, headers: Mapping[str, str] | None = None) -> JSONResponse:
-    """The response that reports ``error``."""
+    """Build the response that reports ``error``; a failed weight update is reported in SGLang's form."""
+    if isinstance(error, WeightUpdateError):
+        return JSONResponse({"success": False, "message": str(error)}, status_code=400)
     refusal = as_request_error(error)
     usual = {429: {"Retry-After": "1"}, 503: {"Retry-After": "1"}, 401: {"WWW-Authenticate": "Bearer"}}.get(refusal.status, {})
     return JSONResponse(refusal.body(), status_code=refusal.status, headers={**usual, **(headers or {})})
-
-
-class AnsweringRoute(APIRoute):
-    """A route whose handler's exceptions become responses that say what is wrong."""
-
-    def get_route_handler(self) -> Callable[[Request], Coroutine[Any, Any, Response]]:
-        """The handler that FastAPI calls."""
-        handle = super().get_route_handler()
-
-        async def answer(request: Request) -> Response:
-            try:
-                return await handle(request)
-            except (ClientGoneError, ClientDisconnect):
-                return Response(status_code=499)
-            except HTTPException:
-                raise
-            except WeightUpdateError as error:  # SGLang's form of a failed update
-                return JSONResponse({"success": False, "message": str(error)}, status_code=400)
-            except Exception as error:  # whatever it is, the client is told
-                if as_request_error(error).status == 500:
-                    logger.exception("%s failed", request.url.path)
-                return error_response(error)
-
-        return answer
 
 
 _ERRORS: dict[int | str, dict[str, Any]] = {
@@ -127,50 +112,62 @@ class Routes(APIRouter):
     """Routes whose handlers' exceptions become responses that say what is wrong.
 
     Args:
-        table: method, path, handler and body of each. A body (a ``Body``) is described in the service's schema; it is read and
-            given to a handler that takes an argument, except one that takes the ``request`` itself.
+        table: method, path, handler and body of each. A body (a subclass of ``Body``) is described in the service's schema. It is read,
+            and passed to a handler with a parameter, unless that parameter is the ``request`` itself.
     """
 
     def __init__(self, table: Iterable[tuple[str, str, Callable[..., Any], Any]]) -> None:
-        super().__init__(route_class=AnsweringRoute)
+        super().__init__()
         for method, path, handler, body in table:
-            endpoint = _answering(handler if body is None else _reading(body, handler))
             described = {"requestBody": {"content": {"application/json": {"schema": body.described()}}}} if body else None
             self.add_api_route(
-                path, endpoint, methods=[method], response_model=None, openapi_extra=described, responses=_ERRORS, name=path
+                path,
+                _endpoint(handler, body),
+                methods=[method],
+                name=path,
+                description=inspect.getdoc(handler),
+                response_model=None,
+                openapi_extra=described,
+                responses=_ERRORS,
             )
 
 
-def _answering(endpoint: Callable[..., Any]) -> Callable[..., Any]:
-    """The endpoint with its answer as a response: FastAPI would walk through every value of it first, to make JSON's types."""
+def _endpoint(handler: Callable[..., Any], body: Any) -> Callable[[Request], Awaitable[Response]]:
+    """Wrap a handler. The result is a ``Response``, because FastAPI would walk through every value of anything else."""
+    parameters = inspect.signature(handler).parameters
+    report = error_response if body is None else body.error_response
 
-    @functools.wraps(endpoint)
-    async def answer(*arguments: Any, **named: Any) -> Response:
-        result = await endpoint(*arguments, **named)
-        return result if isinstance(result, Response) else JSONResponse(result)
-
-    return answer
-
-
-def _reading(body: Any, handler: Callable[..., Any]) -> Callable[..., Any]:
-    if "request" in (parameters := inspect.signature(handler).parameters):
-        return handler
-
-    async def endpoint(request: Request) -> Any:
-        given = await body.read(request)
-        return await (handler(given) if parameters else handler())
+    async def endpoint(request: Request) -> Response:
+        try:
+            if "request" in parameters:
+                result = await handler(request)
+            else:
+                given = None if body is None else await body.read(request)
+                result = await (handler(given) if parameters else handler())
+            return result if isinstance(result, Response) else JSONResponse(result)
+        except (ClientGoneError, ClientDisconnect):
+            return Response(status_code=499)
+        except HTTPException:
+            raise
+        except Exception as error:  # reported to the client, whatever it is
+            if as_request_error(error).status == 500:
+                logger.exception("%s failed", request.url.path)
+            return report(error)
 
     return endpoint
 
 
 async def read_object(request: Request) -> tuple[dict[str, Any], int]:
-    """The JSON object in a request's body, and the body's size in bytes; an empty body is an empty object.
+    """Read the JSON object in a request's body; an empty body is an empty object.
 
-    A parsed body may take twenty times the memory of its bytes, so only two large ones are read and parsed at once; the others
-    are left in the network until then.
+    A parsed body can take twenty times as much memory as its bytes. Therefore only two large bodies are read and parsed at once; the
+    others stay in the network.
+
+    Returns:
+        The object, and the size of the body in bytes.
 
     Raises:
-        RequestError: it is not a JSON object, or does not arrive in time.
+        RequestError: the body is not a JSON object, or does not arrive in time.
     """
     length = request.headers.get("content-length", "")
     if length.isdecimal() and int(length) < LARGE:
@@ -195,22 +192,28 @@ async def _read(request: Request) -> tuple[Any, int]:
 
 
 def given_key(headers: Headers) -> str | None:
-    """The key of a request, as a bearer token or as Anthropic's clients send it; None where it has none."""
+    """Key of a request, from a bearer token or from the header of Anthropic's clients; None if there is none."""
     scheme, _, token = headers.get("authorization", "").partition(" ")
     return (token.strip() if scheme.lower() == "bearer" else headers.get("x-api-key")) or None
 
 
 async def beside_the_loop(request: Request, size: int, work: Callable[..., Result], *arguments: Any) -> Result:
-    """``work(*arguments)``; where it reads a large ``size`` (bytes), in a thread, so that other requests are answered meanwhile.
+    """Return ``work(*arguments)``, computed in a thread if it processes a large body.
+
+    Args:
+        request: the request that the work is for.
+        size: bytes of the request's body.
+        work: the function.
+        arguments: its arguments.
 
     Raises:
-        ClientGoneError: nobody waits for it any more.
+        ClientGoneError: the client closed the connection first.
     """
     return work(*arguments) if size < LARGE else await while_connected(request, asyncio.to_thread(work, *arguments))
 
 
 async def while_connected(request: Request, work: Awaitable[Result]) -> Result:
-    """Await ``work``, and cancel it when the client goes away, so that its slot is free at once.
+    """Await ``work``, and cancel it if the client disconnects, so that its slot is free at once.
 
     Raises:
         ClientGoneError: the client closed the connection first.
@@ -230,25 +233,41 @@ async def while_connected(request: Request, work: Awaitable[Result]) -> Result:
         task.cancel()
         watcher.cancel()
         await asyncio.gather(task, watcher, return_exceptions=True)
-        del (
-            task,
-            watcher,
-        )  # the error of a task holds this frame: together they would keep the request until a garbage collection
+        del task, watcher  # a failed task's traceback refers to this frame: the cycle would keep the request in memory
 
 
 def event_line(value: Any) -> str:
-    """A server-sent event that carries a JSON value."""
+    """Format a JSON value as a server-sent event."""
     return "data: " + json.dumps(value, ensure_ascii=False) + "\n\n"
 
 
-async def event_stream(request: Request, events: AsyncGenerator[str, None]) -> StreamingResponse:
-    """The response that sends ``events``; what fails before the first of them gives the request a status, not a broken stream."""
+def error_event(error: Exception) -> str:
+    """Format an exception as the last event of a stream."""
+    return event_line(as_request_error(error).body())
+
+
+async def event_stream(
+    request: Request, events: AsyncGenerator[str, None], describe: Callable[[Exception], str] = error_event
+) -> StreamingResponse:
+    """Stream ``events``.
+
+    Args:
+        request: the request to answer.
+        events: formatted events.
+        describe: formats an exception that ``events`` raises after the first event.
+
+    Raises:
+        Exception: raised by ``events`` before the first event, so that the response gets an error status.
+    """
     first = await while_connected(request, anext(events))
 
     async def body() -> AsyncGenerator[str, None]:
         async with contextlib.aclosing(events):
             yield first
-            async for event in events:
-                yield event
+            try:
+                async for event in events:
+                    yield event
+            except Exception as error:  # reported to the client, whatever it is
+                yield describe(error)
 
     return StreamingResponse(body(), media_type="text/event-stream", headers={"Cache-Control": "no-cache"})

@@ -1,6 +1,6 @@
-"""Images in chats: each is read once, and stands in the prompt as the tokens that the model's own processor makes of it.
+"""Images in chats. Each is read once, and represented in the prompt by the tokens that the model's own processor specifies.
 
-They come as ``data:`` URLs; files of this machine are never read, and other addresses only from hosts that are allowed.
+Images are ``data:`` URLs or come from allowed hosts. Files of this machine are never read.
 """
 
 from __future__ import annotations
@@ -21,12 +21,12 @@ from urllib.parse import urlsplit
 
 from rollwright.data.vision import IMAGE, as_images, image_inputs, image_placeholder, load_processor
 from rollwright.errors import ConfigError, DataError
-from rollwright.inference.server.chat import no_image
 from rollwright.inference.server.exchange import CONTEXT_LENGTH_EXCEEDED, RequestError
+from rollwright.inference.server.prompts import no_image
 
-#: Memory of processed images that are kept, as a conversation sends its images with every call.
-_KEPT_BYTES = 64 << 20
-#: Side of an image that is sent with ``detail: low``.
+#: Memory for processed images; they are cached because a conversation sends its images with every call.
+_CACHED_BYTES = 64 << 20
+#: Maximum side length in pixels of an image with ``detail: low``.
 _LOW_DETAIL = 512
 _FETCH_SECONDS, _FETCHED_BYTES = 20.0, 20 << 20
 _FORMATS, _PIXELS = ("PNG", "JPEG", "GIF", "WEBP"), 1 << 25
@@ -35,13 +35,13 @@ _DATA_URL = re.compile(r"data:image/(png|jpe?g|gif|webp);base64,", re.IGNORECASE
 
 @dataclass(frozen=True)
 class SeenImage:
-    """An image as the model takes it.
+    """A processed image.
 
     Attributes:
-        digest: of its URL and detail.
-        image: a PIL image, for engines that process it themselves.
-        outputs: of the processor: tensors.
-        tokens: that it is in a prompt.
+        digest: hash of its URL and detail.
+        image: the PIL image, for engines that process it themselves.
+        outputs: tensors that the processor returned.
+        tokens: number of its tokens in a prompt.
     """
 
     digest: str
@@ -56,52 +56,57 @@ class SeenImage:
 
 
 class ImageReader:
-    """Reads the images of a server's chats; safe to use from several threads.
+    """Reads the images of a server's chats. Thread-safe.
 
     Args:
-        tokenizer: the model's; where it came from a directory with an image processor, that is the processor.
-        processor: the model's, or its directory; None: the tokenizer's directory has it, or the model reads text only.
-        hosts: names of hosts that images may be fetched from, by http and https.
+        tokenizer: the model's tokenizer.
+        processor: image processor of the model, or its directory. None uses the one in the tokenizer's directory; without one, the model
+            reads text only.
+        hosts: hosts that images may be fetched from over http and https.
     """
 
     def __init__(self, tokenizer: Any, processor: Any = None, hosts: Iterable[str] = ()) -> None:
         self._tokenizer, self._given = tokenizer, processor
         self._hosts = frozenset(host.lower() for host in hosts)
-        self._kept: OrderedDict[str, SeenImage] = OrderedDict()
+        self._cache: OrderedDict[str, SeenImage] = OrderedDict()
         self._joined: OrderedDict[tuple[str, ...], dict[str, Any]] = OrderedDict()
         self._lock = threading.Lock()
 
     @cached_property
     def sees(self) -> bool:
-        """Whether the model has a processor of images."""
+        """Whether the model reads images."""
         directory = getattr(self._tokenizer, "name_or_path", "") or ""
         return self._given is not None or (bool(directory) and (Path(directory) / "preprocessor_config.json").is_file())
 
     @cached_property
     def processor(self) -> Any:
-        """The model's processor, loaded with the first image."""
+        """The model's processor, loaded when the first image arrives."""
         return load_processor(self._tokenizer.name_or_path if self._given is None else self._given, self._tokenizer)
 
     @cached_property
     def token(self) -> str:
-        """The text of the token that stands for a part of an image."""
+        """Text of the image token; an image is a run of them in the prompt."""
         return getattr(self._given, "image_token", None) or getattr(self._tokenizer, "image_token", None) or IMAGE
 
     @cached_property
     def token_id(self) -> int | None:
-        """The id of that token; None where the model sees no images."""
+        """Id of the image token; None if the model reads text only."""
         return self._tokenizer.convert_tokens_to_ids(self.token) if self.sees else None
 
     @cached_property
     def placeholder(self) -> str:
-        """What stands for one image in a prompt."""
+        """Text that represents one image in a prompt."""
         return image_placeholder(self.processor)
 
     def see(self, part: dict[str, Any], where: str) -> SeenImage:
-        """The image of an ``image_url`` part.
+        """Read the image of an ``image_url`` part.
+
+        Args:
+            part: the part of a message.
+            where: location of the part in the request, for messages.
 
         Raises:
-            RequestError: the model reads text only, or the image is broken, too large, or elsewhere.
+            RequestError: the model reads text only, or the image is broken, too large, or at an address that is not allowed.
         """
         given = part.get("image_url")
         url, detail = (given.get("url"), given.get("detail")) if isinstance(given, dict) else (given, None)
@@ -111,21 +116,19 @@ class ImageReader:
             raise RequestError(f"{where} has no image_url with a url.", param=where)
         digest = hashlib.sha256(f"{detail}|{url}".encode(errors="surrogatepass")).hexdigest()
         with self._lock:
-            if seen := self._kept.get(digest):
-                self._kept.move_to_end(digest)
+            if seen := self._cache.get(digest):
+                self._cache.move_to_end(digest)
         if seen is None:
             seen = self._processed(digest, self._bytes(url, where), detail, where)
             with self._lock:
-                self._kept[digest] = seen
-                self._forget(self._kept, sum(other.size for other in self._kept.values()))
+                self._cache[digest] = seen
+                size = sum(other.size for other in self._cache.values())
+                while size > _CACHED_BYTES and len(self._cache) > 1:
+                    size -= self._cache.popitem(last=False)[1].size
         return seen
 
-    def _forget(self, kept: OrderedDict[Any, Any], size: int) -> None:
-        while size > _KEPT_BYTES and len(kept) > 1:
-            size -= kept.popitem(last=False)[1].size
-
     def _bytes(self, url: str, where: str) -> bytes:
-        """The file behind a URL."""
+        """Content of the image file at a URL."""
         if url[:5].lower() != "data:":
             return self._fetched(url, where)
         if not (head := _DATA_URL.match(url)):
@@ -170,8 +173,7 @@ class ImageReader:
         try:
             opened = Image.open(io.BytesIO(data), formats=_FORMATS)
             if opened.width * opened.height > _PIXELS:
-                said = f"{where} has {opened.width} x {opened.height} pixels; send at most {_PIXELS}."
-                raise RequestError(said, param=where)
+                raise RequestError(f"{where} has {opened.width} x {opened.height} pixels; send at most {_PIXELS}.", param=where)
             (image,) = as_images(opened, where)
         except (OSError, DataError, Image.DecompressionBombError) as error:
             raise RequestError(f"{where} is no image that can be read: {error}", param=where) from None
@@ -179,13 +181,13 @@ class ImageReader:
             image.thumbnail((_LOW_DETAIL, _LOW_DETAIL))
         try:
             outputs = image_inputs(self.processor, image)
-        except (ConfigError, ValueError) as error:  # no processor of this family; a side too long for it
+        except (ConfigError, ValueError) as error:  # no processor for this family, or a side that is too long for it
             raise RequestError(f"{where} cannot be shown to this server's model: {error}", param=where) from None
         merged = self.processor.image_processor.merge_size**2
         return SeenImage(digest, image, outputs, int(outputs["image_grid_thw"].prod(-1).sum()) // merged)
 
     def joined(self, images: list[SeenImage]) -> dict[str, Any]:
-        """What the model takes of several images; the calls of a conversation share it."""
+        """Concatenate the processor's outputs of several images. The result is cached for the next calls of the conversation."""
         import torch
 
         key = tuple(image.digest for image in images)
@@ -195,7 +197,7 @@ class ImageReader:
                     name: torch.cat([image.outputs[name] for image in images]) if len(images) > 1 else images[0].outputs[name]
                     for name in images[0].outputs
                 }
-                while len(self._joined) > 4:  # the calls that a conversation goes on with
+                while len(self._joined) > 4:
                     self._joined.popitem(last=False)
             return self._joined[key]
 
@@ -204,8 +206,8 @@ class Gallery:
     """The images of one request, in their order in the prompt.
 
     Args:
-        reader: of the server.
-        most_tokens: that a prompt may have; None: not known.
+        reader: the server's image reader.
+        most_tokens: maximum number of tokens of a prompt. None if it is not known.
     """
 
     def __init__(self, reader: ImageReader, most_tokens: int | None) -> None:
@@ -213,25 +215,31 @@ class Gallery:
         self._images: list[SeenImage] = []
         self._tokens = 0
 
-    def place(self, part: dict[str, Any], where: str) -> str:
-        """The text that stands for an image in the prompt.
+    def add(self, part: dict[str, Any], where: str) -> str:
+        """Add an image, and return its text in the prompt.
 
         Raises:
-            RequestError: it cannot be shown, or the prompt cannot hold it.
+            RequestError: the image cannot be read, or does not fit into a prompt.
         """
         seen = self._reader.see(part, where)
         self._images.append(seen)
         self._tokens += seen.tokens
         if self._most_tokens is not None and self._tokens > self._most_tokens:
-            said = f"The images have over {self._most_tokens} tokens, the limit of a prompt."
-            raise RequestError(said, param="messages", code=CONTEXT_LENGTH_EXCEEDED)
+            raise RequestError(
+                f"The images have over {self._most_tokens} tokens, the limit of a prompt.",
+                param="messages",
+                code=CONTEXT_LENGTH_EXCEEDED,
+            )
         return self._reader.placeholder.replace(self._reader.token, self._reader.token * seen.tokens)
 
     def inputs(self, ids: list[int]) -> dict[str, Any]:
-        """The fields of a request with these images and the prompt's ``ids``.
+        """Fields of the ``ModelRequest`` for these images.
+
+        Args:
+            ids: token ids of the prompt.
 
         Raises:
-            RequestError: the prompt has a token of an image that does not exist.
+            RequestError: the prompt has image tokens that belong to no image.
         """
         token_id = self._reader.token_id
         if token_id is not None and (found := ids.count(token_id)) != self._tokens:

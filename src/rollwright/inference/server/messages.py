@@ -1,14 +1,13 @@
 """``/v1/messages``: Anthropic's Messages API as a dialect of chat.
 
-Blocks are converted to chat messages and back; the client's key is read from ``x-api-key`` or a bearer token. Errors have the API's
-own form. The server stores a thread's messages, system prompt and tools.
+Content blocks are converted to chat messages and back. Errors have the API's own form. The server stores a thread's messages, system
+prompt and tools.
 """
 
 from __future__ import annotations
 
 import json
-from collections.abc import Awaitable, Callable, Iterator
-from functools import wraps
+from collections.abc import Iterator
 from typing import Any, ClassVar
 
 from fastapi import Request, Response
@@ -16,13 +15,12 @@ from fastapi.responses import JSONResponse
 from pydantic import ConfigDict, Field
 
 from rollwright.inference.server.bodies import SAMPLING_OF_CHAT, Body, NotEmpty
-from rollwright.inference.server.chat import check_function
 from rollwright.inference.server.dialects import (
     ChatProtocol,
     Dialect,
     Event,
-    KeptAnswer,
     OfferedTool,
+    StoredAnswer,
     chat_tools,
     count_tokens,
     object_arguments,
@@ -30,10 +28,11 @@ from rollwright.inference.server.dialects import (
     serve,
     text_or_parts,
 )
-from rollwright.inference.server.exchange import ClientGoneError, RequestError, as_request_error, logger
+from rollwright.inference.server.exchange import RequestError, as_request_error
 from rollwright.inference.server.openai_answer import OpenAICall, usage_of
+from rollwright.inference.server.prompts import check_function
 
-#: Our finish reasons in the API's words; a stop string is told apart by its text.
+#: Finish reason of a chat -> stop reason of this API. A stop string is ``stop_sequence`` instead.
 _STOP_REASONS = {"stop": "end_turn", "length": "max_tokens", "tool_calls": "tool_use"}
 #: HTTP status to the API's type of error.
 _ERROR_TYPES = {
@@ -44,14 +43,24 @@ _ERROR_TYPES = {
     429: "rate_limit_error",
     503: "overloaded_error",
 }
-
-
 #: Prefixes of the types of tools that the API's own servers run.
 _HOSTED = ("web_search_", "web_fetch_", "code_execution_", "tool_search_tool_", "advisor_", "mcp_toolset")
 
 
+def _error(error: Exception) -> dict[str, Any]:
+    refusal = as_request_error(error)
+    kind = _ERROR_TYPES.get(refusal.status, "invalid_request_error" if refusal.status < 500 else "api_error")
+    details = {"details": {"error_code": refusal.code}} if refusal.code else {}
+    return {"type": "error", "error": {"type": kind, "message": str(refusal), **details}}
+
+
 class MessagesBody(Body):
     """``/v1/messages``. Parameters of the chat request that this API lacks (``seed``, ``min_p``, …) are accepted too."""
+
+    @staticmethod
+    def error_response(error: Exception) -> Response:
+        """Build the response that reports ``error`` in Anthropic's form."""
+        return JSONResponse(_error(error), status_code=as_request_error(error).status)
 
     model_config = ConfigDict(strict=True, extra="allow", allow_inf_nan=False)
     noun = "field of /v1/messages"
@@ -120,8 +129,7 @@ class MessagesDialect(Dialect):
     }
 
     def __init__(self, protocol: ChatProtocol, body: dict[str, Any]) -> None:
-        super().__init__()
-        self.protocol = protocol
+        super().__init__(protocol)
         self.fields = fields = self._of_thread(MessagesBody.of(body))
         if not fields.messages:
             raise RequestError("messages=[]; it has to be a list with at least one message.", param="messages")
@@ -139,7 +147,7 @@ class MessagesDialect(Dialect):
             self.places += [f"messages[{index}]"] * (len(system) + len(before) + len(new) - len(self.places))
         #: The conversation without the system prompt.
         self.messages = [*before, *new]
-        goes_on = bool(new) and new[-1]["role"] == "assistant"  # the request prefills the reply
+        is_prefilled = bool(new) and new[-1]["role"] == "assistant"  # the request holds the beginning of the reply
         self.chat = {
             **(fields.model_extra or {}),
             "messages": [*system, *self.messages],
@@ -151,23 +159,25 @@ class MessagesDialect(Dialect):
             "parallel_tool_calls": False if fields.tool_choice.get("disable_parallel_tool_use") else None,
             "response_format": _chat_format(fields.output_config.get("format")),
             "reasoning_effort": fields.output_config.get("effort"),
-            "continue_final_message": True if goes_on else None,
-            "add_generation_prompt": False if goes_on else None,
+            "continue_final_message": True if is_prefilled else None,
+            "add_generation_prompt": False if is_prefilled else None,
         }
         if fields.thinking and "enable_thinking" in str(protocol.tokenizer.chat_template):
-            wanted = {"enable_thinking": fields.thinking.get("type") != "disabled"}
-            self.chat["chat_template_kwargs"] = wanted | (self.chat.get("chat_template_kwargs") or {})
+            self.chat["chat_template_kwargs"] = {
+                "enable_thinking": fields.thinking.get("type") != "disabled",
+                **(self.chat.get("chat_template_kwargs") or {}),
+            }
         self.content: list[dict[str, Any]] = []
 
     def _of_thread(self, fields: MessagesBody) -> MessagesBody:
-        """Merge the request's fields with those stored for its thread, whose conversation is ``before``."""
-        self.before: KeptAnswer | None = None
+        """Set ``before`` to the thread that the request continues, and return the request's fields with those that the thread fixes."""
+        self.before: StoredAnswer | None = None
         match fields.thread:
             case {"type": "continue", "previous_message_id": identifier}:
-                self.before = self.protocol.kept.get(identifier)
+                self.before = self.protocol.answers.get(identifier)
                 if self.before is None:
                     raise RequestError(
-                        f"There is no thread with the message {identifier!r} here: {self.protocol.kept.LIMITS}. Send the whole "
+                        f"There is no thread with the message {identifier!r} here: {self.protocol.answers.LIMITS}. Send the whole "
                         "conversation with thread={'type': 'create'}.",
                         status=404,
                         param="thread",
@@ -178,13 +188,15 @@ class MessagesDialect(Dialect):
                 return fields.model_copy(update=self.before.fixed)
             case {"type": "create"} | {}:
                 return fields
-        said = "{'type': 'create'} or {'type': 'continue', 'previous_message_id': …}"
-        raise RequestError(f"thread={fields.thread!r:.100}; it has to be {said}.", param="thread")
+        raise RequestError(
+            f"thread={fields.thread!r:.100}; it has to be {{'type': 'create'}} or {{'type': 'continue', 'previous_message_id': …}}.",
+            param="thread",
+        )
 
     # -- pieces ----------------------------------------------------------------------------------------------------------
 
     def start(self, call: OpenAICall) -> Iterator[Event]:
-        self.message: dict[str, Any] = {
+        self.answer = {
             "id": call.answer_id,
             "type": "message",
             "role": "assistant",
@@ -199,7 +211,7 @@ class MessagesDialect(Dialect):
                 "cache_read_input_tokens": 0,
             },
         }
-        yield {"type": "message_start", "message": self.message}
+        yield {"type": "message_start", "message": self.answer}
 
     def open_piece(self, kind: str) -> Iterator[Event]:
         reasoning = {"type": "thinking", "thinking": "", "signature": ""}
@@ -212,8 +224,8 @@ class MessagesDialect(Dialect):
     def close_piece(self, kind: str, text: str) -> Iterator[Event]:
         self.content[-1]["thinking" if kind == "reasoning" else "text"] = text
         if kind == "reasoning":
-            self.content[-1]["signature"] = self.message["id"]  # it is not checked when it comes back
-            yield self._delta({"type": "signature_delta", "signature": self.message["id"]})
+            self.content[-1]["signature"] = self.answer["id"]  # not checked when a client sends it back
+            yield self._delta({"type": "signature_delta", "signature": self.answer["id"]})
         yield self._stop()
 
     def tool_call(self, tool_call: dict[str, Any]) -> Iterator[Event]:
@@ -231,20 +243,17 @@ class MessagesDialect(Dialect):
             "stop_reason": "stop_sequence" if by_text else _STOP_REASONS.get(reason, "end_turn"),
             "stop_sequence": match if by_text else None,
         }
-        usage = {**self.message["usage"], "output_tokens": usage_of(call)["completion_tokens"]}
-        self.message |= {**delta, "content": self.content, "usage": usage}
+        usage = {**self.answer["usage"], "output_tokens": usage_of(call)["completion_tokens"]}
+        self.answer |= {**delta, "content": self.content, "usage": usage}
         if self.fields.thread:
             fixed = {"system": self.fields.system, "tools": self.fields.tools}
             size = self.size + (self.before.size if self.before else 0)
-            self.protocol.kept.keep([*self.messages, call.choices[0]["message"]], self.message, size, fixed)
+            self.protocol.answers.add([*self.messages, call.choices[0]["message"]], self.answer, size, fixed)
         yield {"type": "message_delta", "delta": delta, "usage": usage}
         yield {"type": "message_stop"}
 
-    def answer(self) -> dict[str, Any]:
-        return self.message
-
-    def failed(self, refusal: RequestError) -> Iterator[Event]:
-        yield _error(refusal)
+    def failed(self, refusal: RequestError) -> Event:
+        return _error(refusal)
 
     def _open(self, block: dict[str, Any]) -> Event:
         self.content.append(block)
@@ -261,7 +270,7 @@ class MessagesDialect(Dialect):
 
 
 def _chat_messages(message: dict[str, Any], where: str) -> list[dict[str, Any]]:
-    """The chat's messages of one message: the results of tools are messages of their own, before what the user says."""
+    """Convert one message to chat messages. Tool results become separate messages before the user's text."""
     role, content = message.get("role"), message.get("content")
     if role not in ("user", "assistant", "system"):
         raise RequestError(f"{where} has role {role!r}; roles are user, assistant and system.", param=where)
@@ -373,47 +382,21 @@ def _chat_format(given: Any) -> dict[str, Any] | None:
     if given is None:
         return None
     if not isinstance(given, dict) or given.get("type") != "json_schema" or not isinstance(given.get("schema"), dict):
-        said = (
-            f"output_config.format={given!r:.200} cannot be honoured: it has to be {{'type': 'json_schema', 'schema': {{…}}}}."
+        raise RequestError(
+            f"output_config.format={given!r:.200} cannot be honoured: it has to be {{'type': 'json_schema', 'schema': {{…}}}}.",
+            param="output_config.format",
         )
-        raise RequestError(said, param="output_config.format")
     return {"type": "json_schema", "json_schema": {"name": "answer", "schema": given.get("schema"), "strict": True}}
 
 
 # -- routes --------------------------------------------------------------------------------------------------------------
 
-Handler = Callable[[ChatProtocol, Request], Awaitable[Any]]
 
-
-def _error(error: Exception) -> dict[str, Any]:
-    refusal = as_request_error(error)
-    kind = _ERROR_TYPES.get(refusal.status, "invalid_request_error" if refusal.status < 500 else "api_error")
-    details = {"details": {"error_code": refusal.code}} if refusal.code else {}
-    return {"type": "error", "error": {"type": kind, "message": str(refusal), **details}}
-
-
-def _with_its_errors(handle: Handler) -> Handler:
-    @wraps(handle)
-    async def answer(protocol: ChatProtocol, request: Request) -> Any:
-        try:
-            return await handle(protocol, request)
-        except ClientGoneError:
-            raise
-        except Exception as error:  # whatever it is, the client is told
-            if as_request_error(error).status == 500:
-                logger.exception("%s failed", request.url.path)
-            return JSONResponse(_error(error), status_code=as_request_error(error).status)
-
-    return answer
-
-
-@_with_its_errors
 async def create_message(protocol: ChatProtocol, request: Request) -> Response | dict[str, Any]:
     """``POST /v1/messages``."""
     return await serve(protocol, request, MessagesDialect)
 
 
-@_with_its_errors
 async def count_message_tokens(protocol: ChatProtocol, request: Request) -> dict[str, int]:
     """``POST /v1/messages/count_tokens``."""
     return {"input_tokens": await count_tokens(protocol, request, MessagesDialect)}

@@ -13,12 +13,12 @@ from fastapi.responses import JSONResponse
 
 from rollwright.inference.engine import InferenceEngine
 from rollwright.inference.request import ModelRequest, ModelResponse, version_spans
-from rollwright.inference.server.bodies import Generate, Sampling
+from rollwright.inference.server.bodies import Generate, NativeSampling
 from rollwright.inference.server.exchange import (
     RequestError,
     Routes,
-    as_request_error,
     beside_the_loop,
+    error_event,
     event_line,
     event_stream,
     read_object,
@@ -30,13 +30,13 @@ from rollwright.inference.server.text_stream import completion_text
 
 @dataclass
 class _Completion:
-    """One completion of a parsed ``/generate``, and how its answer is written."""
+    """One completion of a parsed ``/generate``, and the options of its answer."""
 
     request: ModelRequest
     keep_stop: bool
     return_logprob: bool
     body: Generate
-    samples: bool = True  # False: the prompt is scored, and nothing more
+    samples: bool = True  # False only scores the prompt
 
 
 class NativeProtocol:
@@ -44,9 +44,9 @@ class NativeProtocol:
 
     Args:
         engine: answers the requests.
-        tokenizer: encodes ``text`` and decodes answers; None: ids only.
-        max_prompt_tokens: a longer prompt is refused.
-        max_samples: most completions of one request.
+        tokenizer: encodes ``text`` and decodes answers. None serves token ids only.
+        max_prompt_tokens: maximum length of a prompt. None sets no limit besides the context.
+        max_samples: maximum number of completions for one request.
     """
 
     def __init__(
@@ -72,10 +72,14 @@ class NativeProtocol:
         return JSONResponse(answers if as_list else answers[0])
 
     def _parse(self, given: dict[str, Any]) -> tuple[list[_Completion], bool]:
-        """The completions that are asked for, and whether the answer is a list."""
+        """Parse a body.
+
+        Returns:
+            The requested completions, and whether the answer is a list.
+        """
         body = Generate.of(given)
         prompts, as_list = self._prompts(body)
-        samplings = [Sampling.of(params or {}) for params in _one_each(body, "sampling_params", len(prompts))]
+        samplings = [NativeSampling.of(params or {}) for params in _one_each(body, "sampling_params", len(prompts))]
         asked = sum(sampling.n for sampling in samplings)
         self._reader.check_number(asked, "sampling_params")
         as_list = as_list or asked > 1
@@ -91,8 +95,10 @@ class NativeProtocol:
         for prompt, sampling, rid, (return_logprob, top, start) in zip(prompts, samplings, rids, scores, strict=True):
             gconfig, start = sampling.gconfig(), -1 if start is None else start
             if gconfig.max_new_tokens == 0 and start < 0:
-                said = "max_new_tokens=0 samples nothing: it only scores a prompt, with return_logprob and logprob_start_len."
-                raise RequestError(said, param="max_new_tokens")
+                raise RequestError(
+                    "max_new_tokens=0 samples nothing: it only scores a prompt, with return_logprob and logprob_start_len.",
+                    param="max_new_tokens",
+                )
             if start >= len(prompt):
                 raise RequestError(f"logprob_start_len={start} is not in a prompt of {len(prompt)}.", param="logprob_start_len")
             for index in range(sampling.n):
@@ -115,7 +121,7 @@ class NativeProtocol:
         return completions, as_list
 
     def _prompts(self, body: Generate) -> tuple[list[list[int]], bool]:
-        """The prompts' ids, and whether they were given as a list."""
+        """Token ids of the prompts, and whether they were given as a list."""
         given: Any = body.input_ids if body.text is None else body.text
         is_batch = isinstance(given, list) and not isinstance(given[0], int)
         prompts: list[Any] = given if is_batch else [given]
@@ -127,7 +133,7 @@ class NativeProtocol:
         return [self._reader.encode(text, "text") for text in prompts], is_batch
 
     def _answer(self, completion: _Completion, response: ModelResponse, *, final: bool = True) -> dict[str, Any]:
-        """One answer in SGLang's form; ``final`` is False for the chunks of a stream before the last."""
+        """Build an answer in SGLang's form; ``final`` is False for all chunks of a stream but the last."""
         request, body = completion.request, completion.body
         response = response if completion.samples else response.of_the_prompt()
         meta: dict[str, Any] = {
@@ -140,14 +146,14 @@ class NativeProtocol:
             "e2e_latency": response.latency,
             "ttft": response.ttft,
         }
-        text, tokenizer = "", self.tokenizer
+        text = ""
         if completion.return_logprob:
             meta |= self._scores(request, response, body.return_text_in_logprobs)
         if body.return_prompt_token_ids:
             meta["prompt_token_ids"] = request.input_ids
-        if tokenizer is not None:
+        if self.tokenizer is not None:
             text = completion_text(
-                tokenizer,
+                self.tokenizer,
                 response.output_tokens,
                 skip_special_tokens=request.gconfig.skip_special_tokens,
                 stop_match=None if completion.keep_stop else response.stop_match,
@@ -155,7 +161,7 @@ class NativeProtocol:
         return {"text": text, "output_ids": response.output_tokens, "meta_info": meta}
 
     def _scores(self, request: ModelRequest, response: ModelResponse, with_texts: bool) -> dict[str, Any]:
-        """SGLang's entries ``[log-probability, token, text or null]``; the first of the prompt's has no value."""
+        """Build SGLang's entries ``[log-probability, token, text or null]``; the prompt's first token has no log-probability."""
 
         def entry(logprob: float | None, token: int) -> tuple[float | None, int, str | None]:
             return logprob, token, self.tokenizer.decode([token]) if with_texts and self.tokenizer else None
@@ -163,9 +169,7 @@ class NativeProtocol:
         def entries(tops: list[Any]) -> list[Any]:
             return [top and [entry(logprob, token) for token, logprob in top] for top in tops]
 
-        scores: dict[str, Any] = {
-            "output_token_logprobs": list(map(entry, response.output_logprobs, response.output_tokens)),
-        }
+        scores: dict[str, Any] = {"output_token_logprobs": list(map(entry, response.output_logprobs, response.output_tokens))}
         if response.output_top_logprobs is not None:
             scores["output_top_logprobs"] = entries(response.output_top_logprobs)
         if response.input_logprobs is not None:
@@ -186,14 +190,14 @@ class NativeProtocol:
                 assert latest is not None
                 yield event_line(self._answer(completion, latest))
                 yield "data: [DONE]\n\n"
-            except Exception as error:  # whatever it is, the client is told
+            except Exception as error:
                 if latest is None:
-                    raise  # the request gets a status
-                yield event_line(as_request_error(error).body())
+                    raise  # the response gets an error status
+                yield error_event(error)
 
 
 def _one_each(body: Generate, name: str, count: int) -> list[Any]:
-    """A field that holds one value for all prompts, or a list with one for each."""
+    """Value of a field for each prompt; the field holds a list of them, or one value for all prompts."""
     value = getattr(body, name)
     if not isinstance(value, list):
         return [value] * count

@@ -2,10 +2,9 @@
 
 Invariants:
 
-* a prompt is rendered once by the model's own chat template, and what is sampled is never encoded again: ``token_ids`` are
-  the engine's tokens;
-* every finished call is shown to ``on_call`` before its answer is sent, also when it is streamed;
-* a client that goes away cancels its requests.
+* A prompt is rendered once, by the model's own chat template. Sampled tokens are never encoded again: ``token_ids`` are the engine's.
+* ``on_call`` sees every finished call before its answer is complete, whether streamed or not.
+* If a client disconnects, its requests are cancelled.
 """
 
 from __future__ import annotations
@@ -26,13 +25,11 @@ from rollwright.data.chat_template import render, stopping_at_turn_end
 from rollwright.inference.engine import InferenceEngine
 from rollwright.inference.request import ModelRequest, ModelResponse
 from rollwright.inference.server.bodies import Chat, Completion
-from rollwright.inference.server.chat import beginning_of_reply, has_images, template_messages, tools_of
-from rollwright.inference.server.dialects import KeptAnswers
+from rollwright.inference.server.dialects import AnswerStore
 from rollwright.inference.server.exchange import (
     LARGE,
     RequestError,
     Routes,
-    as_request_error,
     beside_the_loop,
     event_line,
     event_stream,
@@ -50,7 +47,14 @@ from rollwright.inference.server.openai_answer import (
     partial_responses,
     usage_of,
 )
-from rollwright.inference.server.prompts import PromptReader, Prompts
+from rollwright.inference.server.prompts import (
+    PromptReader,
+    Prompts,
+    beginning_of_reply,
+    has_images,
+    template_messages,
+    tools_of,
+)
 from rollwright.inference.server.response_format import reply_grammar
 from rollwright.inference.server.responses import RESPONSES_ROUTES
 from rollwright.inference.server.text_stream import ReasoningSplit
@@ -58,7 +62,7 @@ from rollwright.inference.server.tokens import TOKENS_ROUTES
 from rollwright.inference.server.tool_calls import tool_convention
 from rollwright.tracking.logging import getLogger
 
-#: Sampling parameters that have the generation argument's name.
+#: Sampling parameters with the same name in ``GenerationHyperparameters``.
 _SAMPLING = (
     *("temperature", "top_p", "top_k", "min_p", "frequency_penalty", "presence_penalty", "repetition_penalty", "logit_bias"),
     *("stop_token_ids", "ignore_eos"),
@@ -75,25 +79,25 @@ def _warn(warning: str) -> None:
 
 
 class OpenAIProtocol:
-    """``/v1/models``, ``/v1/completions`` and ``/v1/chat/completions`` over an engine.
+    """Serves the OpenAI protocol and its dialects over an engine.
 
     Include ``router`` in a FastAPI application. The engine may be any ``InferenceEngine``: the built-in one, a client of
     servers, or an engine bound to a sample.
 
     Args:
         engine: answers every call.
-        tokenizer: the model's, with its chat template.
-        model_name: the name that requests give.
-        on_call: sees each finished call (plain or async); an exception of it fails the call.
-        defaults: sampling of parameters that a request leaves out; the protocol's own where None.
-        context_length: prompt and new tokens together; None: the engine's.
-        max_prompt_tokens: a longer prompt is refused.
-        max_samples: the largest ``n``.
-        processor: of the model's images, or its directory; None: that of the tokenizer's directory, where it has one.
-        image_hosts: names of hosts that images may be fetched from; others come as ``data:`` URLs.
+        tokenizer: the model's tokenizer, with its chat template.
+        model_name: name of the model in requests.
+        on_call: called with each finished call, plain or async. If it raises, the call fails.
+        defaults: values of generation arguments that a request omits. None uses the protocol's defaults.
+        context_length: maximum length of prompt and new tokens together. None uses the engine's.
+        max_prompt_tokens: maximum length of a prompt. None sets no limit besides the context.
+        max_samples: maximum number of completions for one request.
+        processor: image processor of the model, or its directory. None uses the one in the tokenizer's directory, if any.
+        image_hosts: hosts that images may be fetched from. Other images must be ``data:`` URLs.
     """
 
-    #: Further names of the model.
+    #: Other names that requests may use for the model.
     other_names: ClassVar[tuple[str, ...]] = ()
 
     def __init__(
@@ -119,8 +123,8 @@ class OpenAIProtocol:
         self._reader = PromptReader(tokenizer, self._context_length, max_prompt_tokens, max_samples)
         self.images = ImageReader(tokenizer, processor, image_hosts)
         self._template_kwargs: dict[str, Any] = {}
-        self.kept = KeptAnswers()
-        self.malformed_tool_calls = 0  # in replies so far
+        self.answers = AnswerStore()
+        self.malformed_tool_calls = 0  # in all replies so far
         self.convention = tool_convention(getattr(tokenizer, "chat_template", None) or "")
 
     @property
@@ -132,16 +136,28 @@ class OpenAIProtocol:
 
     def _card(self) -> dict[str, Any]:
         """Description of the model, with the fields of OpenAI's API and Anthropic's."""
-        card = {"id": self.model_name, "object": "model", "created": 0, "owned_by": "rollwright"}
-        card |= {"type": "model", "display_name": self.model_name, "created_at": "1970-01-01T00:00:00Z", "lifecycle": "active"}
-        if self._context_length:
-            card |= {"max_model_len": self._context_length, "max_input_tokens": self._context_length}
-        return card
+        length = self._context_length
+        return {
+            "id": self.model_name,
+            "object": "model",
+            "created": 0,
+            "owned_by": "rollwright",
+            "type": "model",
+            "display_name": self.model_name,
+            "created_at": "1970-01-01T00:00:00Z",
+            "lifecycle": "active",
+            **({"max_model_len": length, "max_input_tokens": length} if length else {}),
+        }
 
-    async def models(self, _: Request) -> dict[str, Any]:
+    async def models(self, request: Request) -> dict[str, Any]:
         """``GET /v1/models``."""
-        ends = {"first_id": self.model_name, "last_id": self.model_name, "has_more": False}
-        return {"object": "list", "data": [self._card()], **ends}
+        return {
+            "object": "list",
+            "data": [self._card()],
+            "first_id": self.model_name,
+            "last_id": self.model_name,
+            "has_more": False,
+        }
 
     async def model(self, request: Request) -> dict[str, Any]:
         """``GET /v1/models/NAME``."""
@@ -158,7 +174,7 @@ class OpenAIProtocol:
 
     async def _serve(self, request: Request, endpoint: str) -> Response | dict[str, Any]:
         body, size = await read_object(request)
-        call = await self._open(request, endpoint, body, size, "chatcmpl-" if endpoint == CHAT else "cmpl-")
+        call = await self.open_call(request, endpoint, body, size, "chatcmpl-" if endpoint == CHAT else "cmpl-")
         if body.get("stream"):
             include_usage = bool((body.get("stream_options") or {}).get("include_usage"))
             return await event_stream(request, self._events(call, include_usage))
@@ -166,22 +182,22 @@ class OpenAIProtocol:
         answer = self._head(call, "chat.completion") | {"choices": call.choices, "usage": usage_of(call)}
         return answer | ({"prompt_token_ids": call.requests[0].input_ids} if call.return_token_ids and call.is_chat else {})
 
-    async def open_chat(
-        self, request: Request, chat: dict[str, Any], size: int, prefix: str, warnings: Sequence[str] = ()
-    ) -> OpenAICall:
-        """Prepare a chat request that a dialect made from ``size`` bytes; its answer's id begins with ``prefix``.
-
-        ``warnings`` list the parts that the dialect left out.
-        """
-        return await self._open(request, CHAT, chat, size, prefix, warnings)
-
-    async def open_completion(self, request: Request, completion: dict[str, Any], size: int, prefix: str) -> OpenAICall:
-        """The same for a completion."""
-        return await self._open(request, COMPLETION, completion, size, prefix)
-
-    async def _open(
+    async def open_call(
         self, request: Request, endpoint: str, body: dict[str, Any], size: int, prefix: str, warnings: Sequence[str] = ()
     ) -> OpenAICall:
+        """Check a request, read its prompts, and make a call of it.
+
+        Args:
+            request: the HTTP request.
+            endpoint: ``CHAT`` or ``COMPLETION``.
+            body: the body, translated to the endpoint's if the request is in a dialect.
+            size: bytes of the request's body.
+            prefix: prefix of the answer's id.
+            warnings: descriptions of the parts that the dialect left out.
+
+        Raises:
+            RequestError: the request cannot be served.
+        """
         asked = (Chat if endpoint == CHAT else Completion).of(body)
         fields = asked.given()
         self._check_model(fields)
@@ -195,13 +211,20 @@ class OpenAIProtocol:
         return call
 
     async def read_prompts(self, request: Request, endpoint: str, fields: dict[str, Any], size: int) -> Prompts:
-        """The prompts in a request's ``fields``, whose body has ``size`` bytes."""
+        """Read the prompts of a request, in a thread if that takes long.
+
+        Args:
+            request: the HTTP request.
+            endpoint: ``CHAT`` or ``COMPLETION``.
+            fields: parameters of the request.
+            size: bytes of the request's body.
+        """
         if endpoint == CHAT and has_images(fields["messages"]):
             size = max(size, LARGE)
         return await beside_the_loop(request, size, self._prompts, endpoint, fields)
 
     async def complete(self, request: Request, call: OpenAICall) -> None:
-        """Have the engine answer a call; it is shown to ``on_call`` then."""
+        """Let the engine answer a call, and pass it to ``on_call``."""
         await self._finish(call, await while_connected(request, self.engine.agenerate_batch(call.requests)))
 
     # -- requests ------------------------------------------------------------------------------------------------------
@@ -209,19 +232,21 @@ class OpenAIProtocol:
     def _check_model(self, fields: dict[str, Any]) -> None:
         if (name := fields.get("model", "")) not in ("", self.model_name, *self.other_names):
             also = f", also as {' and '.join(self.other_names)}" if self.other_names else ""
-            said = f"There is no model {name!r}; this server serves {self.model_name!r}{also}."
-            raise RequestError(said, status=404, param="model")
+            raise RequestError(
+                f"There is no model {name!r}; this server serves {self.model_name!r}{also}.", status=404, param="model"
+            )
 
     def _prompts(self, endpoint: str, fields: dict[str, Any]) -> Prompts:
         if endpoint == CHAT:
             return self.chat_prompts(fields)
         given: Any = fields["prompt"]
         items = [given] if isinstance(given, str) or isinstance(given[0], int) else given
-        encode, check = self._reader.encode, self._reader.checked
-        return Prompts([encode(item, "prompt") if isinstance(item, str) else check(item, "prompt") for item in items])
+        return Prompts(
+            [(self._reader.encode if isinstance(item, str) else self._reader.checked)(item, "prompt") for item in items]
+        )
 
     def _variables(self, fields: dict[str, Any]) -> dict[str, Any]:
-        """Variables of the chat template; ``reasoning_effort`` where the template knows it."""
+        """Variables of the chat template, with ``reasoning_effort`` if the template uses it."""
         given = {**self._template_kwargs, **(fields.get("chat_template_kwargs") or {})}
         if (effort := fields.get("reasoning_effort")) and "reasoning_effort" in str(
             getattr(self.tokenizer, "chat_template", "")
@@ -234,7 +259,7 @@ class OpenAIProtocol:
         return self.chat_prompts(fields).ids[0]
 
     def chat_prompts(self, fields: dict[str, Any]) -> Prompts:
-        """A chat request's prompt by the model's chat template, with what stands for its images.
+        """Render the prompt of a chat request with the model's chat template, including its images.
 
         Raises:
             RequestError: a message is malformed, or the template refuses the conversation.
@@ -244,17 +269,16 @@ class OpenAIProtocol:
             raise RequestError("The model has no chat template; use /v1/completions.", param="messages")
         gallery = Gallery(self.images, self._reader.limit)
         try:
-            messages = template_messages(fields["messages"], gallery.place)
+            messages = template_messages(fields["messages"], gallery.add)
             for message in messages if self.images.sees else ():
-                if message["role"] == "assistant":  # what it once sampled stands for no image
+                if message["role"] == "assistant":  # a sampled image token has no image
                     message["content"] = message["content"].replace(self.images.token, "")
             ids = self._render(messages, tools_of(fields), fields, variables)
         except RequestError:
             raise
         except Exception as error:  # jinja raises its own errors for conversations that a template does not allow
             raise RequestError(f"The chat template refuses the conversation: {error}", param="messages") from error
-        begun = beginning_of_reply(fields, self.convention)
-        if begun:
+        if begun := beginning_of_reply(fields, self.convention):
             ids = [*ids, *self.tokenizer.encode(begun, add_special_tokens=False)]
         ids = self._reader.checked(ids, "messages")
         return Prompts([ids], messages, gallery.inputs(ids))
@@ -281,7 +305,7 @@ class OpenAIProtocol:
         self._reader.check_number(samples * len(prompts.ids), "n")
         requests = []
         given = fields.get("logprobs", False)
-        returns_logprobs = given is not False  # 0 asks for the sampled tokens' and no alternatives
+        returns_logprobs = given is not False  # 0 requests those of the sampled tokens, without alternatives
         top = fields.get("top_logprobs", 0) if endpoint == CHAT else int(given) if given is not True else 0
         if top and not returns_logprobs:
             raise RequestError("top_logprobs needs logprobs=true.", param="top_logprobs")
@@ -290,13 +314,11 @@ class OpenAIProtocol:
         for prompt in prompts.ids:
             gconfig = self._gconfig(fields, endpoint, len(prompt), begins_reasoning)
             for index in range(samples):
-                seed = None if "seed" not in fields else fields["seed"] + index
-                rid = fields.get("rid") or uuid.uuid4().hex
                 requests.append(
                     ModelRequest(
                         input_ids=prompt,
-                        gconfig=gconfig.new(seed=seed),
-                        rid=rid,
+                        gconfig=gconfig.new(seed=fields["seed"] + index if "seed" in fields else None),
+                        rid=fields.get("rid") or uuid.uuid4().hex,
                         tokenizer=self.tokenizer,
                         top_logprobs=top,
                         prompt_logprobs_from=0 if fields.get("echo") and returns_logprobs else None,
@@ -322,16 +344,19 @@ class OpenAIProtocol:
         )
 
     def _separates_reasoning(self, fields: dict[str, Any]) -> bool:
-        """Whether the model's template knows reasoning, and nobody asked to leave it in the text or begun a call."""
-        knows = ReasoningSplit.OPENING in str(getattr(self.tokenizer, "chat_template", None))
-        return knows and fields.get("separate_reasoning", True) and not beginning_of_reply(fields, self.convention)
+        """Whether reasoning is returned separately: if the template uses it, unless the request disables that or forces a tool call."""
+        return (
+            ReasoningSplit.OPENING in str(getattr(self.tokenizer, "chat_template", None))
+            and fields.get("separate_reasoning", True)
+            and not beginning_of_reply(fields, self.convention)
+        )
 
     def _gconfig(
         self, fields: dict[str, Any], endpoint: str, prompt_length: int, begins_reasoning: bool = False
     ) -> GenerationHyperparameters:
         defaults, stop = self._defaults, fields.get("stop", self._defaults.stop)
         sampling = {name: fields[name] for name in _SAMPLING if name in fields}
-        if self.images.token_id is not None:  # a sampled image token stands for an image that does not exist
+        if self.images.token_id is not None:  # there is no image for a sampled image token
             sampling["stop_token_ids"] = [*sampling.get("stop_token_ids", defaults.stop_token_ids), self.images.token_id]
         given = fields.get("max_completion_tokens", fields.get("max_tokens"))
         room = max(1, (self._context_length or math.inf) - prompt_length)
@@ -350,7 +375,7 @@ class OpenAIProtocol:
         return stopping_at_turn_end(gconfig, self.tokenizer, **self._variables(fields)) if endpoint == CHAT else gconfig
 
     def _end_of_calls(self, fields: dict[str, Any]) -> list[str]:
-        """What ends a reply after its first tool call, where no more are wanted."""
+        """Stop string that ends a reply after its first tool call, if the request allows only one."""
         if fields.get("parallel_tool_calls", True) or not tools_of(fields):
             return []
         if self.convention.closing is None:
@@ -361,7 +386,7 @@ class OpenAIProtocol:
         return [self.convention.closing]
 
     def _grammar(self, fields: dict[str, Any], begins_reasoning: bool) -> dict[str, str]:
-        """Generation argument that constrains a reply to ``response_format`` or ``structured_outputs``."""
+        """Generation argument that enforces ``response_format`` or ``structured_outputs``."""
         wanted = [each for name in ("response_format", "structured_outputs") if (each := fields.get(name)) is not None]
         if not wanted:
             return {}
@@ -369,15 +394,14 @@ class OpenAIProtocol:
         if len(wanted) > 1:
             raise RequestError("structured_outputs cannot be combined with response_format.", param="structured_outputs")
         if beginning_of_reply(fields, self.convention):
-            said = f"{structure.param} cannot be honoured if tool_choice forces a call."
-            raise RequestError(said, param=structure.param)
+            raise RequestError(f"{structure.param} cannot be honoured if tool_choice forces a call.", param=structure.param)
         convention = self.convention if tools_of(fields) else None
         return reply_grammar(structure, self.tokenizer, convention=convention, begins_reasoning=begins_reasoning)
 
     # -- answers -------------------------------------------------------------------------------------------------------
 
     async def _finish(self, call: OpenAICall, responses: list[ModelResponse]) -> None:
-        """Write the choices of a call whose responses are complete, and show it to ``on_call``."""
+        """Set the responses and choices of a finished call, and pass it to ``on_call``."""
         for request, response in zip(call.requests, responses, strict=True):
             if request.top_logprobs and response.output_top_logprobs is None:
                 raise RequestError("The engine behind this server gives no alternatives.", param="top_logprobs")
@@ -403,7 +427,7 @@ class OpenAIProtocol:
         }
 
     async def chunks(self, call: OpenAICall) -> AsyncGenerator[dict[str, Any], None]:
-        """The choices of a streamed call, chunk by chunk. The first comes only after the engine took every request."""
+        """Stream the choices of a call in chunks. The first one comes after the engine has accepted every request."""
         streams = [ChoiceStream(call, index, self.tokenizer, self.convention) for index in range(len(call.requests))]
         latest: dict[int, ModelResponse] = {}
         async with contextlib.aclosing(partial_responses(self.engine, call.requests)) as partials:
@@ -424,23 +448,16 @@ class OpenAIProtocol:
 
     async def _events(self, call: OpenAICall, include_usage: bool) -> AsyncGenerator[str, None]:
         """The server-sent events of a streamed call."""
-        head, has_begun = self._head(call, "chat.completion.chunk"), False
-        try:
-            async with contextlib.aclosing(self.chunks(call)) as chunks:
-                async for chunk in chunks:
-                    has_begun = True
-                    yield event_line({**head, **chunk})
-        except Exception as error:  # of the engine or of on_call: whatever it is, the client is told
-            if not has_begun:
-                raise  # nothing was sent: the request gets a status
-            yield event_line(as_request_error(error).body())
-            return
+        head = self._head(call, "chat.completion.chunk")
+        async with contextlib.aclosing(self.chunks(call)) as chunks:
+            async for chunk in chunks:
+                yield event_line({**head, **chunk})
         if include_usage:
             yield event_line({**head, "choices": [], "usage": usage_of(call)})
         yield "data: [DONE]\n\n"
 
 
-#: Method, path, handler and body of each route; a request is compared with one after the other.
+#: Method, path, handler and body of each route. FastAPI compares a request with one after the other.
 ROUTES = (
     ("POST", "/v1/chat/completions", OpenAIProtocol.chat, Chat),
     *RESPONSES_ROUTES,

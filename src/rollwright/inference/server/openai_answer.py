@@ -1,4 +1,4 @@
-"""A call of the OpenAI protocol and its answer: choices, log-probabilities, usage, and the chunks of a stream."""
+"""Calls of the OpenAI protocol and their answers: choices, log-probabilities, usage, and the chunks of a stream."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from typing import Any
 
 from rollwright.data.chat_template import without_end
 from rollwright.inference.request import ModelRequest, ModelResponse, version_spans
-from rollwright.inference.server.text_stream import ReasoningSplit, TextStream, completion_text, held_back
+from rollwright.inference.server.text_stream import ReasoningSplit, TextStream, completion_text, held_back, without
 from rollwright.inference.server.tool_calls import ToolCall, ToolConvention
 
 CHAT, COMPLETION = "chat", "completion"
@@ -22,16 +22,29 @@ CHAT, COMPLETION = "chat", "completion"
 
 @dataclass
 class OpenAICall:
-    """One call of the OpenAI protocol, with everything that was asked and answered.
+    """One call of the OpenAI protocol: request, responses and choices.
 
     Attributes:
-        endpoint: ``"chat"`` or ``"completion"``.
-        body: the request, as a chat's or completion's.
-        messages: of a chat, as its template was given them.
-        requests: one for each choice, in the order of the choices.
-        responses: what the engine answered to each; complete when ``on_call`` sees the call.
-        choices: the choices of the answer, in the protocol's form.
-        started: ``time.time()`` at arrival.
+        endpoint: ``CHAT`` or ``COMPLETION``.
+        body: body of the request, translated to the endpoint's if it was in a dialect.
+        requests: requests to the engine, one for each choice.
+        responses: responses of the engine; set before ``on_call`` is called.
+        choices: choices of the answer, in the protocol's form.
+        started: time of arrival, from ``time.time()``.
+        id: unique id of the call.
+        messages: messages of a chat, as they were passed to its template.
+        prefix: prefix of the answer's id.
+        samples: completions for each prompt.
+        malformed_tool_calls: tool calls in the replies that cannot be parsed.
+        tools: True if the request offers tools.
+        begun: text of a forced tool call with which every reply begins; not sampled.
+        logprobs: return log-probabilities.
+        echo: put the prompt in front of each completion.
+        samples_nothing: only score the prompt.
+        return_token_ids: return the ids of the sampled tokens.
+        keep_stop: keep the stop string in the text.
+        separates_reasoning: return the reasoning separately.
+        begins_reasoning: True if the prompt ends inside the reasoning.
     """
 
     endpoint: str
@@ -41,22 +54,19 @@ class OpenAICall:
     choices: list[dict[str, Any]] = field(default_factory=list)
     started: float = field(default_factory=time.time)
     id: str = field(default_factory=lambda: uuid.uuid4().hex)
-
     messages: list[dict[str, Any]] = field(default_factory=list)
-
-    # How the answer is written.
-    prefix: str = ""  # of its id
+    prefix: str = ""
     samples: int = 1
     malformed_tool_calls: int = 0
     tools: bool = False
-    begun: str = ""  # text that every reply begins with, given and not sampled: of a forced tool call
+    begun: str = ""
     logprobs: bool = False
-    echo: bool = False  # the prompt stands before each completion
-    samples_nothing: bool = False  # the prompt is scored, and nothing more
+    echo: bool = False
+    samples_nothing: bool = False
     return_token_ids: bool = False
     keep_stop: bool = False
     separates_reasoning: bool = False
-    begins_reasoning: bool = False  # the prompt has opened it
+    begins_reasoning: bool = False
 
     @property
     def is_chat(self) -> bool:
@@ -64,17 +74,17 @@ class OpenAICall:
         return self.endpoint == CHAT
 
     def echoed(self, index: int, tokenizer: Any) -> str:
-        """The text of the prompt that stands before a completion."""
+        """Text of the prompt in front of a completion; empty if it is not requested."""
         return tokenizer.decode(self.requests[index].input_ids, skip_special_tokens=True) if self.echo else ""
 
     @property
     def answer_id(self) -> str:
-        """The id of the answer, as the client sees it."""
+        """Id of the answer, as the client sees it."""
         return self.prefix + self.id
 
 
 def usage_of(call: OpenAICall) -> dict[str, Any]:
-    """Tokens of a call; a prompt that is sampled several times counts once."""
+    """Count the tokens of a call; a prompt counts once, even if it is sampled several times."""
     prompt_tokens = sum(len(request.input_ids) for request in call.requests) // call.samples
     completion_tokens = sum(len(response.output_tokens) for response in call.responses)
     usage: dict[str, Any] = {
@@ -89,7 +99,7 @@ def usage_of(call: OpenAICall) -> dict[str, Any]:
 
 
 def _reasoning_tokens(request: ModelRequest, response: ModelResponse, choice: dict[str, Any]) -> int:
-    """How many tokens end with the one that closes the reasoning; all where none does."""
+    """Number of tokens up to the one that closes the reasoning; all tokens if none does."""
     if "reasoning_content" not in choice["message"]:
         return 0
     tokenizer, tokens = request.tokenizer, response.output_tokens
@@ -99,14 +109,22 @@ def _reasoning_tokens(request: ModelRequest, response: ModelResponse, choice: di
 
     mark = tokenizer.convert_tokens_to_ids(ReasoningSplit.CLOSING)
     if mark in tokens and tokenizer.decode([mark], skip_special_tokens=False) == ReasoningSplit.CLOSING:
-        return tokens.index(mark) + 1  # a long reply is not decoded again
+        return tokens.index(mark) + 1  # without decoding a long reply again
     return bisect.bisect_left(range(len(tokens)), True, key=closed)
 
 
 def logprobs_of(
     call: OpenAICall, response: ModelResponse, tokenizer: Any, start: int = 0, *, echo: bool = False
 ) -> dict[str, Any]:
-    """Log-probabilities of the output tokens from ``start`` on, in the endpoint's form; with ``echo`` behind the prompt's."""
+    """Build the log-probabilities of a choice in the endpoint's form.
+
+    Args:
+        call: the call.
+        response: the engine's response, complete or partial.
+        tokenizer: the model's tokenizer.
+        start: index of the first output token to include.
+        echo: include the prompt's tokens.
+    """
 
     def text_of(token: int) -> str:
         return tokenizer.decode([token], skip_special_tokens=False)
@@ -145,18 +163,12 @@ _special_texts_of: weakref.WeakKeyDictionary[Any, list[str]] = weakref.WeakKeyDi
 
 
 def _special_texts(tokenizer: Any) -> list[str]:
-    """What special tokens are decoded to, longest first."""
+    """Texts of all special tokens, longest first."""
     if tokenizer not in _special_texts_of:
         added = getattr(tokenizer, "added_tokens_decoder", {}).values()
         texts = {*tokenizer.all_special_tokens, *(str(token) for token in added if token.special)}
         _special_texts_of[tokenizer] = sorted(texts, key=len, reverse=True)
     return _special_texts_of[tokenizer]
-
-
-def _without(text: str, marks: list[str]) -> str:
-    for mark in marks:
-        text = text.replace(mark, "")
-    return text
 
 
 def _split_of(call: OpenAICall, special: list[str]) -> ReasoningSplit | None:
@@ -166,9 +178,9 @@ def _split_of(call: OpenAICall, special: list[str]) -> ReasoningSplit | None:
 def answer_choice(
     call: OpenAICall, index: int, response: ModelResponse, tokenizer: Any, convention: ToolConvention
 ) -> dict[str, Any]:
-    """One choice of an answer that is not streamed.
+    """Build one choice of a complete answer.
 
-    Marks of some conventions are special tokens, so tool calls are looked for before special tokens are left out.
+    In some formats special tokens mark tool calls, so tool calls are parsed before special tokens are removed.
     """
     request, calls = call.requests[index], list[ToolCall]()
     skips = request.gconfig.skip_special_tokens
@@ -191,8 +203,8 @@ def answer_choice(
     if call.tools:
         reply = call.begun + without_end(text, tokenizer)
         text, calls, malformed = convention.parse(reply, call.body.get("tools"))
-        call.malformed_tool_calls += len(malformed) if response.stop_reason == "stop" else 0  # a limit cut it otherwise
-        text = _without(text, _special_texts(tokenizer)) if skips else text
+        call.malformed_tool_calls += len(malformed) if response.stop_reason == "stop" else 0  # otherwise a limit cut the call
+        text = without(text, _special_texts(tokenizer)) if skips else text
     message: dict[str, Any] = {"role": "assistant", "content": text or (None if calls else "")}
     if split is not None and split.reasoning:
         message["reasoning_content"] = split.reasoning
@@ -204,27 +216,26 @@ def answer_choice(
 
 
 class ChoiceStream:
-    """The chunks of one choice: text as it becomes certain, tool calls when they are whole."""
+    """Builds the chunks of one choice: text as it becomes certain, tool calls when they are complete."""
 
     def __init__(self, call: OpenAICall, index: int, tokenizer: Any, convention: ToolConvention) -> None:
         self.call, self.index, self.tokenizer, self.convention = call, index, tokenizer, convention
         gconfig = call.requests[index].gconfig
         self.text = TextStream(
             tokenizer,
-            skip_special_tokens=gconfig.skip_special_tokens and not call.tools,  # which may be the marks of tool calls
+            skip_special_tokens=gconfig.skip_special_tokens and not call.tools,  # special tokens may mark tool calls
             stop=None if call.keep_stop else gconfig.stop,
         )
         self.special = _special_texts(tokenizer) if call.tools and gconfig.skip_special_tokens else []
         self.split = _split_of(call, self.special)
         self.sent_tokens = 0
         self.sent_text = self.sent_reasoning = ""
-        self.held = ""
-        self.echo = call.echoed(index, tokenizer)  # not sent yet
+        self.held = call.echoed(index, tokenizer)  # text that is not sent yet
         self.scores_prompt = call.echo
 
     def advance(self, response: ModelResponse) -> dict[str, Any] | None:
-        """A chunk with what is new in ``response``; None where nothing is certain yet."""
-        reasoning, piece = "", self._echo() + self.text.push(response.output_tokens[self.sent_tokens :])
+        """Build a chunk of what is new in ``response``; None if nothing new is certain."""
+        reasoning, piece = "", self.text.push(response.output_tokens[self.sent_tokens :])
         if self.split is not None:
             reasoning, piece = self.split.push(piece)
             self.sent_reasoning += reasoning
@@ -238,7 +249,7 @@ class ChoiceStream:
         return self._chunk(response, delta)
 
     def last(self, response: ModelResponse, complete: dict[str, Any]) -> list[dict[str, Any]]:
-        """The chunks that end the choice; ``complete`` is the choice as it would stand in one answer."""
+        """Build the last chunks of the choice; ``complete`` is the choice of a complete answer."""
         chunks: list[dict[str, Any]] = []
         if not self.call.is_chat:
             rest = complete["text"][len(self.sent_text) :]
@@ -261,24 +272,19 @@ class ChoiceStream:
             chunks[-1]["weight_versions"] = complete["weight_versions"]
         return chunks
 
-    def _echo(self) -> str:
-        echo, self.echo = self.echo, ""
-        return echo
-
     def _release(self, piece: str) -> str:
-        if not self.call.tools:
-            self.sent_text += piece
-            return piece
+        """Return the text that cannot belong to a tool call."""
         self.held += piece
         if self.call.begun:
-            return ""  # the reply is a call, which is sent when it is whole
-        marks = list(self.convention.marks)
-        found = [position for mark in marks if (position := self.held.find(mark)) >= 0]
-        cut = min(found) if found else len(self.held) - held_back(self.held, marks)
-        cut -= held_back(self.held[:cut], self.special)
-        cut = len(self.held[:cut].rstrip())  # white space before a call is not text
-        released, self.held = self.held[:cut], self.held[cut:]
-        released = _without(released, self.special)
+            return ""  # the reply is a tool call, which is sent when it is complete
+        cut = len(self.held)
+        if self.call.tools:
+            marks = list(self.convention.marks)
+            found = [position for mark in marks if (position := self.held.find(mark)) >= 0]
+            cut = min(found) if found else cut - held_back(self.held, marks)
+            cut -= held_back(self.held[:cut], self.special)
+            cut = len(self.held[:cut].rstrip())  # white space before a call is not text
+        released, self.held = without(self.held[:cut], self.special), self.held[cut:]
         self.sent_text += released
         return released
 
@@ -295,14 +301,14 @@ class ChoiceStream:
 
 
 async def partial_responses(engine: Any, requests: list[ModelRequest]) -> AsyncGenerator[tuple[int, ModelResponse], None]:
-    """The responses to several requests as they grow, each with its request's index; the first failure ends all."""
+    """Yield partial responses to several requests, each with the index of its request. The first error ends all of them."""
     queue: asyncio.Queue[tuple[int, ModelResponse | Exception | None]] = asyncio.Queue(maxsize=64)
 
     async def follow(index: int, request: ModelRequest) -> None:
         try:
             async for partial in engine.astream(request):
                 await queue.put((index, partial))
-        except Exception as error:  # whatever it is, the reader of the queue raises it
+        except Exception as error:  # raised by the reader of the queue
             await queue.put((index, error))
         await queue.put((index, None))
 

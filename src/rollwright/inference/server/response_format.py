@@ -1,6 +1,4 @@
-"""Structured output: ``response_format``, its equivalents in other dialects and vLLM's ``structured_outputs``, and the grammars that
-enforce them.
-"""
+"""Structured output: convert ``response_format``, its equivalents in other dialects and vLLM's ``structured_outputs`` to grammars."""
 
 from __future__ import annotations
 
@@ -24,7 +22,7 @@ class Structure(NamedTuple):
     Attributes:
         kind: the generation argument that enforces it.
         text: JSON Schema, a regular expression or a Lark grammar.
-        param: the request's parameter that asked for it.
+        param: the request's parameter that requested it.
     """
 
     kind: Literal["json_schema", "regex", "grammar"]
@@ -33,7 +31,7 @@ class Structure(NamedTuple):
 
 
 def format_structure(given: dict[str, Any]) -> Structure | None:
-    """The JSON Schema that a ``response_format`` (or the Responses protocol's ``text.format``) asks for; None: free text."""
+    """Structure that a ``response_format``, or ``text.format`` of the Responses API, requests; None for free text."""
     kind = given.get("type")
     if kind == "text":
         return None
@@ -50,10 +48,10 @@ def format_structure(given: dict[str, Any]) -> Structure | None:
 
 
 def outputs_structure(given: dict[str, Any]) -> Structure | None:
-    """Structure that vLLM's ``structured_outputs`` ask for; None if none."""
+    """Structure that vLLM's ``structured_outputs`` request; None if they request none."""
     param = "structured_outputs"
     wanted = {name: value for name, value in given.items() if value not in (None, False, "")}
-    wanted.pop("disable_fallback", None)  # there is no fallback here
+    wanted.pop("disable_fallback", None)  # this server has no fallback
     match wanted:
         case {"json": dict() | str() as schema, **rest} if not rest:
             return Structure("json_schema", schema if isinstance(schema, str) else json.dumps(schema), param)
@@ -79,7 +77,7 @@ def _escaped(text: str) -> str:
 
 
 def _lark(text: str) -> str:
-    """Return a grammar in Lark; EBNF as in llama.cpp and xgrammar is converted."""
+    """Convert a grammar to Lark, if it is in the EBNF of llama.cpp and xgrammar."""
     if "::=" not in text:
         return text
     try:
@@ -105,7 +103,7 @@ def reply_grammar(
         begins_reasoning: the prompt opens the model's reasoning, so the answer follows its end.
 
     Raises:
-        RequestError: tool calls cannot be told from other JSON, or the grammar cannot be nested in another.
+        RequestError: tool calls cannot be distinguished from other JSON, or the grammar cannot be nested in another.
     """
     if convention is None and not begins_reasoning:
         return {structure.kind: structure.text}
@@ -116,8 +114,10 @@ def reply_grammar(
     start, rules = "answer", [f"answer: {answer}"]
     if convention is not None:
         if "{" in convention.marks:
-            said = f"{structure.param} cannot be honoured with tools: calls in this model's template look like any other JSON."
-            raise RequestError(said, param=structure.param)
+            raise RequestError(
+                f"{structure.param} cannot be honoured with tools: calls in this model's template look like any other JSON.",
+                param=structure.param,
+            )
         marks = " | ".join(_mark(mark, tokenizer) for mark in convention.marks)
         start, rules = "(answer | call)", [*rules, f"call: ({marks}) {_TEXT}"]
     if begins_reasoning:
@@ -133,6 +133,6 @@ def _slashes_escaped(regex: str) -> str:
 
 
 def _mark(text: str, tokenizer: Any) -> str:
-    """A text in a Lark grammar of llguidance, where special tokens have no text."""
+    """Write a text for a Lark grammar of llguidance, in which special tokens are written by their ids."""
     ids = tokenizer.encode(text, add_special_tokens=False)
     return f"<[{ids[0]}]>" if len(ids) == 1 and ids[0] in tokenizer.all_special_ids else json.dumps(text)

@@ -15,14 +15,13 @@ from fastapi import Request, Response
 from pydantic import ConfigDict, Field
 
 from rollwright.inference.server.bodies import SAMPLING_OF_CHAT, Body
-from rollwright.inference.server.chat import check_function
 from rollwright.inference.server.dialects import (
+    AnswerStore,
     ChatProtocol,
     Dialect,
     Event,
-    KeptAnswer,
-    KeptAnswers,
     OfferedTool,
+    StoredAnswer,
     chat_tools,
     count_tokens,
     refuse_tool_choice,
@@ -31,8 +30,9 @@ from rollwright.inference.server.dialects import (
 )
 from rollwright.inference.server.exchange import RequestError
 from rollwright.inference.server.openai_answer import OpenAICall, usage_of
+from rollwright.inference.server.prompts import check_function
 
-#: Tools that the API's own servers run.
+#: Types of tools that the API's own servers run.
 _HOSTED = frozenset(
     [
         *("web_search", "web_search_2025_08_26", "web_search_preview", "web_search_preview_2025_03_11", "file_search"),
@@ -50,7 +50,7 @@ class ResponsesBody(Body):
         [
             "user",
             "metadata",
-            "client_metadata",  # Codex: whose turn it is
+            "client_metadata",  # Codex: which turn the request belongs to
             "service_tier",
             "prompt_cache_key",
             "prompt_cache_options",
@@ -58,7 +58,7 @@ class ResponsesBody(Body):
             "safety_identifier",
             "access_programs",
             "image",  # how images are compressed in transit
-            "max_tool_calls",  # of built-in tools, which this server has not
+            "max_tool_calls",  # limits built-in tools, which this server does not have
             "stream_options",  # include_obfuscation
         ]
     )
@@ -111,18 +111,19 @@ class ResponsesDialect(Dialect):
     }
 
     def __init__(self, protocol: ChatProtocol, body: dict[str, Any]) -> None:
-        super().__init__()
-        self.protocol, self.body, self.fields = protocol, body, ResponsesBody.of(body)
-        fields = self.fields
-        before = kept_response(protocol.kept, fields.previous_response_id) if fields.previous_response_id else None
+        super().__init__(protocol)
+        self.body = body
+        self.fields = fields = ResponsesBody.of(body)
+        previous = fields.previous_response_id
+        before = stored_response(protocol.answers, previous) if previous else None
         items = [{"role": "user", "content": fields.input}] if isinstance(fields.input, str) else fields.input
-        new, places = messages_of(items, protocol.kept)
-        #: The conversation without its instructions, which are not carried over.
+        new, places = messages_of(items, protocol.answers)
+        #: The conversation without instructions, which do not apply to later responses.
         self.messages = [*(before.messages if before else []), *new]
         self.size_before = before.size if before else 0
         instructions = [{"role": "system", "content": fields.instructions}] if fields.instructions is not None else []
-        self.places = [*(["instructions"] * len(instructions)), *(["previous_response_id"] * (len(self.messages) - len(new)))]
-        self.places += places
+        earlier = len(self.messages) - len(new)
+        self.places = ["instructions"] * len(instructions) + ["previous_response_id"] * earlier + places
         tools, self.warnings = offered_tools(fields.tools)
         self.warnings += fields.warnings
         for name, usual in (("context", (None, "auto")), ("mode", (None, "standard"))):
@@ -144,13 +145,13 @@ class ResponsesDialect(Dialect):
             "logprobs": True if fields.top_logprobs or "message.output_text.logprobs" in fields.include else None,
         }
         self.output: list[dict[str, Any]] = []
+        self.logprobs: list[Any] = []
         self.events = 0
 
     # -- pieces ----------------------------------------------------------------------------------------------------------
 
     def start(self, call: OpenAICall) -> Iterator[Event]:
         self.call = call
-        self.logprobs: list[Any] = []
         for event in ("created", "in_progress"):
             yield self._event(f"response.{event}", response=self._response("in_progress"))
 
@@ -187,28 +188,23 @@ class ResponsesDialect(Dialect):
         own_name = {"name": function["name"]}
         if tool is not None and tool.namespace:
             own_name = {"name": tool.own_name, "namespace": tool.namespace}
-        item = {"type": "function_call", "call_id": tool_call["id"], **own_name, "arguments": ""}
-        yield from self._add(item)
+        yield from self._add({"type": "function_call", "call_id": tool_call["id"], **own_name, "arguments": ""})
         yield self._at("response.function_call_arguments.delta", delta=function["arguments"])
-        yield self._at("response.function_call_arguments.done", name=item["name"], arguments=function["arguments"])
+        yield self._at("response.function_call_arguments.done", name=own_name["name"], arguments=function["arguments"])
         yield from self._done(arguments=function["arguments"])
 
     def end(self, call: OpenAICall) -> Iterator[Event]:
         status = "incomplete" if call.choices[0]["finish_reason"] == "length" else "completed"
         if status == "incomplete" and self.output[-1]["type"] == "message":
             self.output[-1]["status"] = status
-        response = self._response(status)
+        self.answer = self._response(status)
         if self.fields.store:
-            self.protocol.kept.keep([*self.messages, call.choices[0]["message"]], response, self.size_before + self.size)
-        yield self._event(f"response.{status}", response=response)
-        self._whole = response
+            self.protocol.answers.add([*self.messages, call.choices[0]["message"]], self.answer, self.size_before + self.size)
+        yield self._event(f"response.{status}", response=self.answer)
 
-    def answer(self) -> dict[str, Any]:
-        return self._whole
-
-    def failed(self, refusal: RequestError) -> Iterator[Event]:
+    def failed(self, refusal: RequestError) -> Event:
         error = {"code": "server_error", "message": str(refusal)}
-        yield self._event("response.failed", response={**self._response("failed"), "error": error})
+        return self._event("response.failed", response={**self._response("failed"), "error": error})
 
     def _add(self, item: dict[str, Any]) -> Iterator[Event]:
         mark = {"message": "msg", "reasoning": "rs", "function_call": "fc"}[item["type"]]
@@ -273,15 +269,15 @@ def _usage(call: OpenAICall) -> dict[str, Any]:
 # -- requests ------------------------------------------------------------------------------------------------------------
 
 
-def kept_response(kept: KeptAnswers, identifier: str, param: str = "previous_response_id") -> KeptAnswer:
-    """Look up a stored response.
+def stored_response(answers: AnswerStore, identifier: str, param: str = "previous_response_id") -> StoredAnswer:
+    """Look up a stored response; ``param`` is the field that refers to it.
 
     Raises:
         RequestError: it is not stored (404).
     """
-    if (found := kept.get(identifier)) is None:
+    if (found := answers.get(identifier)) is None:
         raise RequestError(
-            f"There is no response {identifier!r} here: of responses with store=true, {kept.LIMITS}. Send the items "
+            f"There is no response {identifier!r} here: of responses with store=true, {answers.LIMITS}. Send the items "
             "of the conversation in input.",
             status=404,
             param=param,
@@ -289,17 +285,15 @@ def kept_response(kept: KeptAnswers, identifier: str, param: str = "previous_res
     return found
 
 
-def _kept_item(kept: KeptAnswers, identifier: Any, where: str) -> dict[str, Any]:
-    items = (item for each in kept.newest_first() for item in each.answer.get("output", ()))
-    found = next((item for item in items if item["id"] == identifier), None)
-    if found is None:
-        raise RequestError(
-            f"{where} refers to {identifier!r}, which is not an item of a stored response.", status=404, param=where
-        )
-    return found
+def _stored_item(answers: AnswerStore, identifier: Any, where: str) -> dict[str, Any]:
+    for stored in answers.newest_first():
+        for item in stored.answer.get("output", ()):
+            if item["id"] == identifier:
+                return item
+    raise RequestError(f"{where} refers to {identifier!r}, which is not an item of a stored response.", status=404, param=where)
 
 
-def messages_of(items: list[dict[str, Any]], kept: KeptAnswers) -> tuple[list[dict[str, Any]], list[str]]:
+def messages_of(items: list[dict[str, Any]], answers: AnswerStore) -> tuple[list[dict[str, Any]], list[str]]:
     """Convert input items to chat messages. Consecutive reasoning, text and calls become one assistant message.
 
     Returns:
@@ -312,7 +306,7 @@ def messages_of(items: list[dict[str, Any]], kept: KeptAnswers) -> tuple[list[di
     places: list[str] = []
 
     def assistant(name: str) -> dict[str, Any]:
-        """The message of the assistant that ``name`` (content, reasoning_content or tool_calls) goes into."""
+        """The assistant message to put ``name`` (content, reasoning_content or tool_calls) into, a new one if necessary."""
         last = messages[-1] if messages else {}
         later = {"reasoning_content": 0, "content": 1, "tool_calls": 2}
         in_order = all(later.get(key, -1) < later[name] or key == name == "tool_calls" for key in last)
@@ -323,7 +317,7 @@ def messages_of(items: list[dict[str, Any]], kept: KeptAnswers) -> tuple[list[di
     for index, item in enumerate(items):
         where = f"input[{index}]"
         if item.get("type") == "item_reference":
-            item = _kept_item(kept, item.get("id"), where)
+            item = _stored_item(answers, item.get("id"), where)
         match item.get("type") or "message":
             case "message" if item.get("role") == "assistant":
                 assistant("content")["content"] = _content(item.get("content"), where)
@@ -375,7 +369,7 @@ def _content(content: Any, where: str) -> str | list[dict[str, Any]]:
 
 
 def _shown_name(namespace: Any, name: Any) -> Any:
-    """The name of a function that the model sees."""
+    """Name under which the model sees a function."""
     return f"{namespace}__{name}" if namespace else name
 
 
@@ -467,13 +461,13 @@ async def count_input_tokens(protocol: ChatProtocol, request: Request) -> dict[s
 
 async def get_response(protocol: ChatProtocol, request: Request) -> dict[str, Any]:
     """``GET /v1/responses/ID``."""
-    return kept_response(protocol.kept, request.path_params["id"], "response_id").answer
+    return stored_response(protocol.answers, request.path_params["id"], "response_id").answer
 
 
 async def delete_response(protocol: ChatProtocol, request: Request) -> dict[str, Any]:
     """``DELETE /v1/responses/ID``."""
-    kept_response(protocol.kept, request.path_params["id"], "response_id")
-    protocol.kept.forget(request.path_params["id"])
+    stored_response(protocol.answers, request.path_params["id"], "response_id")
+    protocol.answers.delete(request.path_params["id"])
     return {"id": request.path_params["id"], "object": "response", "deleted": True}
 
 

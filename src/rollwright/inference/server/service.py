@@ -1,37 +1,142 @@
-"""What every service has in common: who may ask and how much, errors in one form, its sockets, and serving it.
+"""What all HTTP services share: the guard in front of them, errors in one form, their sockets, and serving them.
 
-The inference server, the retrieval service, the OpenAI front and ``serve`` mode are all made here, so that a check that guards
-one guards all.
+The inference server, the retrieval service, the OpenAI front, the viewer and ``serve`` mode are all made by ``make_service``, so they all
+have the same checks.
 """
 
 from __future__ import annotations
 
 import asyncio
+import hmac
 import socket
 import threading
 import time
 from collections.abc import Callable, Iterable, Mapping
 from functools import partial
-from typing import Any
+from typing import Any, ClassVar
+from urllib.parse import urlsplit
 
 import uvicorn
 from fastapi import APIRouter, FastAPI, Request
 from fastapi.responses import JSONResponse
+from starlette.datastructures import Headers
 from starlette.exceptions import HTTPException
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
 from rollwright import __version__
 from rollwright.errors import ConfigError
 from rollwright.inference.network import allow_many_connections
-from rollwright.inference.server.exchange import RequestError, error_response
-from rollwright.inference.server.guard import Guard
+from rollwright.inference.server.exchange import RequestError, error_response, given_key
 from rollwright.inference.server.settings import LOOPBACK, ServiceSettings
 from rollwright.tracking.logging import getLogger
 
 logger = getLogger("service")
 
 _START_SECONDS = 30.0
-_BACKLOG = 2048  # connections that may wait to be taken, when many clients begin at once
+_BACKLOG = 2048  # connections that may wait to be accepted when many clients start at once
+
+
+class Guard:
+    """ASGI middleware: which names a service answers to, who may ask, the key, and the form and size of bodies.
+
+    A web page that is open in a user's browser can send requests to this machine. Therefore Host and Origin must be names of the service
+    (against DNS rebinding), and a body must be declared as JSON, which browsers send to another origin only after a preflight request.
+    The class implements ASGI itself, because a middleware that wraps responses would hide a client's disconnection from the handlers.
+
+    Args:
+        app: the guarded application.
+        settings: names, key and limits of the service.
+
+    Attributes:
+        open_paths: paths that need no key, because they only show that the service is alive.
+    """
+
+    open_paths: ClassVar[frozenset[str]] = frozenset({"/", "/health", "/ping"})
+
+    def __init__(self, app: ASGIApp, settings: ServiceSettings) -> None:
+        self.app, self.settings = app, settings
+        machine = () if settings.host in LOOPBACK else (socket.gethostname(), socket.getfqdn())
+        self._names = {name.strip("[]").lower() for name in (*LOOPBACK, settings.host, *machine, *settings.allowed_hosts)}
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Handle one request."""
+        if scope["type"] != "http":
+            await self.app(scope, receive, send)
+        elif refusal := self.refusal(scope, Headers(scope=scope)):
+            await error_response(refusal)(scope, receive, send)
+        else:
+            await self.answer(scope, self._limited(receive), send)
+
+    async def answer(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Answer a request that passed all checks."""
+        await self.app(scope, receive, send)
+
+    def refusal(self, scope: Scope, headers: Headers) -> RequestError | None:
+        """Why a request is refused before its body is read; None if it is accepted."""
+        length = headers.get("content-length", "0")
+        own_address, _ = scope.get("server") or ("", 0)  # of this connection
+        for header, prefix in (("host", "//"), ("origin", "")):
+            for value in headers.getlist(header):
+                if (name := _hostname(prefix + value)) is None or name not in {*self._names, own_address}:
+                    return RequestError(
+                        f"{header.title()} {value!r} is not a name of this service: ask it by the address that it was started with, "
+                        "or start it with that name among its allowed_hosts.",
+                        status=403,
+                        kind="permission_error",
+                    )
+        if not self.is_known(scope, headers) and scope["path"] not in self.open_paths:
+            return RequestError(
+                "The request carries no valid key: send the header Authorization: Bearer KEY (or x-api-key: KEY).",
+                status=401,
+                kind="authentication_error",
+            )
+        if not length.isdecimal() or len(length) > 15 or int(length) > self.settings.max_body_bytes:
+            return self._too_large()
+        if int(length) or "transfer-encoding" in headers:
+            kinds = [value.partition(";")[0].strip().lower() for value in headers.getlist("content-type")]
+            if kinds != ["application/json"]:
+                return RequestError(
+                    f"The body is declared as {', '.join(kinds) or 'nothing'}: send JSON with Content-Type: application/json.",
+                    status=415,
+                )
+        return None
+
+    def is_known(self, scope: Scope, headers: Headers) -> bool:
+        """True if a request carries the key, or the service needs none."""
+        key = self.settings.api_key
+        return not key or hmac.compare_digest((given_key(headers) or "").encode(), key.encode())
+
+    def _limited(self, receive: Receive) -> Receive:
+        received = 0
+
+        async def limited() -> Message:
+            nonlocal received
+            message = await receive()
+            received += len(message.get("body", b""))
+            if received > self.settings.max_body_bytes:
+                raise self._too_large()
+            return message
+
+        return limited
+
+    def _too_large(self) -> RequestError:
+        return RequestError(
+            f"The body is larger than {self.settings.max_body_bytes} bytes, the limit of this service (max_body_bytes): send less "
+            "at a time, or raise the limit.",
+            status=413,
+        )
+
+
+def _hostname(url: str) -> str | None:
+    """Host of a URL; None if it cannot be parsed."""
+    try:
+        return urlsplit(url).hostname
+    except ValueError:
+        return None
+
+
+# -- serving ---------------------------------------------------------------------------------------------------------
 
 
 def make_service(
@@ -43,15 +148,15 @@ def make_service(
     refused: Mapping[str, str] | None = None,
     lifespan: Any = None,
 ) -> FastAPI:
-    """An application behind a guard, with every error in one form, and its schema at ``/openapi.json``.
+    """Build an application behind a guard, with all errors in one form and its schema at ``/openapi.json``.
 
     Args:
-        title: of its schema.
-        routers: what it answers.
+        title: title of the schema.
+        routers: routes that the application serves.
         settings: key and limits.
-        guard: makes the middleware.
-        refused: paths that clients may try, and what to say.
-        lifespan: of the application.
+        guard: builds the middleware.
+        refused: paths that clients may try but that are not served, each with the advice of its error message.
+        lifespan: FastAPI's lifespan context.
     """
     app = FastAPI(title=title, version=__version__, lifespan=lifespan, docs_url=None, redoc_url=None)
     for router in routers:
@@ -81,12 +186,12 @@ def make_service(
 
 
 def bind(settings: ServiceSettings) -> list[socket.socket]:
-    """Bound sockets; a loopback host has one of both its families, so that the name localhost reaches it too.
+    """Bind the sockets of a service. A loopback host gets an IPv4 and an IPv6 socket, so that ``localhost`` reaches it either way.
 
-    Where the port is 0, ``settings.port`` is the port from then on.
+    If ``settings.port`` is 0, it is set to the free port that was chosen.
 
     Raises:
-        ConfigError: the port is taken or the host is not this machine's.
+        ConfigError: the port is in use or the host is not an address of this machine.
     """
     sockets: list[socket.socket] = []
     for name in ["127.0.0.1", "::1"] if settings.host in LOOPBACK else [settings.host]:
@@ -107,7 +212,7 @@ def bind(settings: ServiceSettings) -> list[socket.socket]:
 
 
 def url_of(settings: ServiceSettings) -> str:
-    """``http://host:port`` of a service that listens."""
+    """``http://host:port`` of a listening service."""
     host = f"[{settings.host}]" if ":" in settings.host else settings.host
     return f"http://{host}:{settings.port}"
 
@@ -125,10 +230,10 @@ def _server(app: FastAPI, settings: ServiceSettings, **options: Any) -> uvicorn.
 
 
 class TimedRequests(HttpToolsProtocol):
-    """Connection that is closed if a request, headers and body, does not arrive within ``receive_seconds``.
+    """Closes a connection if a request, headers and body, does not arrive within ``receive_seconds``.
 
-    The time starts with the connection, and after an answer with the next byte. So a client that sends a byte now and then cannot
-    hold a connection for longer, with or without a key. The duration of an answer is not limited here.
+    The timer starts when the client connects and, after a response, with the next byte. So a client that trickles bytes cannot hold a
+    connection for longer, with or without a key. The duration of a response is not limited.
     """
 
     def __init__(self, *arguments: Any, receive_seconds: float, **options: Any) -> None:
@@ -142,7 +247,7 @@ class TimedRequests(HttpToolsProtocol):
         self._begin()
 
     def data_received(self, data: bytes) -> None:
-        """Called when bytes arrive; while a request is answered, only those of the next request start the timer."""
+        """Called when bytes arrive. While a request is being answered, only bytes of the next request start the timer."""
         if self.cycle is None or self.cycle.response_complete:
             self._begin()
         super().data_received(data)
@@ -179,10 +284,14 @@ class TimedRequests(HttpToolsProtocol):
 
 
 class ServerThread:
-    """A service in a daemon thread, at ``url``.
+    """Serves an application at ``url`` from a daemon thread.
+
+    Args:
+        app: the application, as ``make_service`` builds it.
+        settings: address and limits.
 
     Raises:
-        ConfigError: the port is taken, or the service does not start.
+        ConfigError: the port is in use, or the service does not start.
     """
 
     def __init__(self, app: FastAPI, settings: ServiceSettings) -> None:
@@ -199,7 +308,7 @@ class ServerThread:
             time.sleep(0.005)
 
     def stop(self) -> None:
-        """End the server; requests that are answered get a second to finish."""
+        """Stop the server; requests in progress get a second to finish."""
         self._server.should_exit = True
         if threading.current_thread() is not self._thread:
             self._thread.join(timeout=10)

@@ -1,4 +1,4 @@
-"""What a service is told when it starts: where it listens, who may ask, and how much."""
+"""Settings of HTTP services: address, key and limits."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ LOOPBACK = frozenset({"127.0.0.1", "::1", "localhost"})
 
 
 def check_exposure(host: str, api_key: str | None) -> None:
-    """Refuse to listen beyond this machine without a key.
+    """Check that a service that other machines can reach has a key.
 
     Raises:
         ConfigError: ``host`` is not a loopback address and there is no key.
@@ -27,19 +27,19 @@ class ServiceSettings:
     """Address, names, key and limit of a service."""
 
     host: str = field(
-        default="127.0.0.1", metadata={"help": "Interface to bind. Another than this machine's own needs an api_key."}
+        default="127.0.0.1", metadata={"help": "Interface to bind. All but the loopback interface need an api_key."}
     )
-    port: int = field(default=0, metadata={"help": "Port to listen on; 0: a free one.", "ge": 0, "le": 65535})
+    port: int = field(default=0, metadata={"help": "Port to listen on. 0 chooses a free one.", "ge": 0, "le": 65535})
     api_key: str | None = field(default=None, metadata={"help": "Bearer token that every request but /health must carry."})
-    max_body_bytes: int = field(default=8 << 20, metadata={"help": "Largest request body.", "ge": 1024})
+    max_body_bytes: int = field(default=8 << 20, metadata={"help": "Largest request body in bytes.", "ge": 1024})
     allowed_hosts: list[str] = field(
         default_factory=list,
-        metadata={"help": "Names besides its own that the service may be asked by, such as that of a proxy before it."},
+        metadata={"help": "Further host names under which clients may reach the service, such as that of a proxy."},
     )
     receive_seconds: float = field(
         default=60.0,
         metadata={
-            "help": "Seconds within which a request has to arrive, headers and body; after that its connection is closed.",
+            "help": "Seconds within which a request, headers and body, must arrive; otherwise its connection is closed.",
             "gt": 0,
         },
     )
@@ -49,25 +49,32 @@ class ServiceSettings:
 class ServerSettings(ServiceSettings):
     """Address, key and limits of an inference server."""
 
-    port: int = field(default=30000, metadata={"help": "Port to listen on; 0: a free one.", "ge": 0, "le": 65535})
+    port: int = field(default=30000, metadata={"help": "Port to listen on. 0 chooses a free one.", "ge": 0, "le": 65535})
     max_body_bytes: int = field(
-        default=0, metadata={"help": "Largest request body; 0: 1 MiB and 256 bytes for each token of the context.", "ge": 0}
+        default=0,
+        metadata={"help": "Largest request body in bytes. 0 allows 1 MiB plus 256 bytes per token of the context.", "ge": 0},
     )
-    model_name: str = field(default="", metadata={"help": "Name in the OpenAI protocol; empty: the model directory."})
+    model_name: str = field(
+        default="", metadata={"help": "Name of the model in the OpenAI protocol. Empty uses the model directory."}
+    )
     weights_roots: list[str] = field(
         default_factory=list,
-        metadata={"help": "Weights are loaded only from below these directories; none: updates from disk are refused."},
+        metadata={"help": "Directories below which weights may be loaded. Without any, updates from disk are refused."},
     )
     max_prompt_tokens: int | None = field(
-        default=None, metadata={"help": "Longest prompt; None: what the context holds.", "ge": 1}
+        default=None,
+        metadata={"help": "Maximum length of a prompt in tokens. None sets no limit besides the context.", "ge": 1},
     )
-    max_samples: int = field(default=256, metadata={"help": "Most completions of one request: its prompts times n.", "ge": 1})
+    max_samples: int = field(
+        default=256, metadata={"help": "Maximum number of completions for one request: prompts times n.", "ge": 1}
+    )
     image_hosts: list[str] = field(
         default_factory=list,
-        metadata={"help": "Hosts that images of chats may be fetched from; others come as data: URLs."},
+        metadata={"help": "Hosts that images of chats may be fetched from. Other images must be data: URLs."},
     )
     max_pending: int = field(
-        default=16384, metadata={"help": "Requests that are answered or wait at once; more get 429.", "ge": 1}
+        default=16384,
+        metadata={"help": "Maximum number of requests in progress or waiting; further ones get status 429.", "ge": 1},
     )
     update_seconds: float = field(
         default=300.0,

@@ -1,4 +1,4 @@
-"""Text of tokens that arrive one by one: whole characters only, nothing that may turn out to be a stop string, reasoning apart."""
+"""Decode tokens that arrive one by one: whole characters only, without stop strings, and with reasoning separated."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ _INCOMPLETE = "\ufffd"
 
 
 def held_back(text: str, marks: list[str]) -> int:
-    """How many characters at the end of ``text`` may be the beginning of one of ``marks``."""
+    """Number of characters at the end of ``text`` that may be the beginning of one of ``marks``."""
     longest = max((len(mark) for mark in marks), default=0) - 1
     for length in range(min(longest, len(text)), 0, -1):
         if any(mark.startswith(text[-length:]) for mark in marks):
@@ -16,18 +16,25 @@ def held_back(text: str, marks: list[str]) -> int:
     return 0
 
 
+def without(text: str, marks: list[str]) -> str:
+    """Remove all occurrences of ``marks`` from a text, one mark after the other."""
+    for mark in marks:
+        text = text.replace(mark, "")
+    return text
+
+
 class TextStream:
     """Decodes a growing token sequence.
 
-    A piece of text is the difference between decoding from a settled token on with and without the new tokens: decoding
-    tokens one at a time loses spaces in some tokenizers and breaks characters that span tokens.
+    New text is the difference between decoding the last tokens with and without the new ones. Decoding tokens one by one would lose
+    spaces with some tokenizers, and break characters that span tokens.
     """
 
     def __init__(self, tokenizer: Any, *, skip_special_tokens: bool = True, stop: list[str] | None = None) -> None:
         """Args:
         tokenizer: decodes ids.
-        skip_special_tokens: leave special tokens out.
-        stop: strings that may end the completion, and are left out of its text then.
+        skip_special_tokens: omit special tokens.
+        stop: stop strings; the one that ends the completion is omitted.
         """
         self._tokenizer = tokenizer
         self._skip_special_tokens = skip_special_tokens
@@ -41,7 +48,7 @@ class TextStream:
         return self._tokenizer.decode(self._tokens[start:end], skip_special_tokens=self._skip_special_tokens)
 
     def push(self, tokens: list[int]) -> str:
-        """Take new tokens; returns the text that is certain now."""
+        """Append tokens, and return the text that has become certain."""
         if not tokens:
             return ""
         self._tokens.extend(tokens)
@@ -53,9 +60,9 @@ class TextStream:
         return self._release(text[len(known) :])
 
     def _release(self, piece: str) -> str:
-        """All of the text but what may be the stop string that ends it: one in the newest piece, or its beginning.
+        """Return the text up to a stop string, or the beginning of one, in the newest piece.
 
-        An older one has ended nothing (it came before ``min_new_tokens``), as newer tokens follow it.
+        An earlier stop string did not end the completion (it came before ``min_new_tokens``), because more tokens followed.
         """
         before = len(self._pending)
         self._pending += piece
@@ -66,63 +73,62 @@ class TextStream:
 
 
 class ReasoningSplit:
-    """Divides a growing text into the model's reasoning, between ``<think>`` and ``</think>``, and what it says then.
+    """Splits a growing text into the reasoning between ``<think>`` and ``</think>``, and the answer after it.
 
-    The white space around both is left out.
+    White space around both is removed.
 
     Args:
-        is_open: the prompt ends with ``<think>``, so that the text begins inside.
-        special: texts of special tokens that are left out of the reasoning.
+        is_open: the prompt ends with ``<think>``, so the text begins with reasoning.
+        special: texts of special tokens to remove from the reasoning.
     """
 
     OPENING, CLOSING = "<think>", "</think>"
 
     def __init__(self, is_open: bool, special: list[str] | None = None) -> None:
-        self._place = "inside" if is_open else "before"
+        self._part = "inside" if is_open else "before"
         self._special = special or []
         self._held = ""
         self.reasoning = ""  # so far
 
     def push(self, piece: str, is_last: bool = False) -> tuple[str, str]:
-        """Take more text; returns what is certain now, of the reasoning and of what is said."""
+        """Append text, and return the reasoning and the part of the answer that have become certain."""
         self._held += piece
         known = len(self.reasoning)
-        if self._place == "before":
+        if self._part == "before":
             begun = self._held.lstrip()
             if begun.startswith(self.OPENING):
-                self._place, self._held = "inside", begun[len(self.OPENING) :]
+                self._part, self._held = "inside", begun[len(self.OPENING) :]
             elif is_last or not self.OPENING.startswith(begun):
-                self._place = "said"
-        if self._place == "inside":
+                self._part = "answer"
+        if self._part == "inside":
             inside, closing, after = self._held.partition(self.CLOSING)
             if not closing and not is_last:
-                cut = len(inside) - held_back(inside, [self.CLOSING, *self._special])
-                inside, after = inside[: len(inside[:cut].rstrip())], inside[len(inside[:cut].rstrip()) :]
-            for mark in self._special:
-                inside = inside.replace(mark, "")
+                cut = len(inside[: len(inside) - held_back(inside, [self.CLOSING, *self._special])].rstrip())
+                inside, after = inside[:cut], inside[cut:]
+            inside = without(inside, self._special)
             self.reasoning += inside if self.reasoning else inside.lstrip()
             self._held = after
             if closing or is_last:
                 self.reasoning = self.reasoning.rstrip()
-                self._place = "behind"
-        if self._place == "behind" and (said := self._held.lstrip()):
-            self._place, self._held = "said", said
-        said = ""
-        if self._place == "said":
-            said, self._held = self._held, ""
-        return self.reasoning[known:], said
+                self._part = "after"
+        if self._part == "after" and (answer := self._held.lstrip()):
+            self._part, self._held = "answer", answer
+        answer = ""
+        if self._part == "answer":
+            answer, self._held = self._held, ""
+        return self.reasoning[known:], answer
 
 
 def completion_text(
     tokenizer: Any, tokens: list[int], *, skip_special_tokens: bool = True, stop_match: str | int | None = None
 ) -> str:
-    """The text of a completion.
+    """Decode a complete completion.
 
     Args:
         tokenizer: decodes ids.
-        tokens: all that were sampled.
-        skip_special_tokens: leave special tokens out.
-        stop_match: the stop string that ended it, which is left out; None or a token: nothing is.
+        tokens: all sampled tokens.
+        skip_special_tokens: omit special tokens.
+        stop_match: stop string that ended the completion; it is omitted. A token id or None omits nothing.
     """
     text = tokenizer.decode(tokens, skip_special_tokens=skip_special_tokens)
     if not isinstance(stop_match, str):

@@ -1,20 +1,21 @@
 """``/inference/v1/generate``: vLLM's protocol of token ids in and out, as a dialect of completions.
 
-Clients that render chats themselves use it, such as the train client of verifiers. At the OpenAI front its calls are recorded
-like others, so a prompt that goes on from the tokens of an earlier answer is the same sequence.
+Clients that render chats themselves use it. The OpenAI front records these calls like all others, so a prompt that continues an earlier
+answer's tokens becomes one sequence with it.
 """
 
 from __future__ import annotations
 
-from typing import Any, ClassVar, Protocol
+from typing import Any, ClassVar
 
 from fastapi import Request
 from pydantic import Field
 
 from rollwright.inference.request import version_spans
 from rollwright.inference.server.bodies import Body, TokenIds
+from rollwright.inference.server.dialects import ChatProtocol
 from rollwright.inference.server.exchange import RequestError, read_object
-from rollwright.inference.server.openai_answer import OpenAICall
+from rollwright.inference.server.openai_answer import COMPLETION, OpenAICall
 
 
 class TokensBody(Body):
@@ -35,7 +36,7 @@ class TokensBody(Body):
     request_id: str | None = None
 
 
-#: Sampling parameters of vLLM that change neither what is sampled nor this answer: of its texts, and of what other models return.
+#: Sampling parameters of vLLM without effect: they concern text, which these answers do not have, or features of other models.
 _WITHOUT_EFFECT = frozenset(
     [
         *("detokenize", "skip_special_tokens", "spaces_between_special_tokens", "include_stop_str_in_output"),
@@ -44,32 +45,29 @@ _WITHOUT_EFFECT = frozenset(
 )
 
 
-class CompletionProtocol(Protocol):
-    """What is needed of the protocol that serves completions."""
-
-    model_name: str
-
-    async def open_completion(self, request: Request, completion: dict[str, Any], size: int, prefix: str) -> OpenAICall: ...
-
-    async def complete(self, request: Request, call: OpenAICall) -> None: ...
-
-
-async def generate_tokens(protocol: CompletionProtocol, request: Request) -> dict[str, Any]:
+async def generate_tokens(protocol: ChatProtocol, request: Request) -> dict[str, Any]:
     """``POST /inference/v1/generate``.
 
-    ``token_ids`` of each choice include the stop token or the tokens of the stop string. With ``logprobs`` each has a
-    log-probability; ``weight_versions`` are spans over them.
+    The ``token_ids`` of a choice include the stop token or the tokens of the stop string. ``logprobs`` adds a log-probability for each
+    of them. ``weight_versions`` are spans of tokens with one version.
     """
     body, size = await read_object(request)
     fields = TokensBody.of(body)
     params = {name: value for name, value in fields.sampling_params.items() if name not in _WITHOUT_EFFECT}
     if params.pop("prompt_logprobs", None) is not None:
         raise RequestError("prompt_logprobs cannot be honoured: use /generate or /v1/completions.", param="prompt_logprobs")
-    for name in ("prompt", "model", "stream", "echo", "rid", "return_token_ids"):  # of a completion, and no sampling parameters
+    for name in (
+        "prompt",
+        "model",
+        "stream",
+        "echo",
+        "rid",
+        "return_token_ids",
+    ):  # fields of a completion, not sampling parameters
         if name in params:
             raise RequestError(f"Unknown sampling parameter {name!r}.", param=name)
     completion = {**params, "prompt": fields.token_ids, "model": fields.model}
-    call = await protocol.open_completion(request, completion, size, "gen-")
+    call = await protocol.open_call(request, COMPLETION, completion, size, "gen-")
     await protocol.complete(request, call)
     return {
         "request_id": fields.request_id or call.answer_id,

@@ -1,6 +1,6 @@
-"""Tool calls in a model's text: how each family of chat templates writes them, and which of them cannot be read.
+"""Parse tool calls in a model's text, in the format that its family of chat templates uses.
 
-A model writes tool calls as its chat template shows them. One reader serves the chat server, the OpenAI front and the workflows.
+The inference server, the OpenAI front and the workflows share this parser.
 """
 
 from __future__ import annotations
@@ -17,31 +17,31 @@ from rollwright.tracking.logging import getLogger
 
 logger = getLogger("tool_calls")
 
-#: Types of each function's parameters, by name, as their JSON schemas say.
+#: Function -> parameter -> the parameter's JSON schema.
 Types = Mapping[str, Mapping[str, Any]]
 
 
 @dataclass(frozen=True)
 class ToolCall:
-    """One call that the model asked for; ``arguments`` is JSON text, as in the OpenAI protocol."""
+    """One tool call; ``arguments`` is JSON text, as in the OpenAI protocol."""
 
     name: str
     arguments: str
-    id: str = ""  # that the model gave it
+    id: str = ""  # written by the model, in some formats
 
     def as_openai(self) -> dict[str, Any]:
-        """The OpenAI form."""
+        """Convert to the form of the OpenAI protocol; an id is made up if the model wrote none."""
         function = {"name": self.name, "arguments": self.arguments}
         return {"id": self.id or f"call_{uuid.uuid4().hex[:24]}", "type": "function", "function": function}
 
 
 class ReadReply(NamedTuple):
-    """A reply taken apart.
+    """A parsed reply.
 
     Attributes:
-        text: without the calls that were read; all of it where none was.
-        calls: in the order of the reply.
-        malformed: for each call that cannot be read, why.
+        text: the reply without its tool calls; the unchanged reply if no call was parsed.
+        calls: tool calls, in the order of the reply.
+        malformed: for each call that cannot be parsed, the reason.
     """
 
     text: str
@@ -51,17 +51,17 @@ class ReadReply(NamedTuple):
 
 @dataclass(frozen=True)
 class ToolConvention:
-    """How a family of models writes tool calls.
+    """The format in which a family of models writes tool calls.
 
     Attributes:
-        marks: texts that a tool call begins with; a stream holds its text back from the first of them on.
-        pattern: finds a call, whose body is its first group; or several calls in one body.
-        read: the calls of a body, by the types of the functions' parameters; raises ``ValueError`` where it is none.
-        opening: how a call begins, up to its function's name.
-        after_name: what follows the name, up to the arguments.
-        closing: how one call ends, whatever follows; None: there is no such mark.
-        frame: finds what stands around calls, and is no text.
-        is_known: False: a template names no form, so this is a guess.
+        marks: texts that a tool call may begin with. A stream withholds text from the first of them on.
+        pattern: matches one call, or several in one body; the first group is the body.
+        read: parses the calls in a body, given the types of parameters. Raises ``ValueError`` if it cannot.
+        opening: text at the beginning of a call, up to the name of the function.
+        after_name: text between the name and the arguments.
+        closing: text at the end of each call. None if the format has none.
+        frame: matches text around the calls that does not belong to the reply. None if the format has none.
+        is_known: False if the format is a guess, because the chat template shows none.
     """
 
     marks: tuple[str, ...]
@@ -74,15 +74,15 @@ class ToolConvention:
     is_known: bool = True
 
     def beginning_of_call(self, function: str | None) -> str:
-        """The text that a reply begins with where it has to call ``function``, or some function (None)."""
+        """Beginning of a reply that has to call ``function``. None means any function."""
         return self.opening + ("" if function is None else function + self.after_name)
 
     def parse(self, text: str, tools: Sequence[Mapping[str, Any]] | None = None) -> ReadReply:
-        """Take a reply apart.
+        """Parse a reply.
 
         Args:
-            text: of the reply, special tokens included.
-            tools: that were offered, whose schemas say of which type an argument is where the form does not.
+            text: the reply, including special tokens.
+            tools: the offered tools. Their schemas give the types of arguments in formats that write them as plain text.
         """
         if not self.is_known:
             _warn_of_unknown_template()
@@ -90,7 +90,7 @@ class ToolConvention:
         malformed: list[str] = []
         types = _types(tools or ())
 
-        def take(match: re.Match[str]) -> str:
+        def read(match: re.Match[str]) -> str:
             try:
                 calls.extend(self.read(match[1].strip(), types))
             except ValueError as error:
@@ -98,7 +98,7 @@ class ToolConvention:
                 return match[0]  # the text stays as the model wrote it
             return ""
 
-        rest = self.pattern.sub(take, text)
+        rest = self.pattern.sub(read, text)
         if calls and self.frame is not None:
             rest = self.frame.sub("", rest)
         return ReadReply(rest.rstrip() if calls else text, calls, malformed)
@@ -119,7 +119,7 @@ def _types(tools: Sequence[Mapping[str, Any]]) -> Types:
 
 
 def _first_json(text: str) -> tuple[Any, str]:
-    """The JSON value that a text begins with, and what follows it."""
+    """Parse the JSON value at the beginning of a text, and return it with the rest of the text."""
     try:
         value, end = json.JSONDecoder().raw_decode(text)
     except json.JSONDecodeError as error:
@@ -129,7 +129,7 @@ def _first_json(text: str) -> tuple[Any, str]:
 
 def _json(text: str) -> Any:
     value, rest = _first_json(text)
-    if rest.strip("`; \n"):  # a fence may close it
+    if rest.strip("`; \n"):  # a code fence may close it
         raise ValueError(f"its JSON is broken: {rest.strip()[:40]!r} follows it")
     return value
 
@@ -155,7 +155,7 @@ def _calls(value: Any) -> list[ToolCall]:
 
 
 def _typed(text: str, schema: Any) -> Any:
-    """An argument that stands as text: a string where its schema says so, else the JSON value that it is, if it is one."""
+    """Convert an argument that is written as plain text: a string if its schema says so or it is not JSON, else the JSON value."""
     if isinstance(schema, dict) and schema.get("type") == "string":
         return text
     try:
@@ -169,7 +169,7 @@ _PARAMETER = re.compile(r"<parameter=([^>\s]+)>\n?(.*?)\n?(?:</parameter>|(?=<pa
 
 
 def _from_function_tags(body: str, types: Types) -> list[ToolCall]:
-    """``<function=name>``, ``<parameter=key>value</parameter>`` of each argument, ``</function>``."""
+    """``<function=name>``, then ``<parameter=key>value</parameter>`` for each argument, then ``</function>``."""
     functions = _FUNCTION.findall(body)
     if not functions or any("<parameter" in _PARAMETER.sub("", content) for _, content in functions):
         raise ValueError("a <function=…> or <parameter=…> tag is missing or broken")
@@ -184,7 +184,7 @@ _ARGUMENT = re.compile(r"<arg_key>(.*?)</arg_key>\s*<arg_value>(.*?)</arg_value>
 
 
 def _from_argument_tags(body: str, types: Types) -> list[ToolCall]:
-    """A name, and ``<arg_key>``, ``<arg_value>`` of each argument."""
+    """A name, then ``<arg_key>`` and ``<arg_value>`` for each argument."""
     name = body.partition("<arg_key>")[0].strip()
     if "<arg_" in _ARGUMENT.sub("", body):
         raise ValueError("an <arg_key> has no <arg_value>, or a tag is not closed")
@@ -212,7 +212,7 @@ def _from_kimi(body: str, types: Types) -> list[ToolCall]:
 
 
 def _from_mistral(body: str, types: Types) -> list[ToolCall]:
-    """A list of values; from Mistral Small 3.2 on ``name[ARGS]{…}``, with ``[CALL_ID]id`` or without."""
+    """A list of values; since Mistral Small 3.2 ``name[ARGS]{…}``, optionally with ``[CALL_ID]id``."""
     head, has_arguments, rest = body.partition("[ARGS]")
     if not has_arguments:
         return _calls(_first_json(body)[0])
@@ -221,7 +221,7 @@ def _from_mistral(body: str, types: Types) -> list[ToolCall]:
 
 
 def _from_llama(body: str, types: Types) -> list[ToolCall]:
-    """Values one after the other, with semicolons or line breaks between."""
+    """Values, separated by semicolons or line breaks."""
     calls: list[ToolCall] = []
     while body.startswith("{") or not calls:
         value, body = _first_json(body)
@@ -242,7 +242,7 @@ _ARGUMENTS = '", "arguments":'
 HERMES = ToolConvention(("<tool_call>",), _TAGGED, _from_values, f"<tool_call>\n{_OPENING}", _ARGUMENTS, "</tool_call>")
 QWEN_CODER = ToolConvention(
     ("<tool_call>", "<function="),
-    _pattern(r"(?:<tool_call>|(?=<function=))(.*?)(?:</tool_call>|(?=<tool_call>)|\Z)"),  # it may forget the first tag
+    _pattern(r"(?:<tool_call>|(?=<function=))(.*?)(?:</tool_call>|(?=<tool_call>)|\Z)"),  # the model may omit the first tag
     _from_function_tags,
     "<tool_call>\n<function=",
     ">\n",
@@ -276,7 +276,7 @@ MISTRAL = ToolConvention(
     _ARGUMENTS,
 )
 MISTRAL_ARGS = replace(MISTRAL, opening="[TOOL_CALLS]", after_name="[ARGS]")
-#: Llama 3: the whole reply is the calls; JSON without a "name" is an answer.
+#: Llama 3: the whole reply consists of calls; JSON without a "name" is an answer.
 LLAMA = ToolConvention(
     ("<|python_tag|>", "{"),
     _pattern(r"\A\s*(?:<\|python_tag\|>\s*(?=\S)|(?=\{\s*\"name\"\s*:))(.*)\Z"),
@@ -285,7 +285,7 @@ LLAMA = ToolConvention(
     '", "parameters":',
 )
 
-#: What a chat template holds that shows a form, the more special ones first.
+#: Text in a chat template that reveals a format, the more specific ones first.
 _SIGNS = (
     ("<｜tool▁call▁begin｜>", DEEPSEEK),
     ("<|tool_call_begin|>", KIMI),
@@ -298,7 +298,7 @@ _SIGNS = (
     ('"parameters"', LLAMA),
 )
 
-#: The names that servers and AReaL have for them.
+#: Names that inference servers use for the formats.
 PARSERS = {
     **dict.fromkeys(("qwen", "qwen25", "hermes"), HERMES),
     "qwen3_coder": QWEN_CODER,
@@ -311,7 +311,7 @@ PARSERS = {
 
 
 def tool_convention(chat_template: Any) -> ToolConvention:
-    """The convention that a chat template shows its model; Hermes, as a guess, where it shows none."""
+    """Format that a chat template shows to the model; Hermes, as a guess, if it shows none."""
     text = chat_template if isinstance(chat_template, str) else json.dumps(chat_template, default=str, ensure_ascii=False)
     found = next((convention for sign, convention in _SIGNS if sign in text), replace(HERMES, is_known=False))
     return DEEPSEEK_FENCED if found is DEEPSEEK and "```json" in text else found
