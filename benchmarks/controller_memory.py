@@ -27,7 +27,7 @@ from rollwright.inference.engine import InferenceEngine
 from rollwright.inference.request import ModelRequest, ModelResponse
 from rollwright.rollout.executor import RolloutExecutor
 from rollwright.rollout.worker import RolloutWorker
-from rollwright.rollout.workers import WorkerPool
+from rollwright.rollout.workers import RolloutWorkers
 
 GROUP = 4
 
@@ -74,7 +74,7 @@ def main() -> None:
                 cluster.process(f"worker {number}", path, lambda: (directory,), cpus=0.5, gpus=0, concurrency=600)
                 for number in range(2)
             ]
-            pool = WorkerPool(workers, cluster, 120.0, journal=directory)
+            pool = RolloutWorkers(workers, cluster, 120.0, journal=directory)
             pool.wait_started()
             executor = RolloutExecutor(LongAnswers(), RolloutConfig(), elsewhere=pool)
             short = [arguments.short] * GROUP

@@ -86,7 +86,6 @@ DEEP_CLASSES = {
 }
 #: Names of classes that are still to be renamed where they stand for a second time. Only ever remove lines.
 REPEATED_CLASSES = {
-    "WorkerPool",
     "_Facts",
 }
 

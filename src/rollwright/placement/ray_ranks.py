@@ -33,6 +33,7 @@ from rollwright.placement.capacity import demands_of
 from rollwright.placement.ranks import CALLS, TRAINED, TrainedRow, minibatch_ids, sent_columns
 from rollwright.placement.ranks import shares as divided
 from rollwright.placement.ray_rank import RankState
+from rollwright.processes.supervisor import RESTARTS
 from rollwright.tracking.logging import getLogger
 from rollwright.tracking.run_directory import RunDirectory
 from rollwright.training.micro_batches import MINIBATCH_IDS
@@ -44,8 +45,6 @@ logger = getLogger("ranks")
 _Result = TypeVar("_Result")
 #: Longest start of a gang: interpreters, torch, the model.
 START_SECONDS = 600.0
-#: How often in a row a gang may be lost before a call of it succeeds.
-RESTARTS = 3
 #: Seconds in which a rank that failed may turn out to have failed because another one is lost.
 _CAUSE_SECONDS = 3.0
 #: Longest wait for what the first rank answers beside its calls.
@@ -86,7 +85,7 @@ class PlacedRanks:
         model: None: no engine in this process can share it.
         cluster: where the ranks are; the rollout engine places its processes there, too.
         recover: the recover checkpoints of the run, which the ranks write.
-        restore: makes rows again that were lost with their node (``WorkerPool.restore``).
+        restore: makes rows again that were lost with their node (``RolloutWorkers.restore``).
     """
 
     model = None

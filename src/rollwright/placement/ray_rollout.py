@@ -18,12 +18,14 @@ from rollwright.errors import ConfigError
 from rollwright.experience.journal.writing import Journal
 from rollwright.inference.backends import BACKENDS
 from rollwright.inference.launcher import Launcher
+from rollwright.inference.server_watch import ServerWatch
 from rollwright.inference.weights.publication import RemoteClient
 from rollwright.placement.local_servers import LocalServers
 from rollwright.placement.ray_ranks import PlacedRanks
 from rollwright.placement.task_services import PlacedModelConfig, serve
-from rollwright.rollout.placed import PlacedRollout, ServerWatch
-from rollwright.rollout.workers import Process, WorkerPool, wait_running
+from rollwright.processes.supervisor import Process, wait_running
+from rollwright.rollout.distributed import DistributedRolloutEngine
+from rollwright.rollout.workers import RolloutWorkers
 from rollwright.tracking.logging import getLogger
 from rollwright.tracking.run_directory import RunDirectory
 
@@ -35,7 +37,9 @@ _BEGIN_SECONDS = 120.0
 _ADDRESS = "address"
 
 
-def make_placed_rollout(config: PPOConfig, ranks: PlacedRanks, tokenizer: Any, directory: RunDirectory) -> PlacedRollout:
+def make_placed_rollout(
+    config: PPOConfig, ranks: PlacedRanks, tokenizer: Any, directory: RunDirectory
+) -> DistributedRolloutEngine:
     """Place the servers and the workers of a run, and connect to them.
 
     Args:
@@ -92,10 +96,10 @@ def make_placed_rollout(config: PPOConfig, ranks: PlacedRanks, tokenizer: Any, d
         )
 
     workers = [place_worker(index) for index in range(of_worker.count)]
-    engine = PlacedRollout(
+    engine = DistributedRolloutEngine(
         rollout,
         client,
-        WorkerPool(
+        RolloutWorkers(
             workers,
             ranks.cluster,
             rollout.setup_timeout,
@@ -116,7 +120,7 @@ def make_placed_rollout(config: PPOConfig, ranks: PlacedRanks, tokenizer: Any, d
         addresses,
         changed=changed,
         in_service=engine.in_service,
-        tell=engine.pool.use_servers,
+        serve=engine.pool.use_servers,
         failed=engine.pool.fail,
         timeout=rollout.setup_timeout,
     )
@@ -173,8 +177,6 @@ def with_placed_models(config: PPOConfig, ranks: PlacedRanks, directory: RunDire
         processes,
         addresses,
         changed=lambda present: None,  # each writes its address down for those that ask it
-        in_service=lambda: (watch.addresses, 0),
-        tell=lambda present, version: None,
         failed=lambda error: logger.error("%s Episodes that ask an auxiliary model fail.", error),
         timeout=timeout,
     )

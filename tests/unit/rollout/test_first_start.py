@@ -6,9 +6,10 @@ import pytest
 
 from rollwright.config.sections import RolloutConfig
 from rollwright.errors import EngineError, LostProcessError
-from rollwright.rollout import placed
-from rollwright.rollout.placed import PlacedRollout
-from rollwright.rollout.workers import WorkerPool, wait_running
+from rollwright.processes.supervisor import wait_running
+from rollwright.rollout import distributed
+from rollwright.rollout.distributed import DistributedRolloutEngine
+from rollwright.rollout.workers import RolloutWorkers
 
 
 class Starts:
@@ -58,7 +59,7 @@ def test_one_that_cannot_start_is_not_placed_elsewhere():
 
 def test_workers_that_are_lost_while_they_start_are_placed_again():
     workers = [Starts(None, name="worker 0"), Starts(lost(1), None, name="worker 1")]
-    WorkerPool(workers, None, 1.0).wait_started()
+    RolloutWorkers(workers, None, 1.0).wait_started()
     assert [worker.restarts for worker in workers] == [0, 1]
 
 
@@ -79,8 +80,8 @@ def test_servers_are_watched_from_before_they_are_connected_to(monkeypatch):
         assert watch.began == [([], 0)]  # workers, which do not run yet, are told nothing
         raise EngineError("no server answers")
 
-    monkeypatch.setattr(placed.RemoteEngine, "initialize", connect)
-    engine = PlacedRollout(RolloutConfig(), None, WorkerPool([], None, 1.0), publisher=lambda: (0, []), seed=1)
+    monkeypatch.setattr(distributed.RemoteEngine, "initialize", connect)
+    engine = DistributedRolloutEngine(RolloutConfig(), None, RolloutWorkers([], None, 1.0), publisher=lambda: (0, []), seed=1)
     engine.watch = watch = Watch()
     watch.engine, watch.began = engine, []
     with pytest.raises(EngineError, match="no server answers"):

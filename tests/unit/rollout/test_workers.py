@@ -22,12 +22,12 @@ from rollwright.experience.journal.records import GroupEnd
 from rollwright.experience.journal.writing import Journal
 from rollwright.experience.kept_rows import fetched
 from rollwright.inference.request import ModelRequest
+from rollwright.inference.server_watch import ServerWatch
 from rollwright.rollout.executor import RolloutExecutor
-from rollwright.rollout.placed import ServerWatch
 from rollwright.rollout.resume import read_past
 from rollwright.rollout.seeds import SampleName
 from rollwright.rollout.worker import RolloutWorker
-from rollwright.rollout.workers import WorkerPool
+from rollwright.rollout.workers import RolloutWorkers
 from rollwright.tracking.metrics import get_tracker
 
 
@@ -134,7 +134,7 @@ def make():
     def build(count=2, **config):
         store = Store()
         processes = [Process(number, store, **config) for number in range(count)]
-        executor = RolloutExecutor(EchoEngine(), RolloutConfig(**config), elsewhere=WorkerPool(processes, store, 10.0))
+        executor = RolloutExecutor(EchoEngine(), RolloutConfig(**config), elsewhere=RolloutWorkers(processes, store, 10.0))
         opened.extend([executor.destroy, *(process.close for process in processes)])
         return executor, processes
 
@@ -181,7 +181,7 @@ def test_a_worker_that_joins_runs_episodes_when_it_has_started(make):
     assert len(runs(processes[0])) == 4  # it waits for room
     late.started.set_result(None)
     deadline = time.monotonic() + 60
-    while len(pool._living) < 2:
+    while len(pool.supervisor.running) < 2:
         assert time.monotonic() < deadline
         time.sleep(0.01)
     assert late.asked[0] == ("release", ["10.0.0.1:3000"], 0)
@@ -206,7 +206,7 @@ def test_episodes_of_a_lost_worker_are_leased_again_as_the_same_attempt(make):
     assert all(words[1][2] == 0 for words in processes[1].asked if words[0] == "run")  # attempt
     assert executor.counters()["samples/retried"] == 0
     assert ids == [0, 1]
-    while len(executor._runner.elsewhere._living) < 2:  # it came back
+    while len(executor._runner.elsewhere.supervisor.running) < 2:  # it came back
         assert time.monotonic() < deadline
         time.sleep(0.01)
 
@@ -303,7 +303,7 @@ def test_who_is_not_wanted_any_more_takes_no_past_from_others(make, tmp_path, mo
     before.rollout_batch(rows(3), Asks())
     before.destroy()
     journal.close()
-    pool = WorkerPool([], Store(), 10.0, journal=tmp_path)
+    pool = RolloutWorkers([], Store(), 10.0, journal=tmp_path)
 
     async def read(count):
         await asyncio.to_thread(wait_until, lambda: len(reads) >= count)
@@ -339,11 +339,11 @@ def test_what_is_heard_late_of_a_lost_worker_does_not_end_the_one_that_took_its_
     process.lose()
     pool._lose(process, start)
     deadline = time.monotonic() + 60
-    while not pool._living:
+    while not pool.supervisor.running:
         assert time.monotonic() < deadline
         time.sleep(0.01)
     pool._lose(process, start)  # of another sample that was with it
-    assert pool._living == [process]
+    assert pool.supervisor.running == [process]
     assert len(process.made) == 2
 
 
@@ -576,7 +576,7 @@ class Hears:
 def test_the_last_word_that_workers_hear_is_the_last_that_was_said():
     goes_on = threading.Event()
     workers = [Hears(0, takes=goes_on), Hears(1)]
-    pool = WorkerPool(workers, Store(), 10.0)
+    pool = RolloutWorkers(workers, Store(), 10.0)
     watch = threading.Thread(target=pool.use_servers, args=(["10.0.0.1:1"], 0))
     watch.start()
     assert workers[0].is_taking.wait(10.0)
@@ -590,9 +590,9 @@ def test_the_last_word_that_workers_hear_is_the_last_that_was_said():
 
 
 def test_what_was_asked_may_take_longer_to_be_answered_than_a_worker_to_start():
-    WorkerPool([Hears(0, answers=0.3)], Store(), 0.1, 10.0).hold()
+    RolloutWorkers([Hears(0, answers=0.3)], Store(), 0.1, 10.0).hold()
     with pytest.raises(RolloutError, match=r"worker 0 did not hold within 0\.2 s"):
-        WorkerPool([Hears(0, answers=1.0)], Store(), 0.1, 0.1).hold()
+        RolloutWorkers([Hears(0, answers=1.0)], Store(), 0.1, 0.1).hold()
 
 
 def test_the_journal_of_a_worker_says_where_an_episode_failed(make, tmp_path):
@@ -682,16 +682,16 @@ def test_workers_that_can_never_start_again_end_the_run_with_the_cause(make):
 
 
 def test_servers_that_were_seen_before_a_publication_are_not_told_after_it():
-    pool = WorkerPool([], Store(), 10.0)
+    pool = RolloutWorkers([], Store(), 10.0)
     pool.release(["10.0.0.1:1", "10.0.0.2:1"], 4)
     pool.use_servers(["10.0.0.1:1"], 3)
-    assert pool._told == (["10.0.0.1:1", "10.0.0.2:1"], 4)
+    assert pool._serving == (["10.0.0.1:1", "10.0.0.2:1"], 4)
     pool.use_servers(["10.0.0.1:1"], 4)
-    assert pool._told == (["10.0.0.1:1"], 4)
+    assert pool._serving == (["10.0.0.1:1"], 4)
 
 
 def test_a_worker_that_comes_back_while_weights_change_runs_nothing_before_it_holds():
-    pool, worker = WorkerPool([], Store(), 10.0), Hears(0)
+    pool, worker = RolloutWorkers([], Store(), 10.0), Hears(0)
     ran = []
     worker.started.set_result(None)
     call = worker.call
@@ -699,12 +699,12 @@ def test_a_worker_that_comes_back_while_weights_change_runs_nothing_before_it_ho
     def slow(word, *arguments):
         if word == "release":
             pool.hold()  # weights are about to change
-        ran.append((word, worker in pool._living))
+        ran.append((word, worker in pool.supervisor.running))
         return call(word, *arguments)
 
     worker.call = slow
     pool.add(worker)
-    wait_until(lambda: pool._living)
+    wait_until(lambda: pool.supervisor.running)
     wait_until(lambda: len(ran) == 2)
     assert ran == [("release", False), ("hold", False)]
 
@@ -719,7 +719,8 @@ def test_a_worker_that_was_ended_for_good_is_not_said_to_be_started_again(make, 
     processes[1].restart = ended_for_good
     processes[1].lose()
     assert executor.rollout_batch(rows(2), OneTurn())["rewards"].tolist() == [0.0, 1.0]
-    wait_until(lambda: pool._given_up == 1)
+    wait_until(lambda: pool.supervisor.running == processes[:1])
+    wait_until(lambda: "it has been ended" in caplog.text)
     assert "its place was needed: it has been ended" in caplog.text
     assert "was started" not in caplog.text
     assert "could not be started again" not in caplog.text
@@ -770,7 +771,7 @@ def watched(processes, changed=None, failed=None, timeout=5.0):
         addresses,
         changed=change,
         in_service=lambda: (list(present), 3),
-        tell=lambda *words: told.append(words),
+        serve=lambda *words: told.append(words),
         failed=failed or pytest.fail,
         timeout=timeout,
     )
@@ -831,7 +832,7 @@ def test_a_server_that_can_never_start_again_is_given_up_and_the_last_one_ends_t
 
 
 def test_where_one_server_was_given_up_and_nothing_has_room_for_the_other_the_run_ends(monkeypatch):
-    monkeypatch.setattr("rollwright.rollout.placed.LOOK_SECONDS", 0.01)
+    monkeypatch.setattr("rollwright.inference.server_watch.LOOK_SECONDS", 0.01)
     processes, failures = [ServerProcess(number) for number in range(2)], []
     with watched(processes, failed=failures.append, timeout=0.3):
         processes[1].cannot_start = EngineError("out of memory on GPU 3")
@@ -840,17 +841,16 @@ def test_where_one_server_was_given_up_and_nothing_has_room_for_the_other_the_ru
         time.sleep(0.1)
         processes[0].is_lost = True  # it waits for room from now on
         wait_until(lambda: failures)
-        assert "no server could be started again within 0.3 s" in str(failures[0])
+        assert "it could not be started again within 0.3 s" in str(failures[0])
 
 
 def test_a_server_that_was_ended_for_good_is_given_up_at_once(monkeypatch, caplog):
-    monkeypatch.setattr("rollwright.rollout.placed.LOOK_SECONDS", 0.01)
+    monkeypatch.setattr("rollwright.inference.server_watch.LOOK_SECONDS", 0.01)
     processes = [ServerProcess(number) for number in range(2)]
     with watched(processes) as (watch, told):
         processes[1].restart = ended_for_good
         processes[1].is_lost = True
         wait_until(lambda: told)
-        assert watch._given_up == {1}
         assert watch.addresses == ["10.0.0.0:0"]
     assert "its place was needed" in caplog.text
     assert "Not all could be told" not in caplog.text

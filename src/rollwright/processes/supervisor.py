@@ -1,0 +1,229 @@
+"""The one supervisor: restarts processes that are lost, and gives up on those that are lost too often in a row.
+
+``Supervisor`` does so in the background: servers, and workers that run episodes. ``retry_lost`` does so for a call that somebody waits for:
+a first start, and what the ranks of a training compute together. Neither knows what a process does, nor where it runs.
+"""
+
+from __future__ import annotations
+
+import itertools
+import threading
+import time
+from collections import Counter
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future
+from typing import Any, Protocol, TypeVar
+
+from rollwright.errors import LostProcessError, LostRankError, RolloutError, RollwrightError
+from rollwright.tracking.logging import getLogger
+
+logger = getLogger("processes")
+
+Result = TypeVar("Result")
+
+#: How often in a row a process may be lost before it has proven itself.
+RESTARTS = 3
+
+
+class Process(Protocol):
+    """A process that can be restarted, with an object in it that answers calls.
+
+    Attributes:
+        name: in messages.
+    """
+
+    name: str
+
+    @property
+    def started(self) -> Future[None]:
+        """Done when the latest start has succeeded or failed; every start has a future of its own."""
+        ...
+
+    def wait_started(self, timeout: float) -> None:
+        """Wait for the latest start."""
+        ...
+
+    def call(self, method: str, *arguments: Any) -> Future[Any]:
+        """Call a method of the object; the future raises ``LostProcessError`` if the process is lost."""
+        ...
+
+    def restart(self) -> None:
+        """End the process and start another one in its place.
+
+        Raises:
+            LostProcessError: the process was ended for good.
+        """
+        ...
+
+
+def retry_lost(attempt: Callable[[], Result], restart: Callable[[], object], lost_words: str) -> Result:
+    """Return what ``attempt`` returns; if it loses a process, call ``restart`` and try again, ``RESTARTS`` times at most.
+
+    Args:
+        attempt: raises ``LostProcessError`` or ``LostRankError`` if it loses a process. Other errors are not retried, because another
+            process would fail in the same way.
+        restart: may raise these errors, too.
+        lost_words: what is reported in the end, with ``{}`` in place of the number of losses.
+
+    Raises:
+        LostProcessError, LostRankError: a process was lost ``RESTARTS + 1`` times; the message has the last cause.
+    """
+    for losses in itertools.count(1):
+        try:
+            if losses > 1:
+                restart()
+            return attempt()
+        except (LostProcessError, LostRankError) as error:
+            if losses > RESTARTS:
+                raise type(error)(f"{lost_words.format(losses)}; the last time: {error}") from error
+            logger.warning("%s; it is placed again", error)
+    raise AssertionError("the loop above has no end")
+
+
+def wait_running(process: Process, timeout: float, ask: str | None = None) -> Any:
+    """Wait for the first start of a process, which is restarted if it is lost meanwhile.
+
+    Args:
+        process: has begun to start.
+        timeout: seconds that each start may take.
+        ask: a method of its object that has to answer, too.
+
+    Returns:
+        The answer of ``ask``.
+
+    Raises:
+        LostProcessError: see ``retry_lost``.
+        RollwrightError: its object could not be made.
+    """
+
+    def attempt() -> Any:
+        process.wait_started(timeout)
+        return None if ask is None else process.call(ask).result(timeout)
+
+    return retry_lost(attempt, process.restart, f"{process.name} was lost {{}} times while it started")
+
+
+class Supervisor:
+    """Restarts processes in the background.
+
+    A process that is lost ``RESTARTS + 1`` times in a row without proving itself is given up. When none is left, ``failed`` is called.
+
+    Args:
+        processes: which run.
+        purpose: how a process proves itself, such as "running an episode"; in messages.
+        timeout: seconds that a start may take while no process runs. While another one runs, a process may wait for room on the
+            cluster for any time.
+        failed: called with the cause when no process is left.
+        take_in: makes a process that has started fit for use and calls ``admit``; a ``RollwrightError`` counts as a failed start. It may
+            return the end of the sentence "server 0 runs again".
+
+    Attributes:
+        running: processes in use, in the order in which they were added.
+        lock: is held while ``running`` changes.
+    """
+
+    def __init__(
+        self,
+        processes: Sequence[Any],
+        *,
+        purpose: str,
+        timeout: float,
+        failed: Callable[[RolloutError], object],
+        take_in: Callable[[Any], str | None] | None = None,
+    ) -> None:
+        self.running = list(processes)
+        self.lock = threading.RLock()
+        self._processes = list(processes)
+        self._purpose, self._timeout, self._failed = purpose, timeout, failed
+        self._take_in = take_in or self.admit
+        self._losses = Counter[str]()  # in a row, by name
+        self._given_up = 0
+        self._closed = threading.Event()
+
+    def add(self, process: Any) -> None:
+        """Take in another process when it has started, however long it waits for room."""
+        with self.lock:
+            self._processes.append(process)
+        self._start_thread(process, is_new=True)
+
+    def lost(self, process: Any, start: Future[None], cause: object) -> None:
+        """Restart a process that was found lost.
+
+        Args:
+            process: of this supervisor.
+            start: its ``started`` before the loss was noticed; if it was restarted since, nothing is done.
+            cause: of the loss.
+        """
+        with self.lock:
+            if process not in self.running or process.started is not start or self._closed.is_set():
+                return
+            self.running = [other for other in self.running if other is not process]
+        if not self._is_given_up(process, cause):
+            self._start_thread(process)
+
+    def admit(self, process: Any) -> None:
+        """Use a process from now on."""
+        with self.lock:
+            self.running = [other for other in self._processes if other in self.running or other is process]
+
+    def proven(self, process: Any) -> None:
+        """A process has proven itself: its losses count from zero again."""
+        self._losses.pop(process.name, None)
+
+    def close(self) -> None:
+        """Restart nothing from now on; the processes are ended by whoever started them. Idempotent."""
+        self._closed.set()
+
+    def _start_thread(self, process: Any, is_new: bool = False) -> None:
+        threading.Thread(target=self._bring_in, args=(process, is_new), name=f"start {process.name}", daemon=True).start()
+
+    def _bring_in(self, process: Any, is_new: bool) -> None:
+        is_starting = is_new
+        while not self._closed.is_set():
+            try:
+                if not is_starting:
+                    process.restart()
+            except LostProcessError as error:  # it was ended for good
+                if not self._closed.is_set():
+                    self._give_up(str(error))
+                return
+            is_starting = False
+            try:
+                self._wait_started(process)
+                where = self._take_in(process)
+            except (RollwrightError, TimeoutError) as error:
+                if self._closed.is_set() or self._is_given_up(process, error):
+                    return
+                logger.warning("%s could not be started again, and is started once more: %s", process.name, error)
+            else:
+                logger.info("%s runs%s%s", process.name, "" if is_new else " again", where or "")
+                return
+
+    def _wait_started(self, process: Any) -> None:
+        deadline = time.monotonic() + self._timeout
+        while not self._closed.is_set():
+            try:
+                return process.started.result(1.0)
+            except TimeoutError:
+                if not self.running and time.monotonic() > deadline:
+                    raise RolloutError(
+                        f"it could not be started again within {self._timeout:g} s: nothing on the cluster has room for it"
+                    ) from None
+
+    def _is_given_up(self, process: Any, cause: object) -> bool:
+        """Count a loss; True if there were too many in a row."""
+        self._losses[process.name] += 1
+        if self._losses[process.name] <= RESTARTS:
+            return False
+        self._give_up(
+            f"{process.name} was started {RESTARTS + 1} times without {self._purpose}, and is not started again; the last time: {cause}"
+        )
+        return True
+
+    def _give_up(self, words: str) -> None:
+        logger.error("%s", words)
+        with self.lock:
+            self._given_up += 1
+            is_last = self._given_up == len(self._processes)
+        if is_last:
+            self._failed(RolloutError(words))

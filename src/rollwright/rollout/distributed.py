@@ -1,0 +1,101 @@
+"""The rollout engine of a run whose episodes run in other processes."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection
+from typing import Any
+
+from rollwright.config.sections import RolloutConfig
+from rollwright.inference.server_watch import ServerWatch
+from rollwright.inference.weights.publication import RemoteClient
+from rollwright.processes.supervisor import Process
+from rollwright.rollout.engines import RemoteEngine
+from rollwright.rollout.workers import RolloutWorkers, Worker
+
+
+class DistributedRolloutEngine(RemoteEngine):
+    """A rollout engine that schedules episodes in this process and has workers run them.
+
+    Args:
+        config: the ``rollout`` section.
+        client: of the servers; it pauses and resumes them, and follows what the first rank publishes.
+        pool: the workers.
+        publisher: returns what the first rank has published (``RemoteClient.publisher``).
+        seed: of the run.
+
+    Attributes:
+        grow: called when the first servers and workers run; places those that may join later, and returns them.
+    """
+
+    grow: Callable[[], tuple[list[Process], list[Worker]]] | None = None
+
+    def __init__(
+        self,
+        config: RolloutConfig,
+        client: RemoteClient,
+        pool: RolloutWorkers,
+        *,
+        publisher: Callable[[], tuple[int, Collection[str]]],
+        seed: int,
+    ) -> None:
+        super().__init__(config, client=client, seed=seed)
+        self.elsewhere = self.pool = pool
+        self.watch: ServerWatch | None = None
+        self._publisher = publisher
+        self._workers_run = False
+
+    def initialize(self, *args: Any, **kwargs: Any) -> None:
+        """See ``RolloutEngine.initialize``; returns when the workers run."""
+        if self.watch is not None:
+            self.watch.start()  # a server may be lost before it is connected to
+        super().initialize(*args, **kwargs)
+        self._servers.publisher = self._publisher
+        self.pool.wait_started()
+        self._workers_run = True
+        self.pool.release(*self.in_service())
+        servers, workers = ([], []) if self.grow is None else self.grow()
+        for process in workers:
+            self.pool.add(process)
+        if self.watch is not None:
+            for process in servers:
+                self.watch.add(process)
+
+    def destroy(self) -> None:
+        """See ``RolloutEngine.destroy``. The processes are ended by whoever placed them."""
+        self.pool.close()
+        if self.watch is not None:
+            self.watch.close()
+        super().destroy()
+
+    def pause(self) -> None:
+        """See ``RolloutEngine.pause``. Workers send no requests, either."""
+        self.pool.hold()
+        super().pause()
+
+    def resume(self) -> None:
+        """See ``RolloutEngine.resume``. The version becomes that of the servers, because a rank may have published."""
+        if self._pauses == 1:
+            self._servers.adopt_version()
+        super().resume()
+        if not self._pauses:
+            self.pool.release(*self.in_service())
+
+    def set_version(self, version: int) -> None:
+        """See ``RolloutEngine.set_version``."""
+        is_new = version != self._servers.get_version()
+        if is_new and not self._pauses:
+            self._servers.adopt_version()
+        super().set_version(version)
+        if is_new and not self._pauses:
+            self.pool.release(*self.in_service())
+
+    @property
+    def _servers(self) -> RemoteClient:
+        assert isinstance(self.client, RemoteClient)
+        return self.client
+
+    def in_service(self) -> tuple[list[str], int]:
+        """Addresses of the servers that requests may go to, and their version; empty until the workers run, because they are the ones notified."""
+        if not self._workers_run:
+            return [], 0
+        return [server.address for server in self._servers.router.in_service()], self._servers.get_version()
