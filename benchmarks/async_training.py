@@ -30,7 +30,7 @@ from rollwright.config.loading import load_stages
 from rollwright.data.datasets import get_dataset
 from rollwright.tracking.metrics_file import read_metrics
 from rollwright.tracking.run_directory import RunDirectory
-from rollwright.trainers.rl import PPOTrainer
+from rollwright.trainers.loops.rl import PPOTrainer
 from rollwright.trainers.stages import run_config
 
 RECIPE = Path(__file__).resolve().parents[1] / "examples" / "quickstart.yaml"

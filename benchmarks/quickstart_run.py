@@ -20,7 +20,7 @@ def quickstart_run(root: str, steps: int, **settings: Any) -> Any:
     from rollwright.config.sections import ClusterConfig, MicroBatchSpec, OptimizerConfig, PPOActorConfig, StatsLoggerConfig
     from rollwright.config.tasksets import DatasetConfig
     from rollwright.data.datasets import get_dataset
-    from rollwright.trainers.rl import PPOTrainer
+    from rollwright.trainers.loops.rl import PPOTrainer
     from rollwright.trainers.stages import make_model
 
     model = NewModelConfig(

@@ -120,9 +120,9 @@ from rollwright.tracking.metrics import MetricsTracker as MetricsTracker
 from rollwright.tracking.metrics import get_tracker as get_tracker
 from rollwright.tracking.sinks import SINKS as SINKS
 from rollwright.tracking.sinks import MetricsSink as MetricsSink
-from rollwright.trainers.rl import PPOTrainer as PPOTrainer
-from rollwright.trainers.supervised import DPOTrainer as DPOTrainer
-from rollwright.trainers.supervised import SFTTrainer as SFTTrainer
+from rollwright.trainers.loops.rl import PPOTrainer as PPOTrainer
+from rollwright.trainers.loops.supervised import DPOTrainer as DPOTrainer
+from rollwright.trainers.loops.supervised import SFTTrainer as SFTTrainer
 from rollwright.training.actor import FSDPPPOActor as FSDPPPOActor
 from rollwright.training.engine import TrainEngine as TrainEngine
 from rollwright.training.model import load_model as load_model

@@ -12,7 +12,7 @@ from rollwright.config.modes import OperatorConfig, StoreConfig
 from rollwright.config.sections import OptimizerConfig, PPOActorConfig
 from rollwright.config.tasksets import DatasetConfig
 from rollwright.experience.operators import OPERATORS, ExperienceOperator
-from rollwright.trainers.rl import PPOTrainer
+from rollwright.trainers.loops.rl import PPOTrainer
 
 pytestmark = pytest.mark.slow
 
@@ -64,8 +64,8 @@ def test_groups_that_operators_drop_are_replaced(tiny_model, tmp_path):
 
 def test_an_explorer_tells_what_they_did(tiny_model, tmp_path, monkeypatch):
     pytest.importorskip("sqlalchemy")
-    from rollwright.trainers.explore import Explorer
-    from rollwright.trainers.shared_run import claim_part
+    from rollwright.trainers.modes.explore import Explorer
+    from rollwright.trainers.modes.shared_run import claim_part
 
     config = GRPOConfig(
         experiment_name="operators",

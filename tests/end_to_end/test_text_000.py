@@ -16,7 +16,7 @@ import torch
 from rollwright import GRPOConfig
 from rollwright.config.sections import OptimizerConfig, PPOActorConfig
 from rollwright.config.tasksets import DatasetConfig
-from rollwright.trainers.rl import PPOTrainer
+from rollwright.trainers.loops.rl import PPOTrainer
 
 pytestmark = pytest.mark.slow
 

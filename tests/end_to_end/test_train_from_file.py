@@ -13,8 +13,8 @@ from rollwright.config.tasksets import DatasetConfig
 from rollwright.errors import TrajectoryError
 from rollwright.experience.experience import Experience, ExperienceId
 from rollwright.store import FileStore
-from rollwright.trainers.shared_run import claim_part
-from rollwright.trainers.train_from_store import StoreTrainer
+from rollwright.trainers.modes.shared_run import claim_part
+from rollwright.trainers.modes.train_from_store import StoreTrainer
 
 pytestmark = pytest.mark.slow
 

@@ -9,7 +9,7 @@ from rollwright import GRPOConfig
 from rollwright.config.sections import OptimizerConfig, PPOActorConfig
 from rollwright.config.tasksets import DatasetConfig
 from rollwright.errors import RollwrightError
-from rollwright.trainers.rl import PPOTrainer
+from rollwright.trainers.loops.rl import PPOTrainer
 
 pytestmark = pytest.mark.slow
 

@@ -22,7 +22,7 @@ from rollwright import Experience
 from rollwright.data.tokenizer import load_tokenizer
 from rollwright.store import ExperienceStore
 from rollwright.tracking.run_directory import RunDirectory
-from rollwright.trainers.rl import PPOTrainer
+from rollwright.trainers.loops.rl import PPOTrainer
 
 from . import damages
 

@@ -14,8 +14,8 @@ from rollwright.config.experiment import GRPOConfig
 from rollwright.config.loading import build_config
 from rollwright.config.source import parse_yaml
 from rollwright.data.datasets import get_dataset
-from rollwright.trainers.replay import RunReplay
-from rollwright.trainers.rl import PPOTrainer
+from rollwright.trainers.loops.rl import PPOTrainer
+from rollwright.trainers.modes.run_replay import RunReplay
 
 CONFIG = """
 experiment_name: repeats

@@ -19,7 +19,7 @@ from rollwright.config.sections import (
 )
 from rollwright.config.tasksets import DatasetConfig
 from rollwright.data.arithmetic import arithmetic
-from rollwright.trainers.rl import PPOTrainer
+from rollwright.trainers.loops.rl import PPOTrainer
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
 

@@ -146,7 +146,7 @@ RENDERING = re.compile(
 )
 RENDERS = ("viewer", "cli", "tracking")
 #: Files elsewhere that still render. Only ever remove lines.
-RENDERING_ELSEWHERE = {"trainers/bench.py", "trainers/stages.py"}
+RENDERING_ELSEWHERE = {"trainers/modes/bench.py", "trainers/stages.py"}
 
 #: Other systems, whose names only ``compat`` knows.
 FOREIGN = re.compile(r"(?<![\w/])(?:areal|trinity|verl|trl)(?!\w)", re.IGNORECASE)

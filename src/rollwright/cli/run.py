@@ -67,7 +67,7 @@ def run(
     words = ["run", *plugins, *(["--config", config] if config else []), *(arguments or [])]
     if dry_run:
         look_up_names(stages)
-        from rollwright.trainers.dry_run import refuse_missing_inputs
+        from rollwright.trainers.checks.missing_inputs import refuse_missing_inputs
 
         refuse_missing_inputs(stages)
         typer.echo(resolved_yaml(stages))
@@ -84,7 +84,7 @@ def run(
                 typer.echo("\n".join(placement_in_words(stage.name, stage.config)))
         return
     if cluster.kind != "slurm" and os.environ.get("RANK", "0") == "0":
-        from rollwright.trainers.dry_run import refuse_missing_files
+        from rollwright.trainers.checks.missing_inputs import refuse_missing_files
 
         refuse_missing_files(stages)
         if cluster.kind == "local":
@@ -182,7 +182,7 @@ def load_with_plugins(file: str, overrides: Sequence[str], plugins: Sequence[Pat
 
 def look_up_names(stages: Sequence[Stage]) -> None:
     """Refuse workflows, rewards, operators and so on that nothing has, plugins included."""
-    from rollwright.trainers.unknown_names import refuse_unknown_names
+    from rollwright.trainers.checks.unknown_names import refuse_unknown_names
 
     PLUGINS.load()
     refuse_unknown_names(stages)

@@ -1,8 +1,8 @@
 """Faults of a config, and the tables of rules that find them.
 
 A ``Rule`` is one line of a table: the keys that it looks at, when it applies, and what it finds. ``faults_of`` walks a table over a
-config, ``refuse`` over the stages of a run. ``rules.RULES`` holds what can be checked without torch; ``trainers.unknown_names`` and
-``trainers.dry_run`` have the tables of names and of files.
+config, ``refuse`` over the stages of a run. ``rules.RULES`` holds what can be checked without torch; ``trainers.checks.unknown_names`` and
+``trainers.checks.missing_inputs`` have the tables of names and of files.
 """
 
 from __future__ import annotations

@@ -71,7 +71,7 @@ def load_expr_config(argv: Sequence[str], config_class: type[ConfigType]) -> tup
     parsed = [parse_override(text) for text in overrides]
     config = build_config(document, parsed, config_class)
     # Resolving the names loads torch, so it happens only here and in `rollwright config check`.
-    import_path("rollwright.trainers.unknown_names:refuse_unknown_names", "check")(
+    import_path("rollwright.trainers.checks.unknown_names:refuse_unknown_names", "check")(
         [Stage("", "", config, 0, Origins(document, parsed))]
     )
     return config, file

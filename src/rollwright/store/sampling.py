@@ -25,7 +25,7 @@ from rollwright.store.database import (
     uses,
 )
 from rollwright.store.groups import BatchSize, GroupTable, StoredBatch
-from rollwright.store.tasks import TaskLeases
+from rollwright.store.task_leases import TaskLeases
 from rollwright.store.trainer import TrainerCursor
 
 #: ``(version of the group, uses so far, random generator, **arguments) -> priority, or None if it must not be used again``.

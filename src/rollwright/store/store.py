@@ -34,10 +34,10 @@ from rollwright.store.database import (
     tasks,
     uses,
 )
-from rollwright.store.files import FileStore, export_parquet
+from rollwright.store.file_store import FileStore, export_parquet
 from rollwright.store.groups import GroupTable, StoredBatch
 from rollwright.store.sampling import BatchSampler, Sampling
-from rollwright.store.tasks import TaskLeases, training_groups
+from rollwright.store.task_leases import TaskLeases, training_groups
 from rollwright.store.trainer import Announcements, TrainerCursor
 from rollwright.tracking.logging import getLogger
 

@@ -1,1 +1,1 @@
-"""The loops. Each reads top to bottom like the pseudo-code of its algorithm."""
+"""Runs: ``stages`` carries out a config's stages, ``loops`` trains, ``modes`` holds all other kinds of run, ``checks`` refuses early."""

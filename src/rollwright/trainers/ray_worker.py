@@ -15,8 +15,8 @@ from rollwright.inference.weights.publication import RemoteClient
 from rollwright.placement.task_services import TaskServices
 from rollwright.registry import PLUGINS
 from rollwright.rollout.worker import RolloutWorker
-from rollwright.trainers.evaluation import evaluating
-from rollwright.trainers.tasks import evaluation_workflow, training_workflow
+from rollwright.trainers.drawn_tasks import evaluation_workflow, training_workflow
+from rollwright.trainers.loops.evaluation import evaluating
 
 
 def open_worker(where: Any, config: PPOConfig, addresses: list[str], directory: str) -> RolloutWorker:

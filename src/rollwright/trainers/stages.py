@@ -24,7 +24,7 @@ from rollwright.tracking import logging
 from rollwright.tracking.logging import getLogger
 from rollwright.tracking.run_directory import RunDirectory, RunFinishedError
 from rollwright.tracking.summary import before_after_table, sample_completions, write_summary
-from rollwright.trainers.unknown_names import refuse_unknown_names
+from rollwright.trainers.checks.unknown_names import refuse_unknown_names
 from rollwright.training import parallel
 from rollwright.workflows.registry import WORKFLOWS
 
@@ -144,7 +144,7 @@ def _claimed(stages: Sequence[Stage]) -> RunDirectory:
             "stages: give it a file of its own, and carry the other stages out before."
         )
     if parts:
-        from rollwright.trainers.shared_run import claim_part
+        from rollwright.trainers.modes.shared_run import claim_part
 
         return claim_part(parts[0].config)
     directory = RunDirectory(*_place(stages))
@@ -211,13 +211,13 @@ def make_model(config: NewModelConfig) -> dict[str, Any]:
 
 def _train_supervised(stage: Stage, directory: RunDirectory) -> dict[str, Any]:
     from rollwright.data.datasets import get_dataset
-    from rollwright.trainers import tasks
-    from rollwright.trainers.supervised import DPOTrainer, SFTTrainer
+    from rollwright.trainers import drawn_tasks
+    from rollwright.trainers.loops.supervised import DPOTrainer, SFTTrainer
 
     trainer_class = DPOTrainer if stage.kind == "dpo" else SFTTrainer
     config = stage.config
     tokenizer = config.tokenizer_path or config.model.path  # counts prompts where max_length is set
-    thinking = tasks.thinks(config.workflow_kwargs)
+    thinking = drawn_tasks.thinks(config.workflow_kwargs)
     thinking = config.train_dataset.columns.enable_thinking if thinking is None else thinking
     valid = get_dataset(config.valid_dataset, tokenizer, thinking) if config.valid_dataset else None
     with trainer_class(config, get_dataset(config.train_dataset, tokenizer), valid, directory=directory) as trainer:
@@ -225,34 +225,36 @@ def _train_supervised(stage: Stage, directory: RunDirectory) -> dict[str, Any]:
 
 
 def _train_policy(stage: Stage, directory: RunDirectory) -> dict[str, Any]:
-    from rollwright.trainers import tasks
-    from rollwright.trainers.rl import PPOTrainer
+    from rollwright.trainers import drawn_tasks
+    from rollwright.trainers.loops.rl import PPOTrainer
 
     config = stage.config
     if config.mode != "both":
         return _play_part(config, directory)
-    with PPOTrainer(config, tasks.task_source(config), tasks.evaluation_rows(config), directory=directory) as trainer:
+    with PPOTrainer(
+        config, drawn_tasks.task_source(config), drawn_tasks.evaluation_rows(config), directory=directory
+    ) as trainer:
         return trainer.train()
 
 
 def _play_part(config: PPOConfig, directory: RunDirectory) -> dict[str, Any]:
     """What this process does in a run of several."""
     if config.mode == "explore":
-        from rollwright.trainers.explore import Explorer
+        from rollwright.trainers.modes.explore import Explorer
 
         with Explorer(config, directory) as explorer:
             return explorer.explore()
     if config.mode == "train":
-        from rollwright.trainers.train_from_store import StoreTrainer
+        from rollwright.trainers.modes.train_from_store import StoreTrainer
 
         with StoreTrainer(config, directory) as trainer:
             return trainer.train()
     if config.mode == "bench":
-        from rollwright.trainers.bench import bench
+        from rollwright.trainers.modes.bench import bench
 
         return bench(config, directory)
     try:
-        from rollwright.trainers.serve import serve
+        from rollwright.trainers.modes.serve import serve
     except ModuleNotFoundError as error:
         raise ConfigError(
             f"mode serve needs the package {error.name}, which is not installed: pip install 'rollwright[openai,store]'."
@@ -261,7 +263,7 @@ def _play_part(config: PPOConfig, directory: RunDirectory) -> dict[str, Any]:
 
 
 def _evaluate(stage: Stage, directory: RunDirectory) -> dict[str, Any]:
-    from rollwright.trainers.evaluation import evaluate_model
+    from rollwright.trainers.loops.evaluation import evaluate_model
 
     config: EvalConfig = stage.config
     scores = evaluate_model(config, directory.rollouts)

@@ -17,7 +17,7 @@ from rollwright.config.rules import faults_of
 from rollwright.config.sections import NormConfig, OptimizerConfig, PPOActorConfig
 from rollwright.config.source import parse_yaml
 from rollwright.errors import ConfigError
-from rollwright.trainers.unknown_names import refuse_unknown_names
+from rollwright.trainers.checks.unknown_names import refuse_unknown_names
 from rollwright.training.actor import ROW, PolicyUpdate, recomputes_logprobs
 
 #: A value other than the default for each key of the loss.

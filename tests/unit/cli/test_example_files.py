@@ -7,8 +7,8 @@ import pytest
 
 from rollwright import REWARD_FUNCTIONS, WORKFLOWS
 from rollwright.config.loading import load_stages
-from rollwright.trainers.dry_run import refuse_missing_inputs
-from rollwright.trainers.unknown_names import refuse_unknown_names
+from rollwright.trainers.checks.missing_inputs import refuse_missing_inputs
+from rollwright.trainers.checks.unknown_names import refuse_unknown_names
 
 REPOSITORY = Path(__file__).resolve().parents[3]
 #: The notebook's config names no workflow: its cells build one.

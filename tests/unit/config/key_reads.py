@@ -30,8 +30,8 @@ CHECKS = frozenset(
         *(f"rollwright.config.{name}" for name in ("source", "task_rules", "unread_keys", "validation")),
         *(
             "rollwright.tracking.learning_signs",
-            "rollwright.trainers.dry_run",
-            "rollwright.trainers.unknown_names",
+            "rollwright.trainers.checks.missing_inputs",
+            "rollwright.trainers.checks.unknown_names",
             "dataclasses",
         ),
     ]

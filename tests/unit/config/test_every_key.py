@@ -29,9 +29,9 @@ from rollwright.config.tasksets import FormatConfig, TasksetConfig
 from rollwright.inference.backends import BACKENDS, ServerLaunch
 from rollwright.placement.slurm import job_script
 from rollwright.tracking.run_directory import RunDirectory
-from rollwright.trainers import serve
+from rollwright.trainers.checks.unknown_names import NAMES
+from rollwright.trainers.modes import serve
 from rollwright.trainers.stages import run_config
-from rollwright.trainers.unknown_names import NAMES
 
 REPOSITORY = Path(__file__).resolve().parents[3]
 TABLE = REPOSITORY / "docs" / "keys.md"

@@ -11,8 +11,8 @@ from rollwright.config import experiment, generation, modes, sections, servers, 
 from rollwright.config.faults import Rule
 from rollwright.config.rules import RULES
 from rollwright.config.validation import annotations_of, choices_of, is_section
-from rollwright.trainers.dry_run import FILES, INPUTS
-from rollwright.trainers.unknown_names import NAMES
+from rollwright.trainers.checks.missing_inputs import FILES, INPUTS
+from rollwright.trainers.checks.unknown_names import NAMES
 
 CLASSES = {
     each

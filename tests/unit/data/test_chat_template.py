@@ -14,7 +14,7 @@ from rollwright.data.datasets import get_dataset
 from rollwright.data.tokenizer import build_character_tokenizer
 from rollwright.errors import DataError, WorkflowError
 from rollwright.sequence_processing.generation import GenerationConfig, encoded
-from rollwright.trainers.supervised import preference_batch, supervised_batch
+from rollwright.trainers.loops.supervised import preference_batch, supervised_batch
 from rollwright.workflows.rlvr import RLVRWorkflow
 
 SOURCE = Path(__file__).parents[3] / "src" / "rollwright"

@@ -10,7 +10,7 @@ from rollwright.config.generation import GenerationHyperparameters
 from rollwright.data.tokenizer import build_character_tokenizer
 from rollwright.errors import DataError
 from rollwright.inference.request import ModelResponse
-from rollwright.trainers.supervised import supervised_batch
+from rollwright.trainers.loops.supervised import supervised_batch
 from rollwright.workflows.parallel_generation import ParallelGenerationWorkflow
 
 TOKENIZER = build_character_tokenizer(pieces=["<Goal>", "</Goal>", "<Path>", "</Path>", "<Conclusion>", "</Conclusion>"])

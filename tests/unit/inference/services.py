@@ -22,7 +22,7 @@ pytest.importorskip("sqlalchemy")
 
 from rollwright.rollout.openai_front import OpenAIFront
 from rollwright.store import ExperienceStore
-from rollwright.trainers.serve import RunBook, application
+from rollwright.trainers.modes.serve import RunBook, application
 
 
 @contextlib.contextmanager

@@ -29,7 +29,7 @@ from rollwright.experience.journal.writing import EpisodeWriter, Journal
 from rollwright.experience.recorder import Recorder
 from rollwright.rollout.executor import RolloutExecutor
 from rollwright.rollout.replay import Replayer
-from rollwright.trainers.rl import PPOTrainer
+from rollwright.trainers.loops.rl import PPOTrainer
 
 GCONFIG = GenerationHyperparameters(max_new_tokens=4, temperature=0.7)
 

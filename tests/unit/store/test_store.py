@@ -15,7 +15,7 @@ from rollwright.experience.experience import Experience
 from rollwright.store import PRIORITY_FUNCTIONS, ExperienceStore, Sampling
 from rollwright.store import database as store_database
 from rollwright.store.groups import GroupTable
-from rollwright.store.tasks import TaskLeases
+from rollwright.store.task_leases import TaskLeases
 
 
 def experience(marker: int = 0, *, version: int | None = 0, reward: float = 1.0) -> Experience:

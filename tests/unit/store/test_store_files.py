@@ -16,7 +16,7 @@ from rollwright.config.modes import StoreConfig
 from rollwright.errors import ConfigError, StoreError
 from rollwright.experience.experience import Experience, ExperienceId
 from rollwright.store import ExperienceStore, FileStore, Sampling, open_store
-from rollwright.store.files import document_experience, experience_document
+from rollwright.store.file_store import document_experience, experience_document
 
 
 def experience(marker: int = 0, **fields) -> Experience:

@@ -8,8 +8,8 @@ from hypothesis import strategies as st
 
 from rollwright.data.loader import TaskLoader
 from rollwright.errors import DataError
-from rollwright.trainers import tasks as drawn_tasks
-from rollwright.trainers.tasks import DrawnTasks
+from rollwright.trainers import drawn_tasks
+from rollwright.trainers.drawn_tasks import DrawnTasks
 
 ROWS = [{"question": str(number)} for number in range(10)]
 

@@ -17,7 +17,7 @@ from rollwright.config.sections import (
 from rollwright.config.tasksets import DatasetConfig
 from rollwright.data.tokenizer import load_tokenizer
 from rollwright.inference.request import ModelRequest
-from rollwright.trainers.rl import PPOTrainer
+from rollwright.trainers.loops.rl import PPOTrainer
 
 GCONFIG = GenerationHyperparameters(max_new_tokens=6, temperature=0.7)
 TASKS = [{"question": f"{number}+{number}="} for number in range(8)]

@@ -346,7 +346,7 @@ def test_a_taskset_without_generation_arguments_has_the_run_s(tokenizer):
     from rollwright import GRPOConfig
     from rollwright.data.selectors import TaskMixture
     from rollwright.placement.task_services import TaskServices
-    from rollwright.trainers.tasks import training_workflow
+    from rollwright.trainers.drawn_tasks import training_workflow
 
     config = GRPOConfig(gconfig=GenerationHyperparameters(n_samples=2, max_new_tokens=7, temperature=0.6))
     config.tasksets = [

@@ -21,7 +21,7 @@ from rollwright.inference.backends.builtin.engine import BuiltinEngine
 from rollwright.inference.backends.sglang import SGLangClient, _Facts
 from rollwright.inference.request import ModelResponse
 from rollwright.inference.router import Server
-from rollwright.trainers.supervised import supervised_batch
+from rollwright.trainers.loops.supervised import supervised_batch
 from rollwright.training.actor import FSDPPPOActor
 from rollwright.training.model import load_model
 from rollwright.workflows.vision_rlvr import VisionRLVRWorkflow

@@ -1,0 +1,169 @@
+"""Evaluation: run every task of a split and score the rewards, as means and pass@k, outside capacity and version accounting."""
+
+from __future__ import annotations
+
+import copy
+import inspect
+import math
+from collections.abc import Sequence
+from contextlib import AbstractContextManager
+from pathlib import Path
+from typing import Any
+
+from rollwright.config.experiment import EvalConfig
+from rollwright.config.generation import GenerationHyperparameters
+from rollwright.errors import ConfigError, RolloutError
+from rollwright.experience.kept_rows import sampled_tokens
+from rollwright.experience.trajectory import Trajectory
+from rollwright.rollout.engines import RolloutEngine
+from rollwright.tracking.progress import progress_bar
+from rollwright.tracking.rollout_dumps import RolloutDumper
+from rollwright.trainers.loops.reporting import EvaluationResult, sample_means
+from rollwright.workflows.task_runner import TaskRunner
+
+
+def evaluate(
+    rollout: RolloutEngine,
+    tasks: Sequence[dict[str, Any]],
+    workflow: Any,
+    workflow_kwargs: dict[str, Any] | None,
+    gconfig: GenerationHyperparameters,
+) -> EvaluationResult:
+    """Run ``gconfig.n_samples`` samples of every task and average their rewards.
+
+    A :class:`TaskRunner` has its own generation arguments: those of its tasksets, or the ones that it was built with.
+
+    Raises:
+        RolloutError: a task gave no sample, so that the mean would be over other tasks than those asked for.
+    """
+    workflow, kwargs = evaluating(workflow, workflow_kwargs, gconfig)
+    trajectory = rollout.rollout_batch(
+        list(tasks), workflow=workflow, workflow_kwargs=kwargs, group_size=gconfig.n_samples, is_eval=True
+    )
+    groups = trajectory["group_ids"].unique()
+    if len(groups) != len(tasks):
+        raise RolloutError(
+            f"evaluation: {len(tasks) - len(groups)} of {len(tasks)} tasks gave no sample, so a mean would mislead; "
+            "see the log for the failures, and raise rollout.max_sample_retries if they are passing."
+        )
+    rewards = sample_means(trajectory, trajectory["rewards"])
+    return EvaluationResult(
+        reward=float(rewards.mean()),
+        tasks=len(tasks),
+        samples=len(rewards),
+        truncated=float(sample_means(trajectory, trajectory["truncated"].float()).mean()),
+        response_tokens=float(sampled_tokens(trajectory).sum()) / len(rewards),
+        trajectory=trajectory,
+    )
+
+
+def evaluating(
+    workflow: Any, kwargs: dict[str, Any] | None, gconfig: GenerationHyperparameters
+) -> tuple[Any, dict[str, Any] | None]:
+    """A workflow, and its constructor's arguments, as they evaluate: with ``gconfig``, one sample at a time."""
+    if inspect.isclass(workflow) or isinstance(workflow, str):
+        return workflow, {**(kwargs or {}), "gconfig": gconfig.new(n_samples=1)}
+    if not isinstance(workflow, TaskRunner) and hasattr(workflow, "gconfig"):  # an instance: the same with other arguments
+        workflow = copy.copy(workflow)
+        workflow.gconfig = _with_stops_of(workflow.gconfig, gconfig.new(n_samples=1))
+    return workflow, None
+
+
+def _with_stops_of(own: Any, gconfig: GenerationHyperparameters) -> GenerationHyperparameters:
+    """The arguments, with what ends a turn of the workflow besides: where its turns end is part of how its episodes go."""
+    stops = list(dict.fromkeys([*(getattr(own, "stop", None) or []), *(gconfig.stop or [])]))
+    stop_token_ids = dict.fromkeys([*(getattr(own, "stop_token_ids", None) or []), *gconfig.stop_token_ids])
+    return gconfig.new(stop=stops or None, stop_token_ids=list(stop_token_ids))
+
+
+def pass_at_k(samples: int, passed: int, k: int) -> float:
+    """Chance that one of ``k`` samples passes, unbiased from ``samples`` of which ``passed`` did (Chen et al. 2021, eq. 1)."""
+    if not 1 <= k <= samples:
+        raise ConfigError(f"pass@{k} cannot be told from {samples} samples: k is between 1 and the number of samples.")
+    return 1.0 - math.comb(samples - passed, k) / math.comb(samples, k)
+
+
+def scores_of(rewards: Sequence[Sequence[float]], pass_at: Sequence[int], pass_reward: float) -> dict[str, float]:
+    """``mean@n`` and each ``pass@k`` over tasks; every k above the number of samples is left out.
+
+    Args:
+        rewards: the rewards of the samples of each task, as many for each.
+        pass_at: every k.
+        pass_reward: reward from which on a sample passes.
+    """
+    samples = len(rewards[0])
+    passed = [sum(reward >= pass_reward for reward in task) for task in rewards]
+    scores = {f"mean@{samples}": math.fsum(math.fsum(task) for task in rewards) / (samples * len(rewards))}
+    for k in sorted(k for k in set(pass_at) if k <= samples):
+        scores[f"pass@{k}"] = math.fsum(pass_at_k(samples, count, k) for count in passed) / len(rewards)
+    return scores
+
+
+def evaluate_model(config: EvalConfig, rollouts: Path | None = None) -> dict[str, Any]:
+    """Scores of a model on a split, with the built-in engine.
+
+    Args:
+        config: what to evaluate, on what.
+        rollouts: directory for trajectories to read, ``stats_logger.dump_rollouts`` of each score.
+
+    Returns:
+        ``greedy`` and ``mean@<samples>`` mean rewards (where asked for), ``tasks``, and a few ``completions``
+        (``prompt``, ``completion``, ``reward``, ``answer``).
+    """
+    from rollwright.data.datasets import get_dataset
+    from rollwright.data.tokenizer import load_tokenizer
+    from rollwright.placement.local_rollout import make_local_engine
+    from rollwright.trainers.drawn_tasks import refuse_missing_chat_template, refuse_unusable_reward, thinks, workflow_arguments
+
+    tokenizer = load_tokenizer(config.tokenizer_path or config.path, config.trust_remote_code)
+    refuse_missing_chat_template(config, tokenizer)
+    tasks = get_dataset(config.dataset, tokenizer, thinks(config.workflow_kwargs))
+    refuse_unusable_reward(config, tasks)
+    runs = {"greedy": config.gconfig.new(greedy=True, n_samples=1)} if config.greedy else {}
+    if config.samples:
+        runs[f"mean@{config.samples}"] = config.gconfig.new(n_samples=config.samples)
+    dumper = RolloutDumper(rollouts, tokenizer, config.stats_logger.dump_rollouts) if rollouts else None
+    scores: dict[str, Any] = {"tasks": len(tasks)}
+    rollout = make_local_engine(config, config.path, tokenizer)
+    rollout.initialize()
+    try:
+        for name, gconfig in runs.items():
+            kwargs = workflow_arguments(config, config.workflow, config.workflow_kwargs, tokenizer, gconfig)
+            with _bar(rollout, len(tasks) * gconfig.n_samples, name):
+                result = evaluate(rollout, tasks, config.workflow, kwargs, gconfig)
+            scores[name] = result.reward
+            if dumper is not None:
+                dumper.dump(0, result.trajectory, name=name)
+            scores.setdefault("completions", _completions(result.trajectory, tasks, tokenizer))
+    finally:
+        rollout.destroy()
+    return scores
+
+
+def _bar(rollout: RolloutEngine, samples: int, name: str) -> AbstractContextManager[Any]:
+    """A progress bar that follows how many samples have ended from now on."""
+
+    def ended() -> float:
+        counters = rollout.counters()
+        return sum(counters[f"samples/{how}"] for how in ("accepted", "rejected", "failed"))
+
+    before = ended()
+    return progress_bar(samples, f"evaluating, {name}", count=lambda: ended() - before)
+
+
+def _completions(
+    trajectory: Trajectory, tasks: Sequence[dict[str, Any]], tokenizer: Any, limit: int = 4
+) -> list[dict[str, Any]]:
+    shown = []
+    for row in range(min(limit, len(trajectory["input_ids"]))):
+        ids = trajectory["input_ids"][row][trajectory["attention_mask"][row].bool()]
+        start = int(trajectory["loss_mask"][row].argmax())
+        shown.append(
+            {
+                "prompt": tokenizer.decode(ids[:start], skip_special_tokens=True),
+                "completion": tokenizer.decode(ids[start:], skip_special_tokens=True),
+                "reward": float(trajectory["rewards"][row]),
+                "answer": str(tasks[row].get("answer", "")) if len(tasks) > row else "",
+            }
+        )
+    return shown

@@ -1,0 +1,345 @@
+"""The training loop that every trainer shares: steps, evaluation, checkpoints, recovery, and an orderly end.
+
+A trainer opens what it trains and samples with, and says what a step is. When a step is due for evaluation or a
+checkpoint, how a run resumes, and how it ends on a signal are decided here.
+"""
+
+from __future__ import annotations
+
+import signal
+import threading
+import time
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Mapping
+from contextlib import ExitStack
+from types import FrameType, TracebackType
+from typing import Any, Protocol, Self
+
+from rollwright.config.experiment import BaseExperimentConfig, FinetuneSpec, section_of
+from rollwright.config.rules import refuse_dicts
+from rollwright.config.sections import IntervalConfig, TrainEngineConfig
+from rollwright.data.tokenizer import load_tokenizer
+from rollwright.errors import LostRankError
+from rollwright.inference.weights.files import keep_newest
+from rollwright.placement.rank_processes import check_processes, follow_config, open_ranks
+from rollwright.placement.ranks import TrainRanks
+from rollwright.placement.ray_ranks import PlacedRanks
+from rollwright.tracking.learning_signs import warn_of_reasons
+from rollwright.tracking.logging import getLogger
+from rollwright.tracking.model_card import write_model_card
+from rollwright.tracking.run_directory import RunDirectory
+from rollwright.trainers.loops.reporting import EvaluationResult, StageRun
+from rollwright.training import parallel
+from rollwright.training.model import resolve_device
+
+logger = getLogger("trainer")
+
+
+class Part(Protocol):
+    """What a recover checkpoint holds the state of."""
+
+    def state_dict(self) -> dict[str, Any]: ...
+
+    def load_state_dict(self, state: dict[str, Any]) -> None: ...
+
+
+class Trainer(ABC):
+    """One training run: opened with ``with``, resumed where it was interrupted, trained to its end, saved.
+
+    Args:
+        config: the experiment.
+        model: the section of the model that is trained; its path names the tokenizer where ``tokenizer_path`` is empty.
+        directory: where the run writes.
+    """
+
+    spec: FinetuneSpec  #: length of the run; set by the subclass
+    trained_part = "actor"  #: name of the trained engine in a recover checkpoint
+    curve = "reward"  #: the metric that ``make_step`` returns
+    shares_weights = False  #: an engine in this process may compute with the trained tensors
+    evaluates = False  #: there are held-out tasks and an engine to run them with
+
+    def __init__(self, config: BaseExperimentConfig, model: TrainEngineConfig, directory: RunDirectory) -> None:
+        refuse_dicts(config)
+        self.config: Any = config
+        self.directory = directory
+        self.tokenizer = load_tokenizer(config.tokenizer_path or model.path, model.trust_remote_code)
+        self.step = self._saved_step = 0  # made, and in the newest recover checkpoint
+        #: The engines hold the weights of the last step. Only then can a step be evaluated or resumed from.
+        self.is_published = True
+
+    # -- what a trainer says -------------------------------------------------------------------------------------------
+
+    def claim(self, opened: ExitStack) -> None:  # noqa: B027 - the caller may have done so
+        """Take what the run needs for itself, before anything is loaded."""
+
+    @abstractmethod
+    def open(self, opened: ExitStack) -> None:
+        """Open what samples, beside ``self.ranks``, which train; whatever has to be closed goes on ``opened``."""
+
+    @abstractmethod
+    def parts(self) -> Mapping[str, Part]:
+        """What a recover checkpoint holds besides the trained engine, by name."""
+
+    def begin(self, resumed: bool) -> None:  # noqa: B027 - a trainer may have nothing to do
+        """Called when everything is open, after the newest checkpoint was loaded where there was one."""
+
+    @abstractmethod
+    def make_step(self, run: StageRun, stop: StopSignal) -> float | None:
+        """Make step ``self.step + 1``, count it and report it.
+
+        Returns:
+            The value of ``curve``; None where nothing is left to train on, or the signal came first.
+        """
+
+    def evaluate(self) -> EvaluationResult:
+        """Run the held-out tasks with the present weights."""
+        raise NotImplementedError
+
+    def is_done(self, evaluation: float | None) -> bool:
+        """True where the evaluation of the last step ends the run."""
+        return False
+
+    def before_recover_visible(self) -> Callable[[], object] | None:
+        """What commits that which has to be in step with a recover checkpoint of the present step.
+
+        It is called just before the checkpoint can be found: in the background (``recover.in_background``), beside later steps.
+        """
+        return None
+
+    # -- from start to end ---------------------------------------------------------------------------------------------
+
+    def __enter__(self) -> Self:
+        check_processes(self.config)
+        self._opened = ExitStack()
+        if self._follows():
+            return self
+        with ExitStack() as opened:  # closes what is open where something fails here
+            self.claim(opened)
+            self.ranks: TrainRanks | PlacedRanks = (
+                PlacedRanks(self.config, self.spec, self.directory, self.trained_part)
+                if self.config.cluster.kind == "ray"
+                else open_ranks(self.config, self.spec, self.directory, shares_weights=self.shares_weights)
+            )
+            self.trained = self.ranks.engine
+            opened.callback(self.trained.destroy)
+            self.open(opened)
+            self.recover = self.ranks.recover
+            opened.push(self._wait_for_recover)
+            if self.config.recover.if_damaged == "begin_again" and self.directory.resumed:
+                self._set_aside_damaged()
+            resumed = bool(self.directory.resumed and self.recover.steps())
+            if resumed:
+                self.step, state = self.ranks.call("load_recover", part=self.trained_part)
+                self._saved_step = self.step
+                for name, part in self.parts().items():
+                    part.load_state_dict(state[name])
+                logger.info("resumed %s after step %d", self.directory.path, self.step)
+            self.begin(resumed)
+            self._opened = opened.pop_all()
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        if not self._follows() and kind in (None, SystemExit):
+            self.ranks.finish()
+        self._opened.__exit__(kind, error, trace)
+
+    def _set_aside_damaged(self) -> None:
+        """If no recover checkpoint is intact, start like a run that was stopped before its first one."""
+        into = self.directory.next_attempt()
+        if steps := self.recover.set_aside_damaged(into):
+            logger.warning(
+                "The recover checkpoints of steps %s are all damaged and were moved to %s: the run restarts from its initial weights%s "
+                "(recover.if_damaged).",
+                steps,
+                into,
+                ", with its journal's episodes" if self.directory.has_journal else "",
+            )
+
+    def _wait_for_recover(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        try:
+            self.recover.wait()
+        except Exception as failed:  # a CheckpointError, or what its callback raised
+            if kind in (None, SystemExit):
+                raise
+            logger.error("the newest recover checkpoint was not written: %s", failed)  # what ended the run has its own error
+
+    def _follows(self) -> bool:
+        """True in a process that was started beside the first one, whose trainer calls and has the run to itself."""
+        parallel.join_processes(resolve_device(section_of(self.config).device))
+        return parallel.rank() > 0
+
+    def train(self) -> dict[str, Any]:
+        """Train to the last step, until ``is_done``, until nothing is left to train on, or until a signal asks to stop.
+
+        Returns:
+            ``{"steps", "reward" (or "loss"), "eval": {step: reward}, "seconds": {...}, "checkpoint": path}``; in the processes
+            beside the first one, nothing.
+        """
+        if self._follows():
+            follow_config(self.config)
+            return {}
+        config = self.config
+        total = self.total_steps = self.spec.total_steps
+        saving, recovering, evaluating = (
+            Schedule(section, self.spec.steps_per_epoch) for section in (config.saver, config.recover, config.evaluator)
+        )
+        evaluations: dict[int, float] = {}
+        value = float("nan")
+        with (
+            self.directory.explaining_failures(),
+            StopSignal() as stop,
+            StageRun(
+                config,
+                self.directory,
+                total_steps=total,
+                resume_step=self.step if self.directory.resumed else None,
+                tokenizer=self.tokenizer,
+                value_name=self.curve,
+            ) as run,
+        ):
+            warn_of_reasons(config)
+            if self.evaluates and config.evaluator.at_start and self.step == 0:
+                evaluations[0] = self._evaluate(run)
+            while self.step < total and (stop.received is None or not self.is_published):
+                self.directory.check_lock()
+                made = self.make_step(run, stop)
+                if made is None:
+                    break
+                value = made
+                if self.evaluates and (evaluating.due_by_now(self.step, self.is_published) or self.step == total):
+                    evaluations[self.step] = self._evaluate(run)
+                with run.timer.phase("checkpoint"):
+                    if saving.due(self.step):
+                        self._save_step()
+                    if recovering.due_by_now(self.step, self.is_published):
+                        self._save_recover()
+                if self.is_done(evaluations.get(self.step)):
+                    run.display.done(f"a reward of {evaluations[self.step]:.3f} held out, as asked for")
+                    break
+            if self.step != self._saved_step:
+                self._save_recover()  # to continue from after a signal, or when the run is made longer
+            if stop.received is not None and self.step < total:
+                raise SystemExit(stop.exit_code)
+            checkpoint = self.save(self.directory.checkpoints / "final")
+            if self.curve == "reward":
+                run.plot(f"{config.experiment_name}: reward{', in training and held out' if self.evaluates else ''}")
+            return {
+                "steps": self.step,
+                self.curve: value,
+                "eval": evaluations,
+                "seconds": run.timer.totals,
+                "checkpoint": str(checkpoint),
+            }
+
+    def save(self, path: Any) -> Any:
+        """Write weights, tokenizer and model card in Hugging Face form; returns the path."""
+        self.ranks.save(path, self.tokenizer)
+        write_model_card(path, self.step)
+        return path
+
+    def _save_step(self) -> None:
+        self.directory.check_lock()
+        self.save(self.directory.checkpoints / f"step-{self.step:06d}")
+        if self.config.saver.keep is not None:
+            keep_newest(self.directory.checkpoints, "step-", self.config.saver.keep)
+
+    def _save_recover(self) -> None:
+        if self.config.recover.mode != "off":
+            self.directory.check_lock()
+            here = {
+                "rest": {name: part.state_dict() for name, part in self.parts().items()},
+                "before_visible": self.before_recover_visible(),
+            }
+            self.ranks.call("save_recover", step=self.step, part=self.trained_part, here=here)
+            self._saved_step = self.step
+
+    def _evaluate(self, run: StageRun) -> float:
+        with run.timer.phase("eval"):
+            result = self.evaluate()
+        reported = run.tracker.get("eval").export(reset=True)
+        run.report_evaluation(self.step, result, reported)
+        return result.reward
+
+
+class Schedule:
+    """Says after which steps an ``IntervalConfig`` is due.
+
+    Args:
+        interval: steps, epochs or seconds between two; all None: never due.
+        steps_per_epoch: steps of one pass over the dataset.
+    """
+
+    def __init__(self, interval: IntervalConfig, steps_per_epoch: int) -> None:
+        self._interval = interval
+        self._steps_per_epoch = max(1, steps_per_epoch)
+        self._last = time.monotonic()
+        self._postponed = False
+
+    def due(self, step: int) -> bool:
+        """True where it is due after ``step`` steps, counted from 1."""
+        interval = self._interval
+        by_steps = interval.every_steps is not None and step % interval.every_steps == 0
+        by_epochs = interval.every_epochs is not None and step % (interval.every_epochs * self._steps_per_epoch) == 0
+        by_clock = interval.every_seconds is not None and time.monotonic() - self._last >= interval.every_seconds
+        if by_clock:
+            self._last = time.monotonic()
+        return by_steps or by_epochs or by_clock
+
+    def due_by_now(self, step: int, possible: bool) -> bool:
+        """True where it is due after ``step`` steps, or was due after an earlier step where it was not possible."""
+        self._postponed = self.due(step) or self._postponed
+        if not (self._postponed and possible):
+            return False
+        self._postponed = False
+        return True
+
+
+class StopSignal:
+    """Handles SIGTERM and SIGINT inside the context: the current step is finished and saved, then the run exits.
+
+    A second signal has its usual effect; if signals were ignored when the process started, as by ``nohup`` or for ``&`` in a script, it
+    ends the process. A signal that is sent because another rank has ended takes effect at once.
+
+    Attributes:
+        received: number of the first signal; None if there was none.
+        then: called in the main thread when it arrives.
+    """
+
+    def __init__(self) -> None:
+        self.received: int | None = None
+        self.then: Callable[[], object] | None = None
+        self._previous: dict[int, object] = {}
+
+    @property
+    def exit_code(self) -> int:
+        """Exit status of a process that a signal ended, by the shell's convention."""
+        return 128 + (self.received or 0)
+
+    def __enter__(self) -> StopSignal:
+        if threading.current_thread() is threading.main_thread():
+            for number in (signal.SIGTERM, signal.SIGINT):
+                self._previous[number] = signal.signal(number, self._handle)
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        self._restore()
+
+    def _handle(self, number: int, frame: FrameType | None) -> None:
+        if (lost := parallel.lost_neighbour()) is not None:
+            raise LostRankError(f"rank {lost} has ended, so this step cannot be finished")
+        self.received = number
+        by_default: dict[int, object] = {signal.SIGINT: signal.default_int_handler, signal.SIGTERM: signal.SIG_DFL}
+        self._previous = {
+            kind: by_default[kind] if handler in (signal.SIG_IGN, None) else handler for kind, handler in self._previous.items()
+        }
+        self._restore()
+        if self.then is not None:
+            self.then()
+        logger.warning("%s: this step is finished and saved, then the run exits", signal.Signals(number).name)
+
+    def _restore(self) -> None:
+        for number, handler in self._previous.items():
+            signal.signal(number, signal.SIG_DFL if handler is None else handler)  # type: ignore[arg-type]
+        self._previous.clear()

@@ -1,0 +1,316 @@
+"""Reinforcement learning: sample, compare within groups, take a step, publish the weights, again."""
+
+from __future__ import annotations
+
+import time
+from abc import abstractmethod
+from collections import deque
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+from rollwright.config.experiment import FinetuneSpec, PPOConfig
+from rollwright.config.loading import config_to_dict
+from rollwright.config.recipes import apply_recipe
+from rollwright.config.rules import refuse_dicts
+from rollwright.config.sections import TrainEngineConfig
+from rollwright.data.loader import TaskLoader
+from rollwright.data.selectors import TaskMixture
+from rollwright.errors import ConfigError
+from rollwright.experience.journal.records import Resumed
+from rollwright.experience.journal.writing import Journal
+from rollwright.experience.operators import GroupOperators
+from rollwright.experience.trajectory import Trajectory
+from rollwright.inference.backends import BACKENDS
+from rollwright.inference.weights.publication import RemoteClient
+from rollwright.placement.local_rollout import make_rollout_engine
+from rollwright.placement.ray_ranks import PlacedPolicy, PlacedRanks
+from rollwright.placement.ray_rollout import with_placed_models
+from rollwright.placement.task_services import TaskServices
+from rollwright.rollout.engines import LocalRolloutEngine, RolloutEngine
+from rollwright.tracking.learning_signs import LearningWatch
+from rollwright.tracking.logging import getLogger
+from rollwright.tracking.run_directory import RunDirectory
+from rollwright.trainers.drawn_tasks import (
+    evaluation_workflow,
+    refuse_missing_chat_template,
+    refuse_unusable_reward,
+    task_loader,
+    training_workflow,
+)
+from rollwright.trainers.loops.evaluation import evaluate
+from rollwright.trainers.loops.loop import Part, StopSignal, Trainer
+from rollwright.trainers.loops.reporting import EvaluationResult, StageRun, report_step
+from rollwright.training.actor import FSDPPPOActor
+from rollwright.training.publish_and_audit import require_agreement
+
+logger = getLogger("trainer")
+
+
+class PolicyTrainer(Trainer):
+    """Trains a policy on batches of samples, and publishes it. A subclass says where batches come from and weights go."""
+
+    waiting = "generate"  #: phase in which a batch comes
+
+    @property
+    def actor(self) -> FSDPPPOActor | PlacedPolicy:
+        """The policy; with several processes, this one's part of it, whose calls all of them have to make."""
+        return self.trained
+
+    @property
+    def sampling_phases(self) -> tuple[str, ...]:
+        """Phases of a step in which tokens are sampled: where samples may be stale, also while others are trained on."""
+        return (self.waiting, "train", "publish") if self.config.rollout.max_head_offpolicyness else (self.waiting,)
+
+    def __init__(self, config: PPOConfig, model: TrainEngineConfig, directory: RunDirectory) -> None:
+        super().__init__(config, model, directory)
+        self.learning = LearningWatch()
+
+    @abstractmethod
+    def next_batch(self, stop: StopSignal) -> Trajectory | None:
+        """The batch of the next step; None where no more will come, or a signal asks to stop."""
+
+    def publish(self) -> None:
+        """Give the present weights to whoever samples."""
+        self.ranks.call("publish")
+
+    def samples_with_own_weights(self) -> bool:
+        """Tokens of the version just trained were sampled with this policy's weights, so that log-probabilities must agree."""
+        return True
+
+    def make_step(self, run: StageRun, stop: StopSignal) -> float | None:
+        """Take a batch, train on it, publish the weights."""
+        with run.timer.phase(self.waiting):
+            batch = self.next_batch(stop)
+        if batch is None:
+            return None
+        batch = self.ranks.placed(batch)
+        with run.timer.phase("train"):
+            stats = self.ranks.call("policy_step", batch)
+        self.step += 1
+        with run.timer.phase("publish"):
+            every = self.config.rollout.weight_update_every_steps
+            self.is_published = self.step % every == 0 or self.step == self.total_steps
+            if self.is_published:
+                self.publish()
+            else:
+                self.ranks.call("skip_publication")
+        publication = self.actor.publication if self.is_published else None
+        reward = report_step(run, self.step, batch, stats, self.actor.version, self.sampling_phases, publication)
+        self.learning.after_step(stats, reward)
+        if self.samples_with_own_weights() and "logprob_difference/mean" in stats:
+            rollout, differences = self.config.rollout, (stats["logprob_difference/mean"], stats["logprob_difference/max"])
+            engine, dtypes = f"step {self.step}: the {rollout.backend} engine", (self.actor.compute_dtype, rollout.dtype)
+            require_agreement(engine, self.actor.version - 1, *differences, rollout.logprob_tolerance, *dtypes)
+        return reward
+
+
+class PPOTrainer(PolicyTrainer):
+    """Trains a policy with a workflow; with a :class:`GRPOConfig` there is no critic.
+
+    ::
+
+        with PPOTrainer(config, train_rows, valid_rows) as trainer:
+            trainer.train(workflow="rollwright.workflows.rlvr.RLVRWorkflow", workflow_kwargs={...})
+
+    Args:
+        config: the experiment.
+        train_dataset: tasks, a sequence of dicts, or tasksets drawn from as one.
+        valid_dataset: held-out tasks for evaluation on the way; None: no evaluation.
+        directory: where the run writes; None: ``<fileroot>/<experiment_name>/<trial_name>``, claimed here.
+
+    Raises:
+        ConfigError: a combination of settings that cannot be honoured.
+        DataError: fewer tasks than one batch.
+    """
+
+    def __init__(
+        self,
+        config: PPOConfig,
+        train_dataset: Sequence[dict[str, Any]] | TaskMixture,
+        valid_dataset: Sequence[dict[str, Any]] | None = None,
+        *,
+        directory: RunDirectory | None = None,
+    ) -> None:
+        refuse_dicts(config)
+        super().__init__(
+            apply_recipe(config),
+            config.actor,
+            directory or RunDirectory(config.cluster.fileroot, config.experiment_name, config.trial_name),
+        )
+        refuse_missing_chat_template(config, self.tokenizer)
+        refuse_unusable_reward(config, train_dataset)
+        self._owns_directory = directory is None
+        self.shares_weights = not issubclass(BACKENDS.get(config.rollout.backend), RemoteClient)
+        self.valid_dataset = list(valid_dataset or [])[: config.evaluator.limit]
+        self.evaluates = bool(self.valid_dataset)
+        dataset = config.train_dataset
+        if isinstance(train_dataset, TaskMixture):
+            self.loader: TaskLoader | TaskMixture = train_dataset
+            size = len(train_dataset) * dataset.batch_size
+        else:
+            self.loader = task_loader(config, train_dataset)
+            size = len(train_dataset)
+        self.spec = FinetuneSpec(config.total_train_epochs, size, dataset.batch_size, config.total_train_steps)
+        self._taken: deque[Trajectory] = deque()  # batches that wait for their step
+
+    # -- from start to end ---------------------------------------------------------------------------------------------
+
+    def claim(self, opened: ExitStack) -> None:
+        """Claim the directory unless the caller did."""
+        if self._owns_directory:
+            self.directory.claim(config_to_dict(self.config), self.config.recover.mode)
+            opened.push(self._leave_directory)
+
+    def open(self, opened: ExitStack) -> None:
+        """Start the engine, and connect the policy to it."""
+        config = self.config
+        if isinstance(self.ranks, PlacedRanks):
+            config = with_placed_models(config, self.ranks, self.directory, opened)
+        self.services = opened.enter_context(TaskServices(config, self.tokenizer, self.directory.logs))
+        self.rollout: RolloutEngine = make_rollout_engine(config, self.ranks, self.tokenizer, self.directory)
+        opened.callback(self.rollout.destroy)
+        self.rollout.initialize()
+        self.actor.connect_engine(self.rollout)
+
+    def _leave_directory(self, kind: type[BaseException] | None, *_: object) -> None:
+        if kind is None:
+            self.directory.finish()
+        self.directory.release()
+
+    def parts(self) -> dict[str, Part]:
+        """The order of the tasks, and the samples that are finished or under way."""
+        return {"loader": self.loader, "rollout": self.rollout}
+
+    def begin(self, resumed: bool) -> None:
+        """Publish the weights, except to a fresh engine that shares them, and take up what was sampled before a stop."""
+        if resumed or self.config.rollout.backend != "builtin" or self.ranks.model is None:
+            self.ranks.call("republish")
+            self.rollout.set_version(self.actor.version)
+        self.made_again = range(0)
+        if self.directory.resumed and self.rollout.journal is not None:
+            self._recall(self.rollout.journal)
+
+    def _recall(self, journal: Journal) -> None:
+        """Go on with the episodes that earlier processes recorded."""
+        executor, version = self.rollout.executor, self.actor.version
+        past = executor.recall([journal.directory])
+        for gap in past.lost:
+            logger.warning("the journal in %s: %s; its samples of unfinished tasks are sampled again", journal.directory, gap)
+        if self.step and self.step not in past.checkpoints:
+            logger.warning(
+                "the journal in %s does not have the recover checkpoint of step %d: it is missing, empty or damaged. Samples after that "
+                "step are sampled again; rollwright check %s lists what the run lacks",
+                journal.directory,
+                self.step,
+                self.directory.path,
+            )
+        self.made_again = range(version + 1, past.newest_version + 1)
+        journal.write(Resumed(self.step, version, executor.frontier, past.count, past.tokens, time.time()))
+
+    def samples_with_own_weights(self) -> bool:
+        """False for a version that is made again: its tokens were sampled before the run was stopped."""
+        return self.actor.version - 1 not in self.made_again
+
+    def train(
+        self,
+        workflow: Any = None,
+        workflow_kwargs: dict[str, Any] | None = None,
+        eval_workflow: Any = None,
+        eval_workflow_kwargs: dict[str, Any] | None = None,
+    ) -> dict[str, Any]:
+        """Run the loop to its end, or until a signal asks to stop.
+
+        Args:
+            workflow: class, instance, import string or registered name; None: the config's, or that of its tasksets.
+            workflow_kwargs: constructor arguments; ``reward_fn``, ``gconfig`` and ``tokenizer`` are filled in from the config
+                where the workflow takes them and they are left out.
+            eval_workflow: workflow of evaluation; None: the same.
+            eval_workflow_kwargs: its arguments; None: the same, with the evaluator's generation arguments.
+
+        Returns:
+            ``{"steps", "reward", "eval": {step: reward}, "seconds": {...}, "checkpoint": path}``.
+        """
+        config = self.config
+        self._refuse_given("train", workflow, workflow_kwargs, eval_workflow, eval_workflow_kwargs)
+        given = {
+            "workflow": workflow,
+            "workflow_kwargs": workflow_kwargs,
+            "eval_workflow": eval_workflow,
+            "eval_workflow_kwargs": eval_workflow_kwargs,
+            "tasksets": None if workflow is None else [],
+            "eval_tasksets": None if eval_workflow is None else [],
+        }
+        chosen = replace(config, **{key: value for key, value in given.items() if value is not None})
+        self._workflow = training_workflow(chosen, self.tokenizer, self.loader, self.services)
+        self._evaluated = evaluation_workflow(chosen, self.tokenizer, self.services)
+        if self._evaluated[0] is None:
+            self._evaluated = self._workflow, None
+        self._operators = GroupOperators(config.store.operators) if config.store and config.store.operators else None
+        return super().train()
+
+    def _refuse_given(self, method: str, *given: Any) -> None:
+        if self.config.cluster.kind == "ray" and any(each is not None for each in given):
+            raise ConfigError(
+                f"{method}() was given a workflow or arguments of it, which workers on a cluster cannot be handed: name them in the config "
+                "(workflow, workflow_kwargs, eval_workflow, eval_workflow_kwargs, evaluator.gconfig)."
+            )
+
+    # -- a step --------------------------------------------------------------------------------------------------------
+
+    def before_recover_visible(self) -> Callable[[], object] | None:
+        """What the checkpoint builds on is in the journal, on the disk."""
+        journal = self.rollout.journal
+        return None if journal is None else partial(journal.checkpoint, self.step, self.rollout.executor.frontier)
+
+    def make_step(self, run: StageRun, stop: StopSignal) -> float | None:
+        """As :meth:`PolicyTrainer.make_step`, with the journal of the rollout engine."""
+        run.journal = self.rollout.journal
+        return super().make_step(run, stop)
+
+    def publish(self) -> None:
+        """Publish while nothing is sampled, and release the slots of the batch."""
+        self.rollout.pause()
+        super().publish()
+        self.rollout.resume()
+        self.rollout.set_version(self.actor.version)
+
+    def next_batch(self, stop: StopSignal) -> Trajectory:
+        """The batch of the next step.
+
+        An engine that shares the trainer's weights cannot sample between a step and the next publication: it is asked for the
+        batches of all steps up to there before the first of them.
+        """
+        config = self.config
+        every = config.rollout.weight_update_every_steps
+        wanted = 1
+        if isinstance(self.rollout, LocalRolloutEngine):
+            wanted = min(every - self.step % every, self.total_steps - self.step)
+        stop.then = self.rollout.executor.hurry
+        if not self._taken:
+            self._taken.extend(
+                self.rollout.prepare_batch(
+                    self.loader, workflow=self._workflow, should_accept_fn=self._operators, group_size=config.gconfig.n_samples
+                )
+                for _ in range(wanted)
+            )
+        return self._taken.popleft()
+
+    # -- evaluation ----------------------------------------------------------------------------------------------------
+
+    def evaluate(
+        self, workflow: Any = None, workflow_kwargs: dict[str, Any] | None = None, gconfig: Any = None
+    ) -> EvaluationResult:
+        """Average reward on the held-out tasks.
+
+        Args:
+            workflow: None: what ``train`` evaluates with.
+            workflow_kwargs: its arguments.
+            gconfig: generation arguments; None: the evaluator's.
+        """
+        self._refuse_given("evaluate", workflow, workflow_kwargs, gconfig)
+        if workflow is None:
+            workflow, workflow_kwargs = self._evaluated
+        return evaluate(self.rollout, self.valid_dataset, workflow, workflow_kwargs, gconfig or self.config.evaluator.gconfig)

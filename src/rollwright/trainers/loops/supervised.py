@@ -1,0 +1,305 @@
+"""Training on rows that are there already, without sampling: worked completions (SFT) and pairs of replies (DPO)."""
+
+from __future__ import annotations
+
+import shutil
+from abc import abstractmethod
+from collections.abc import Sequence
+from contextlib import ExitStack
+from functools import cached_property, partial
+from typing import Any
+
+import torch
+
+from rollwright.config.experiment import DPOConfig, FinetuneSpec, SFTConfig
+from rollwright.data.chat_template import prompt_ids, prompt_text, reply_ids, without_template
+from rollwright.data.conversation import worked_turns
+from rollwright.data.vision import as_images, image_placeholder, load_processor, multi_modal_outputs, place_images
+from rollwright.errors import ConfigError, DataError
+from rollwright.experience.contract import MULTI_MODAL
+from rollwright.experience.trajectory import Trajectory, concat_padded_tensors
+from rollwright.inference.weights.files import read_weights, write_files
+from rollwright.placement.local_rollout import copy_to_sample, make_local_engine
+from rollwright.placement.ray_ranks import PlacedRanks
+from rollwright.rollout.engines import RolloutEngine
+from rollwright.tracking.run_directory import RunDirectory
+from rollwright.trainers.drawn_tasks import task_loader, with_defaults, workflow_arguments
+from rollwright.trainers.loops.evaluation import EvaluationResult, evaluate
+from rollwright.trainers.loops.loop import Part, StopSignal, Trainer
+from rollwright.trainers.loops.reporting import StageRun
+from rollwright.trainers.modes.shared_run import give_weights
+from rollwright.training.publish_and_audit import Publisher, publisher_for
+from rollwright.workflows.turns import BranchedSequence
+
+#: Columns of rows that the tokenizer's chat template does not render: episodes in segments, tokens, and images (for a processor).
+_WITHOUT_TEMPLATE = ("segments", "input_ids", "images")
+
+
+class SupervisedTrainer(Trainer):
+    """Trains a model on rows, to the end or until a workflow's mean reward on ``valid_dataset`` is high enough.
+
+    A subclass says what a batch is and what an update of it does.
+
+    Args:
+        config: the experiment.
+        train_dataset: the rows.
+        valid_dataset: tasks that stop the training; a split of their own.
+        directory: where the run writes; claimed by the caller.
+    """
+
+    curve = "loss"
+    trained_part = "model"
+
+    def __init__(
+        self,
+        config: SFTConfig,
+        train_dataset: Sequence[dict[str, Any]],
+        valid_dataset: Sequence[dict[str, Any]] | None = None,
+        *,
+        directory: RunDirectory,
+    ) -> None:
+        if config.stop_accuracy is not None and not (valid_dataset and config.workflow and config.evaluator.every_steps):
+            raise ConfigError("stop_accuracy needs valid_dataset, workflow and evaluator.every_steps to be set as well.")
+        super().__init__(config, config.model, directory)
+        if self.tokenizer.chat_template is None and any(row.keys().isdisjoint(_WITHOUT_TEMPLATE) for row in train_dataset):
+            raise ConfigError(f"the rows are conversations, and {without_template(self.tokenizer)}")
+        self.valid_dataset = list(valid_dataset or [])[: config.evaluator.limit]
+        self.evaluates = self.shares_weights = bool(config.workflow and self.valid_dataset)
+        self.loader = task_loader(config, train_dataset)
+        self.spec = FinetuneSpec(
+            config.total_train_epochs, len(train_dataset), config.train_dataset.batch_size, config.total_train_steps
+        )
+
+    @property
+    def template_variables(self) -> dict[str, Any]:
+        """Variables for the chat template, from ``train_dataset.format``."""
+        return self.config.train_dataset.columns.template_variables
+
+    @abstractmethod
+    def make_batch(self, rows: Sequence[dict[str, Any]]) -> Trajectory:
+        """Rows in tensor form."""
+
+    @abstractmethod
+    def update(self, batch: Trajectory) -> dict[str, float]:
+        """One step of the run on all ranks; returns metrics, ``loss`` among them."""
+
+    def open(self, opened: ExitStack) -> None:
+        """Start the engine that evaluates the model, where there are tasks for it."""
+        self.model: Any = self.trained
+        self.rollout: RolloutEngine | None = None
+        self.weights: Publisher | None = None
+        if self.evaluates:
+            model = self.ranks.model if self.ranks.model is not None else copy_to_sample(self.config.model)
+            self.rollout = rollout = make_local_engine(self.config, model, self.tokenizer)
+            opened.callback(rollout.destroy)
+            rollout.initialize()
+            self.weights = publisher_for(self.model, rollout, None) if self.ranks.model is not None else None
+
+    def parts(self) -> dict[str, Part]:
+        """The order of the rows."""
+        return {"loader": self.loader}
+
+    def make_step(self, run: StageRun, stop: StopSignal) -> float:
+        """Train on the next rows."""
+        with run.timer.phase("train"):
+            batch = self.make_batch(self.loader.draw())
+            if self.weights is not None:
+                self.weights.before_first_step()
+            stats = self.update(self.ranks.placed(batch))
+        self.step += 1
+        seconds = run.timer.export()
+        speed = float(batch["attention_mask"].sum()) / seconds["train"]
+        metrics = {
+            "loss": stats.pop("loss"),
+            "tokens_per_second/train": speed,
+            **{f"model/{name}": value for name, value in stats.items()},
+        }
+        run.log(self.step, metrics)
+        facts = run.facts(metrics)
+        run.display.step(self.step, metrics["loss"], train_tokens_per_second=speed, seconds=seconds, facts=facts)
+        return metrics["loss"]
+
+    def evaluate(self) -> EvaluationResult:
+        """Publish the present weights to the engine and run the held-out tasks."""
+        rollout = self.rollout
+        assert rollout is not None
+        self.model.version = max(self.model.version, rollout.get_version()) + 1  # ranks elsewhere count no evaluations
+        if self.weights is not None:
+            self.weights.publish(self.model, self.model.version)
+        else:
+            arguments = self.model.version, self.config.rollout.logprob_tolerance
+            if isinstance(self.ranks, PlacedRanks):  # they come as files, which all nodes see
+                path = self.directory.path.absolute() / ".weights"
+                shutil.rmtree(path, ignore_errors=True)  # of a process that was killed
+                path.mkdir()
+                try:
+                    self.ranks.call("use_weights", here={"use": partial(write_files, path)})
+                    give_weights(rollout, dict(read_weights(path)), *arguments)
+                finally:
+                    shutil.rmtree(path, ignore_errors=True)
+            else:
+                self.ranks.call("use_weights", here={"use": lambda weights: give_weights(rollout, weights, *arguments)})
+        config, gconfig = self.config, self.config.evaluator.gconfig
+        given = with_defaults(
+            config.workflow, config.workflow_kwargs, {"enable_thinking": self.template_variables["enable_thinking"]}
+        )
+        kwargs = workflow_arguments(config, config.workflow, given, self.tokenizer, gconfig)
+        return evaluate(rollout, self.valid_dataset, config.workflow, kwargs, gconfig)
+
+    def is_done(self, evaluation: float | None) -> bool:
+        """True where ``stop_accuracy`` is reached."""
+        wanted = self.config.stop_accuracy
+        return evaluation is not None and wanted is not None and evaluation >= wanted
+
+
+class SFTTrainer(SupervisedTrainer):
+    """Trains a model on rows with ``messages`` and ``completion``; the loss covers the completion and its end-of-turn token.
+
+    Args: those of ``SupervisedTrainer``, with rows as :func:`supervised_batch` takes them.
+    """
+
+    @cached_property
+    def processor(self) -> Any:
+        """Of the images, where the rows have some."""
+        sees = bool(self.loader.rows[0].get("images"))
+        return load_processor(self.config.tokenizer_path or self.config.model.path, self.tokenizer) if sees else None
+
+    def make_batch(self, rows: Sequence[dict[str, Any]]) -> Trajectory:
+        """See :func:`supervised_batch`."""
+        return supervised_batch(rows, self.tokenizer, self.processor, **self.template_variables)
+
+    def update(self, batch: Trajectory) -> dict[str, float]:
+        """The mean negative log-likelihood of the completions' tokens."""
+        return self.ranks.call("supervised_step", batch)
+
+
+class DPOTrainer(SupervisedTrainer):
+    """Trains a model on rows with ``messages``, ``chosen`` and ``rejected``.
+
+    The reference that it is pulled towards is ``config.ref``, or the model as it was before the first step, also after a resume.
+    """
+
+    config: DPOConfig
+
+    def make_batch(self, rows: Sequence[dict[str, Any]]) -> Trajectory:
+        """See :func:`preference_batch`."""
+        return preference_batch(rows, self.tokenizer, **self.template_variables)
+
+    def update(self, batch: Trajectory) -> dict[str, float]:
+        """One step of DPO."""
+        return self.ranks.call("preference_step", batch, beta=self.config.beta, label_smoothing=self.config.label_smoothing)
+
+
+def supervised_batch(
+    rows: Sequence[dict[str, Any]], tokenizer: Any, processor: Any = None, **template_variables: Any
+) -> Trajectory:
+    """Convert rows with ``messages`` and ``completion`` to a batch: ``input_ids``, ``attention_mask``, ``loss_mask`` ``[B, L]``.
+
+    Rows with ``images`` need the model's ``processor``; the batch then has ``multi_modal_inputs`` too.
+
+    A row may instead have ``input_ids`` and ``loss_mask``, or ``segments``: an episode of several turns as
+    ``[{"text": str, "train": bool}]``, in which ``"branch": n`` (1, 2, …) puts a segment on an isolated branch that starts
+    after the segments before the first branch.
+
+    The chat template's end of turn (``data.chat_template.turn_end``) is appended to the completion and trained. If ``completion`` is a
+    list of messages, every assistant message in it is trained, after the prompt that sampling would give it. If the template rewrites
+    earlier turns, such a row becomes several rows of the batch.
+
+    Args:
+        rows: rows of a dataset.
+        tokenizer: tokenizer with the chat template.
+        processor: image processor; None if there are no images.
+        template_variables: ``enable_thinking`` (off by default) and others, as in ``FormatConfig.template_variables``.
+
+    Raises:
+        DataError: a row lacks the columns.
+    """
+    return concat_padded_tensors([each for row in rows for each in _encode(row, tokenizer, processor, template_variables)])
+
+
+def _encode(row: dict[str, Any], tokenizer: Any, processor: Any, variables: dict[str, Any]) -> list[Trajectory]:
+    seen: dict[str, Any] = {}
+    layout: dict[str, torch.Tensor] = {}
+    variables = {"enable_thinking": False, **variables}
+    if "input_ids" in row and "loss_mask" in row:
+        ids, mask = list(row["input_ids"]), list(row["loss_mask"])
+    elif "segments" in row:
+        ids, mask, layout = _joined(row["segments"], tokenizer)
+    elif "messages" in row and isinstance(row.get("completion"), list):
+        if row.get("images"):
+            raise DataError("a conversation of several replies has images; give images to rows whose completion is text.")
+        sequences = worked_turns(tokenizer, row["messages"], row["completion"], row.get("tools"), **variables)
+        return [_row_of(ids, mask, layout, processor, seen) for ids, mask in sequences]
+    elif "messages" in row and "completion" in row:
+        if processor is None:
+            prompt = prompt_ids(tokenizer, row["messages"], row.get("tools"), **variables)
+        else:
+            prompt, seen = _seen_prompt(row, tokenizer, processor, variables)
+        completion = reply_ids(tokenizer, row["completion"], prompt, **variables)
+        ids, mask = [*prompt, *completion], [0] * len(prompt) + [1] * len(completion)
+    else:
+        raise DataError(
+            f"a row for supervised training has the columns {', '.join(sorted(row))}; it needs messages and completion, "
+            "segments, or input_ids and loss_mask."
+        )
+    return [_row_of(ids, mask, layout, processor, seen)]
+
+
+def _row_of(
+    ids: list[int], mask: list[int], layout: dict[str, torch.Tensor], processor: Any, seen: dict[str, Any]
+) -> Trajectory:
+    encoded = {
+        "input_ids": torch.tensor([ids], dtype=torch.long),
+        "attention_mask": torch.ones(1, len(ids), dtype=torch.bool),
+        "loss_mask": torch.tensor([mask], dtype=torch.long),
+        **layout,
+    }
+    return encoded if processor is None else {**encoded, MULTI_MODAL: [seen or None]}
+
+
+def _joined(segments: Sequence[dict[str, Any]], tokenizer: Any) -> tuple[list[int], list[int], dict[str, torch.Tensor]]:
+    """Ids, loss mask and, where segments name branches, the layout of a worked episode: ``[{"text", "train", "branch"}]``."""
+    sequence = BranchedSequence([], isolated=any("branch" in part for part in segments))
+    mask: list[int] = []
+    current = 0
+    for part in segments:
+        if (branch := part.get("branch", 0)) != current:
+            current = branch
+            sequence.open_branch() if branch else sequence.close_branches()
+        ids = tokenizer.encode(part["text"], add_special_tokens=False)
+        sequence.append_context(ids)
+        mask += [int(part["train"])] * len(ids)
+    return sequence.input_ids, mask, {name: torch.tensor([ids]) for name, ids in sequence.layout().items()}
+
+
+def _seen_prompt(
+    row: dict[str, Any], tokenizer: Any, processor: Any, variables: dict[str, Any]
+) -> tuple[list[int], dict[str, torch.Tensor]]:
+    """Prompt ids with every image token, and what the model takes of the images; as ``VisionRLVRWorkflow`` makes them."""
+    images = as_images(row.get("images") or [])
+    messages = place_images(row["messages"], len(images), image_placeholder(processor))
+    text = prompt_text(tokenizer, messages, row.get("tools"), **variables)
+    processed = processor(images=images or None, text=text, padding=False, return_tensors="pt")
+    return processed["input_ids"][0].tolist(), multi_modal_outputs(processed) if images else {}
+
+
+def preference_batch(rows: Sequence[dict[str, Any]], tokenizer: Any, **template_variables: Any) -> Trajectory:
+    """Convert rows to pairs: ``input_ids``, ``attention_mask`` and ``loss_mask`` ``[2P, L]``, each chosen reply before its rejected one.
+
+    Prompts and the ends of replies are those of ``supervised_batch``.
+
+    Raises:
+        DataError: a row is not a pair, or has images.
+    """
+    replies = []
+    for row in rows:
+        if missing := [key for key in ("messages", "chosen", "rejected") if key not in row]:
+            raise DataError(
+                f"a preference row has the columns {', '.join(sorted(row))} and lacks {', '.join(missing)}; give the dataset the type "
+                "preference."
+            )
+        if row.get("images"):
+            raise DataError("a preference row has images, which this trainer does not give to the model; train on text.")
+        shared = {key: row[key] for key in ("messages", "tools") if key in row}
+        replies += [{**shared, "completion": row[key]} for key in ("chosen", "rejected")]
+    return supervised_batch(replies, tokenizer, **template_variables)

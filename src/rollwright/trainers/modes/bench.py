@@ -1,0 +1,188 @@
+"""Benchmarking: every checkpoint of a run on the evaluation tasks, several samples a task: mean@k and pass@k."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import re
+from collections import defaultdict
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from rich.table import Column, Table
+
+from rollwright.atomic import write_json
+from rollwright.config.experiment import PPOConfig
+from rollwright.config.rules import validate
+from rollwright.data.tokenizer import load_tokenizer
+from rollwright.errors import ConfigError
+from rollwright.experience.trajectory import Trajectory
+from rollwright.inference.network import find_server_addresses
+from rollwright.placement.local_rollout import make_rollout_engine, servers_of
+from rollwright.placement.task_services import TaskServices
+from rollwright.tracking import logging
+from rollwright.tracking.logging import getLogger
+from rollwright.tracking.metrics_file import read_metrics
+from rollwright.tracking.plots import plot_curves
+from rollwright.tracking.run_directory import RunDirectory
+from rollwright.trainers.drawn_tasks import held_out_tasks, refuse_missing_chat_template
+from rollwright.trainers.loops.evaluation import evaluate, scores_of
+from rollwright.trainers.loops.reporting import sample_means
+from rollwright.trainers.modes.shared_run import trial_path
+
+logger = getLogger("bench")
+
+
+@dataclass
+class Benchmark:
+    """The scores of one checkpoint."""
+
+    label: str
+    path: str
+    step: int | None  # None where its name tells none
+    scores: dict[str, dict[str, float]] = field(default_factory=dict)  # by taskset: mean@n, pass@k, …
+
+
+def bench(config: PPOConfig, directory: RunDirectory) -> dict[str, Any]:
+    """Evaluate checkpoints; the table goes to the console, everything to ``bench.json`` and ``bench.png``.
+
+    Returns:
+        ``{"benchmarks": [...], "table": path, "plot": path}``; the plot is None without matplotlib.
+
+    Raises:
+        ConfigError: there is nothing to evaluate, or to evaluate on.
+    """
+    validate(config)
+    benchmarks = find_checkpoints(config)
+    backend = servers_of(config.rollout)
+    if backend is not None and backend.finds_servers and (addresses := find_server_addresses(config.rollout.addresses)):
+        raise ConfigError(
+            f"mode bench starts a server for each checkpoint, but there are servers that run already ({', '.join(addresses)}), and what "
+            "they hold is one model: take rollout.addresses out of the config, and the addresses out of the environment."
+        )
+    logger.info("evaluating %d checkpoints: %s", len(benchmarks), ", ".join(each.label for each in benchmarks))
+    for each in benchmarks:
+        with logging.console().status(f"evaluating {each.label}"):
+            each.scores = _scores(config, each.path, directory)
+        for taskset, scores in each.scores.items():
+            logger.info("%s on %s: %s", each.label, taskset, ", ".join(f"{k} {v:.3f}" for k, v in scores.items()))
+    results = [dataclasses.asdict(each) for each in benchmarks]
+    file = directory.path / "bench.json"
+    write_json(file, {"samples": config.bench.samples, "benchmarks": results})
+    logging.console().print(table_of(benchmarks))
+    picture = draw(directory.path / "bench.png", benchmarks, config)
+    return {"benchmarks": results, "table": str(file), "plot": None if picture is None else str(picture)}
+
+
+# -- which checkpoints -------------------------------------------------------------------------------------------------
+
+
+def find_checkpoints(config: PPOConfig) -> list[Benchmark]:
+    """The checkpoints that the config lists, else the model at ``actor.path`` and all that the run has written, by step.
+
+    Raises:
+        ConfigError: a directory is missing, or the run has written none.
+    """
+    if config.bench.checkpoints:
+        return [Benchmark(path, path, step_of(Path(path).name)) for path in config.bench.checkpoints]
+    trial = trial_path(config)
+    written = [file.parent for pattern in ("checkpoints/*", "*/checkpoints/*") for file in trial.glob(f"{pattern}/config.json")]
+    if not written:
+        raise ConfigError(
+            f"{trial} has no checkpoints: name the experiment and trial of a run that has saved some, or list bench.checkpoints."
+        )
+    found: dict[tuple[Path, int | str], Benchmark] = {}
+    for path in sorted(written, key=lambda path: step_of(path.name) is None):
+        step = last_step(path) if path.name == "final" else step_of(path.name)
+        benchmark = Benchmark(str(path.relative_to(trial)), str(path), step)
+        found.setdefault((path.parent, path.name if step is None else step), benchmark)  # "final" may be that of the last step
+    ordered = sorted(
+        found.values(), key=lambda each: (str(Path(each.path).parent), math.inf if each.step is None else each.step)
+    )
+    start = [] if config.actor.init_from_scratch or not config.actor.path else [Benchmark("start", config.actor.path, 0)]
+    return [*start, *ordered]
+
+
+def step_of(name: str) -> int | None:
+    """The number in ``step-000010``."""
+    match = re.fullmatch(r"(?:global_)?step[-_]?(\d+)", name)
+    return int(match[1]) if match else None
+
+
+def last_step(final: Path) -> int | None:
+    """The step whose weights a ``checkpoints/final`` holds: the last one in the metrics of its run; None where they are missing."""
+    try:
+        return max(record["step"] for record in read_metrics(final.parents[1] / "metrics.jsonl"))
+    except (OSError, ValueError):
+        return None
+
+
+# -- scores ------------------------------------------------------------------------------------------------------------
+
+
+def _scores(config: PPOConfig, path: str, directory: RunDirectory) -> dict[str, dict[str, float]]:
+    config = dataclasses.replace(config, actor=dataclasses.replace(config.actor, path=path, init_from_scratch=False))
+    tokenizer = load_tokenizer(config.tokenizer_path or path, config.actor.trust_remote_code)
+    refuse_missing_chat_template(config, tokenizer)
+    gconfig = config.evaluator.gconfig.new(n_samples=config.bench.samples)
+    scores, by_name = {}, defaultdict(list)
+    with (
+        TaskServices(config, tokenizer, directory.logs) as services,  # of this checkpoint: agents and judges ask for it by name
+        make_rollout_engine(config, None, tokenizer, directory) as rollout,
+    ):
+        rows, workflow, kwargs = held_out_tasks(config, tokenizer, services, n_samples=config.bench.samples)
+        for row in rows:
+            by_name[row["taskset"] if config.eval_tasksets else "valid"].append(row)
+        for name, tasks in by_name.items():
+            result = evaluate(rollout, tasks[: config.evaluator.limit], workflow, kwargs, gconfig)
+            scores[name] = {
+                **scores_of(_rewards_by_task(result.trajectory), config.bench.pass_at, config.bench.pass_reward),
+                "tasks": float(result.tasks),
+                "truncated": result.truncated,
+                "response_tokens": result.response_tokens,
+            }
+    return scores
+
+
+def _rewards_by_task(trajectory: Trajectory) -> list[list[float]]:
+    """The rewards of the samples of each task; a sample of several rows counts with their mean."""
+    samples = torch.stack([trajectory["group_ids"], trajectory["sample_ids"]], dim=1).unique(dim=0)
+    counts = samples[:, 0].unique(return_counts=True)[1]
+    if len(counts.unique()) > 1:
+        raise ConfigError(
+            "tasks gave different numbers of samples, so mean@k and pass@k are not of one k: look at the workflow."
+        )
+    return sample_means(trajectory, trajectory["rewards"]).view(len(counts), -1).tolist()
+
+
+# -- what is shown -----------------------------------------------------------------------------------------------------
+
+
+def table_of(benchmarks: Sequence[Benchmark]) -> Table:
+    """One line for each checkpoint and taskset; the best of each column is bold."""
+    names = [name for name in next(iter(benchmarks[0].scores.values())) if "@" in name]
+    label = Column("checkpoint", overflow="fold")  # cut off, one path looks like the other
+    table = Table(label, "tasks", *names, title="benchmark")
+    for taskset in benchmarks[0].scores:
+        best = {name: max(each.scores[taskset][name] for each in benchmarks) for name in names}
+        for each in benchmarks:
+            scores = each.scores[taskset]
+            cells = (f"[bold]{scores[n]:.3f}[/bold]" if scores[n] == best[n] else f"{scores[n]:.3f}" for n in names)
+            table.add_row(each.label, f"{taskset} ({scores['tasks']:.0f})", *cells)
+    return table
+
+
+def draw(path: Path, benchmarks: Sequence[Benchmark], config: PPOConfig) -> Path | None:
+    """Scores over steps, one curve for each score and taskset; what has no step comes one after the last."""
+    last = max((each.step for each in benchmarks if each.step is not None), default=0)
+    curves: dict[str, list[tuple[float, float]]] = defaultdict(list)
+    for each in benchmarks:
+        step = last + 1 if each.step is None else each.step
+        for taskset, scores in each.scores.items():
+            for name, value in scores.items():
+                if "@" in name:
+                    curves[f"{taskset}: {name}"].append((step, value))
+    return plot_curves(path, curves, title=f"{config.experiment_name}: checkpoints", y_label="reward, share that passes")

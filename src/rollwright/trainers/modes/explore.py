@@ -1,0 +1,422 @@
+"""Exploring: claim tasks from the store, sample them with the newest weights that a trainer published, store their groups.
+
+The executor samples, as in a run of one process. Here its tasks are claimed from the store (``Explorer``), and its groups are stored
+as they end (``GroupSink``).
+
+Invariants:
+
+* a claimed task starts with weights at least as new as those whose publication released its slot;
+* a task is finished by storing its group (or that there is none) in one transaction; the remaining claims are released when the
+  explorer ends;
+* a task that is claimed again continues from the answers that earlier explorers recorded.
+"""
+
+from __future__ import annotations
+
+import queue
+import threading
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from rollwright.config.experiment import PPOConfig
+from rollwright.data.tokenizer import load_tokenizer
+from rollwright.errors import RolloutError
+from rollwright.experience.journal.episodes import RecordedEpisode
+from rollwright.experience.journal.reading import TaskFiles
+from rollwright.experience.operators import ExperiencePipeline, PipelineResult, report_operators, samples_of
+from rollwright.experience.trajectory import Trajectory
+from rollwright.placement.local_rollout import make_rollout_engine
+from rollwright.placement.task_services import TaskServices
+from rollwright.rollout.engines import RolloutEngine
+from rollwright.rollout.resume import read_past
+from rollwright.rollout.staleness import Staleness
+from rollwright.store import ExperienceStore, TaskClaim
+from rollwright.tracking.learning_signs import warn_of_reasons
+from rollwright.tracking.logging import getLogger
+from rollwright.tracking.run_directory import RunDirectory
+from rollwright.trainers.drawn_tasks import (
+    count_tasks,
+    held_out_tasks,
+    refuse_missing_chat_template,
+    training_tasks,
+    training_workflow,
+)
+from rollwright.trainers.loops.evaluation import evaluate
+from rollwright.trainers.loops.loop import StopSignal
+from rollwright.trainers.loops.reporting import StageRun, sample_means
+from rollwright.trainers.modes.shared_run import (
+    PARTS,
+    EvaluationTurns,
+    TrainerFollower,
+    open_run_database,
+    run_length,
+    trial_path,
+)
+
+logger = getLogger("explorer")
+
+POLL_SECONDS = 0.05
+REMINDER_SECONDS = 60.0
+EPOCHS_WITHOUT_GROUP = 2
+
+
+@dataclass(frozen=True)
+class ClaimedTask:
+    """A claimed task with what earlier explorers recorded of it.
+
+    Attributes:
+        row: the task.
+        past: recorded episode of each sample, by index.
+        refused: why an earlier explorer found that the task gives no group; empty if none did.
+    """
+
+    claim: TaskClaim
+    row: dict[str, Any]
+    past: Mapping[int, RecordedEpisode] = field(default_factory=dict)
+    refused: str = ""
+
+    @property
+    def newest_version(self) -> int:
+        """Newest version of the recorded tokens; -1 if there are none."""
+        return max((each.newest_version for each in self.past.values()), default=-1)
+
+
+@dataclass(frozen=True)
+class FinishedTask:
+    """How a task ended.
+
+    Attributes:
+        group: what was sampled. None if it was rejected or failed.
+        operated: what the operators made of it.
+        stored: number of experiences stored.
+        reason: why no group is stored.
+    """
+
+    claim: TaskClaim
+    group: Trajectory | None = None
+    operated: PipelineResult | None = None
+    stored: int = 0
+    reason: str = ""
+
+
+class GroupSink:
+    """Starts claimed tasks on an executor, and stores their groups as they end, in a thread of its own.
+
+    Args:
+        rollout: samples the tasks.
+        workflow: runs their episodes.
+        group_size: samples of a task.
+        store: where the groups go.
+        operators: applied to a group before it is stored.
+    """
+
+    def __init__(
+        self, rollout: RolloutEngine, workflow: Any, group_size: int, store: ExperienceStore, operators: ExperiencePipeline
+    ) -> None:
+        self._rollout = rollout
+        self._workflow = workflow
+        self._group_size = group_size
+        self._store = store
+        self._operators = operators
+        self._running: dict[int, TaskClaim] = {}  # by the executor's number of the task
+        self._storing = threading.Lock()  # held while a group is stored
+        self._finished: queue.SimpleQueue[FinishedTask | Exception] = queue.SimpleQueue()
+        self._thread = threading.Thread(target=self._store_groups, name="stores-groups", daemon=True)
+        self._thread.start()
+
+    def __len__(self) -> int:
+        """Number of tasks that run."""
+        return len(self._running)
+
+    def begin(self, task: ClaimedTask) -> None:
+        """Start a task. If it is known to give no group, it is finished at once."""
+        with self._storing:
+            if task.refused:
+                self._finished.put(self._finish(task.claim, task.refused))
+                return
+            number = self._rollout.submit(task.row, self._workflow, group_size=self._group_size, past=task.past)
+            self._running[number] = task.claim
+
+    def finished(self, timeout: float = 0.0) -> Iterator[FinishedTask]:
+        """The tasks that ended since the last call; waits for the first one for ``timeout`` seconds.
+
+        Raises:
+            RollwrightError: rollout has stopped, or a group could not be stored.
+        """
+        try:
+            while True:
+                task = self._finished.get(timeout=timeout) if timeout else self._finished.get_nowait()
+                timeout = 0.0
+                if isinstance(task, Exception):
+                    raise task
+                yield task
+        except queue.Empty:
+            return
+
+    def abandon(self) -> None:
+        """Cancel the tasks that run. A group that is being stored is stored first."""
+        with self._storing:
+            self._rollout.abandon(self._running)
+            self._running.clear()
+
+    def close(self) -> None:
+        """End the engine, and wait for the group that is being stored."""
+        self._rollout.destroy()
+        self._thread.join()
+
+    def _store_groups(self) -> None:
+        try:
+            while True:
+                ended = self._rollout.wait_for_any()
+                for number, outcome in ended.items():
+                    if (error := self._rollout.executor.stopped_by) is not None:
+                        raise error
+                    with self._storing:
+                        if (claim := self._running.pop(number, None)) is not None:  # None: abandoned in the meantime
+                            self._finished.put(self._finish(claim, outcome))
+        except Exception as error:  # raised in the thread that explores
+            self._finished.put(error)
+
+    def _finish(self, claim: TaskClaim, outcome: Trajectory | str) -> FinishedTask:
+        """Store a task's group, or that it gave none."""
+        if isinstance(outcome, str):
+            self._store.finish_task(claim, [], drops={"no_group": 1})
+            return FinishedTask(claim, reason=outcome)
+        result = self._operators.apply(samples_of(outcome, claim.ordinal))
+        is_stored = self._store.finish_task(claim, result.samples, drops=result.drops)
+        stored = sum(map(len, result.samples)) if is_stored else 0
+        reason = "" if stored else "nothing left by the operators" if is_stored else "claim was lost"
+        return FinishedTask(claim, outcome, result, stored, reason)
+
+
+class Explorer:
+    """An explorer of mode ``explore``; several may run at once.
+
+    Args:
+        config: the experiment, the same as the trainer's except for ``mode``.
+        directory: claimed for this process; its name is the explorer's.
+    """
+
+    def __init__(self, config: PPOConfig, directory: RunDirectory) -> None:
+        self.config = config
+        self.directory = directory
+        self.name = directory.trial
+        self.tokenizer = load_tokenizer(config.tokenizer_path or config.actor.path, config.actor.trust_remote_code)
+        refuse_missing_chat_template(config, self.tokenizer)
+        self.tasks = training_tasks(config)
+        self.spec = run_length(config, count_tasks(self.tasks.source))
+        rollout = config.rollout
+        self.staleness = Staleness(rollout.max_head_offpolicyness, config.train_dataset.batch_size, rollout.over_sampling)
+        self.limit = int(self.staleness.places)  # groups of all explorers that run, wait, or are in training
+        self.turns = EvaluationTurns(trial_path(config) / "evaluation.lock")
+        self.groups = 0  # stored so far
+        self.missed = 0  # tasks in a row that gave no group
+        self.claimed: list[TaskClaim] = []  # not begun
+        self.deferred: list[ClaimedTask] = []  # until the trainer has reached the versions of their recorded tokens again
+        self.task_files = TaskFiles()
+
+    # -- life ----------------------------------------------------------------------------------------------------------
+
+    def __enter__(self) -> Explorer:
+        config = self.config
+        with ExitStack() as opened:  # closes what is open if something fails here
+            self.store = opened.enter_context(open_run_database(config))
+            assert config.store is not None
+            self.lease_seconds = config.store.lease_seconds
+            torch.manual_seed(config.seed)
+            operators = ExperiencePipeline(config.store.operators)
+            services = opened.enter_context(TaskServices(config, self.tokenizer, self.directory.logs))
+            workflow = training_workflow(config, self.tokenizer, self.tasks.source, services)
+            rows, *self.evaluated = held_out_tasks(config, self.tokenizer, services)
+            self.evaluation_tasks = rows[: config.evaluator.limit]
+            self.rollout = opened.enter_context(make_rollout_engine(config, None, self.tokenizer, self.directory))
+            self.sink = GroupSink(self.rollout, workflow, config.gconfig.n_samples, self.store, operators)
+            opened.callback(self.sink.close)
+            self.trainer = TrainerFollower(self.rollout, self.store, config.rollout.logprob_tolerance, self._release_running)
+            self._opened = opened.pop_all()
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self._opened.close()
+
+    # -- the loop ------------------------------------------------------------------------------------------------------
+
+    def explore(self) -> dict[str, Any]:
+        """Explore until the trainer has published its last version or a signal comes.
+
+        Without a trainer that announces weights, it ends when the groups of all steps are stored.
+
+        Returns:
+            ``{"groups", "version", "eval": {version: reward}}``.
+        """
+        evaluations: dict[int, float] = {}
+        steps = self.spec.total_steps
+        with (
+            StopSignal() as stop,
+            StageRun(self.config, self.directory, total_steps=steps, resume_step=None, tokenizer=self.tokenizer) as run,
+            self.store.keeping_claims(self.name, lease_seconds=self.lease_seconds),
+        ):
+            warn_of_reasons(self.config)
+            self._release_left()
+            self._wait_for_first_weights(stop)
+            last_news = time.monotonic()
+            while not self._is_over() and stop.received is None:
+                self.claimed = self._claim()
+                if self.trainer.follow():
+                    self._report(run, evaluations)
+                self._begin_claimed()
+                for finished in self.sink.finished(POLL_SECONDS):
+                    self._note(run, finished)
+                    last_news = time.monotonic()
+                if time.monotonic() - last_news > REMINDER_SECONDS:
+                    last_news = time.monotonic()
+                    logger.info(
+                        "%d tasks run; at the limit of %d groups ahead of the trainer (version %d); is a trainer running?",
+                        len(self.sink),
+                        self.limit,
+                        self.trainer.version,
+                    )
+            self.sink.abandon()  # before their claims are released
+            for finished in self.sink.finished():
+                self._note(run, finished)
+            self.trainer.follow()
+            self._report(run, evaluations, last=stop.received is None)
+        return {"groups": self.groups, "version": self.trainer.version, "eval": evaluations}
+
+    def _claim(self) -> list[TaskClaim]:
+        """A few tasks at a time, so that explorers share what there is."""
+        room = min(self.limit - len(self.sink) - len(self.deferred), max(1, self.config.train_dataset.batch_size // 2))
+        if room <= 0 or self._is_enough():
+            return []
+        return self.store.claim_tasks(self.name, room, lease_seconds=self.lease_seconds, max_outstanding=self.limit)
+
+    def _begin_claimed(self) -> None:
+        """Start the tasks that were claimed, once the weights have the versions of what was recorded of them."""
+        tasks = [*self.deferred, *self._with_past(self.claimed)]
+        self.claimed, self.deferred = [], []
+        for task in tasks:
+            if task.newest_version > self.trainer.version:
+                self.deferred.append(task)
+            else:
+                self.sink.begin(task)
+
+    def _release_left(self) -> None:
+        """Release the tasks of ended explorers of this machine at once, instead of when their leases end."""
+        trial = trial_path(self.config)
+        for path in trial.glob(f"{PARTS['explore']}-*"):
+            directory = RunDirectory(trial.parent, trial.name, path.name)
+            if path.name != self.name and directory.was_left() and (count := self.store.release_claims(path.name)):
+                logger.info("%d tasks of %s, which has ended, are released", count, path.name)
+
+    def _release_running(self) -> None:
+        """Release the tasks that run, and those that are to: the weights that sample them no longer exist."""
+        logger.warning("the tasks that run are released")
+        self.sink.abandon()
+        self.claimed, self.deferred = [], []
+        self.store.release_claims(self.name)
+
+    def _with_past(self, claims: Sequence[TaskClaim]) -> list[ClaimedTask]:
+        """The tasks of claims. One that is claimed again continues from the journals of its explorers, this one or others."""
+        again = {claim.ordinal for claim in claims if claim.attempt > 0}
+        journals = sorted(trial_path(self.config).glob(f"{PARTS['explore']}-*/journal")) if again else []
+        past = read_past(journals, again.__contains__, self.rollout.journal, self.task_files)
+        self.staleness.publish(self.trainer.version)
+        oldest = self.staleness.oldest if self._drops_old_groups else 0
+        for ordinal, samples in past.episodes.items():
+            young = {index: each for index, each in samples.items() if _oldest_version(each) >= oldest}
+            if len(young) < len(samples):
+                logger.info("%d samples of task %d are too old to go on and begin anew", len(samples) - len(young), ordinal)
+            past.episodes[ordinal] = young
+        if past.episodes:
+            logger.info("%d tasks go on from the journal, where they have %d tokens", len(past.episodes), past.tokens)
+        tasks = []
+        for claim in claims:
+            row = past.row({**self.tasks.row(claim.ordinal), "ordinal": claim.ordinal})
+            end = past.given_up.get(claim.ordinal)
+            reason = "" if end is None else end.reason or end.state
+            tasks.append(ClaimedTask(claim, row, past.episodes.get(claim.ordinal, {}), reason))
+        return tasks
+
+    @property
+    def _drops_old_groups(self) -> bool:
+        """True if the trainer drops groups older than ``max_head_offpolicyness``."""
+        return self.config.store is not None and self.config.store.uses == 1
+
+    def _is_over(self) -> bool:
+        newest = self.store.latest_version()  # None: nobody trains yet; all that was asked for may be stored
+        return self._is_enough() if newest is None else newest.version >= self.spec.total_steps
+
+    def _is_enough(self) -> bool:
+        """True if all groups of the run's steps are stored; unknown if the store decides what a step is."""
+        config = self.config
+        assert config.store is not None
+        if config.store.uses != 1 or config.store.train_batch_size is not None:
+            return False
+        status = self.store.status()
+        return status.unused_groups + status.used_groups >= self.spec.total_steps * config.train_dataset.batch_size
+
+    def _wait_for_first_weights(self, stop: StopSignal) -> None:
+        """Wait for the first announcement if the engine does not hold the run's first weights.
+
+        Random weights are known to the trainer alone, and servers started before the run may hold the weights of another run.
+        """
+        holds_others = self.rollout.get_version() != 0
+        is_waiting = holds_others or self.config.actor.init_from_scratch
+        reason = "the servers hold weights of another version" if holds_others else "actor.init_from_scratch"
+        while is_waiting and stop.received is None:
+            logger.info("waiting for the trainer's first weights (%s)", reason)
+            is_waiting = self.store.wait_for_version(0, REMINDER_SECONDS, lambda: stop.received is not None) is None
+
+    # -- what is reported ----------------------------------------------------------------------------------------------
+
+    def _note(self, run: StageRun, finished: FinishedTask) -> None:
+        if finished.stored:
+            self.groups += 1
+            self.missed = 0
+        else:
+            self.missed += 1
+            logger.info("task %d is stored without a group: %s", finished.claim.ordinal, finished.reason)
+        per_epoch = max(1, self.spec.steps_per_epoch * self.config.train_dataset.batch_size)
+        if self.missed > EPOCHS_WITHOUT_GROUP * per_epoch:
+            raise RolloutError(
+                f"no group of the last {self.missed} tasks was kept, which is more than {EPOCHS_WITHOUT_GROUP} epochs: "
+                f"look at the workflow, rollout.dynamic_filter and store.operators. The last: {finished.reason}"
+            )
+        if finished.group is not None:
+            rewards = sample_means(finished.group, finished.group["rewards"])
+            run.tracker.scalar(
+                reward=float(rewards.mean()), response_tokens=float(finished.group["loss_mask"].sum()) / len(rewards)
+            )
+            run.tracker.sum(groups=1.0, samples=float(len(rewards)))
+            run.dumper.dump(self.trainer.version, finished.group)
+        if finished.operated is not None:
+            report_operators(finished.operated, run.tracker)
+
+    def _report(self, run: StageRun, evaluations: dict[int, float], last: bool = False) -> None:
+        """Log what was noted since the last version, and evaluate in one of the explorers if an evaluation is due."""
+        version, every = self.trainer.version, self.config.evaluator.every_steps
+        numbers = run.tracker.export(reset=True)
+        if "reward" in numbers:
+            run.log(version, numbers)
+            run.display.step(version, numbers["reward"])
+        before, evaluated = -1 if self.config.evaluator.at_start else 0, self.turns.last(self.trainer.loaded)
+        done = before if evaluated is None else max(before, evaluated)
+        due = every is not None and version // every > done // every
+        if version == done or not self.evaluation_tasks or not (due or last or (done < 0 and version == 0)):
+            return
+        with self.turns.taken(self.trainer.loaded) as is_mine:
+            if is_mine:
+                workflow, kwargs = self.evaluated
+                result = evaluate(self.rollout, self.evaluation_tasks, workflow, kwargs, self.config.evaluator.gconfig)
+                evaluations[version] = result.reward
+                run.report_evaluation(version, result)
+
+
+def _oldest_version(episode: RecordedEpisode) -> int:
+    """Oldest version of the recorded answers of an episode; the version at its beginning if there are none."""
+    return min((int(each.versions.min()) for each in episode.calls if each.call.output), default=episode.begin.version)

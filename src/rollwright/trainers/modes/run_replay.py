@@ -1,0 +1,212 @@
+"""Replaying a run: its config, the workflows that it ran, and the episodes of its journal that are asked for."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from contextlib import ExitStack, suppress
+from dataclasses import replace
+from itertools import chain
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from rollwright.config.experiment import GRPOConfig, PPOConfig
+from rollwright.config.loading import load_expr_config
+from rollwright.config.recipes import apply_recipe
+from rollwright.config.secrets import HIDDEN
+from rollwright.data.tokenizer import load_tokenizer
+from rollwright.errors import ConfigError, JournalError, ReplayError
+from rollwright.experience.journal.episodes import RecordedEpisode, Wanted, last_of_each_name, read_episodes
+from rollwright.experience.journal.reading import journal_files
+from rollwright.experience.journal.records import ImageDigest, digest_of, images_in
+from rollwright.placement.local_rollout import make_local_engine
+from rollwright.placement.task_services import TaskServices
+from rollwright.rewards.wrapper import REWARD_CALLS
+from rollwright.rollout.replay import Replayed, Replayer
+from rollwright.tracking.logging import getLogger
+from rollwright.trainers import drawn_tasks
+from rollwright.trainers.loops.evaluation import evaluating
+from rollwright.trainers.modes.shared_run import SERVICE_FILE
+from rollwright.workflows.registry import WORKFLOWS
+
+logger = getLogger("replay")
+
+_SAMPLE = re.compile(r"(eval:)?(\d+)(?:/(\d+))?(?:@v(\d+))?(?:@(\d+))?")
+
+
+def journaled_directory(run: str | Path) -> Path:
+    """The run directory, or its one stage, that has a journal.
+
+    Raises:
+        JournalError: none has, or several have.
+    """
+    run = Path(run)
+    candidates = [run, *sorted(path for path in run.glob("*") if path.is_dir())] if run.is_dir() else []
+    found = [path for path in candidates if journal_files(path / "journal")]
+    if len(found) == 1:
+        return found[0]
+    if not found:
+        raise JournalError(f"{run} has no journal: give the directory of a run that kept one (journal.enabled).")
+    raise JournalError(f"{run} has the journals of several stages: give one of {', '.join(map(str, found))}.")
+
+
+def selected(samples: str) -> Wanted:
+    """Which episodes a text names: ``12/3`` (sample 3 of task 12), ``12`` (all of its samples), ``eval:12``, ``all``.
+
+    ``@v5`` behind it names those that began with version 5 of the weights, ``@0`` those of the first process that wrote the journal.
+
+    Raises:
+        ConfigError: it names none of these.
+    """
+    if samples == "all":
+        return lambda writer, begin: True
+    match = _SAMPLE.fullmatch(samples)
+    if match is None:
+        raise ConfigError(
+            f"{samples!r} names no sample: write ORDINAL/SAMPLE, ORDINAL, eval:ORDINAL, or all; @vVERSION and @PROCESS may follow."
+        )
+    asked = (bool(match[1]), *(None if number is None else int(number) for number in match.groups()[1:]))
+    return lambda writer, begin: all(
+        number is None or number == its
+        for number, its in zip(asked, (begin.is_eval, begin.ordinal, begin.index, begin.version, writer), strict=True)
+    )
+
+
+def load_run_config(directory: Path) -> PPOConfig:
+    """The config that a run, or a stage of it, was carried out with; what was secret is left out.
+
+    Raises:
+        ConfigError: there is none.
+    """
+    if (directory / SERVICE_FILE).exists():
+        raise ConfigError(f"{directory} is that of a service: its runs have no workflow that could run again.")
+    file = directory / "config.yaml"
+    if not file.exists():
+        raise ConfigError(f"{file} is missing: the run wrote it when it began; give the run directory as it was left.")
+    hidden = [f"{path}=null" for path in _hidden_keys(yaml.safe_load(file.read_text(encoding="utf-8")), ())]
+    return load_expr_config([str(file), *hidden], GRPOConfig)[0]
+
+
+def _hidden_keys(value: Any, path: tuple[str, ...]) -> Iterator[str]:
+    if isinstance(value, dict):
+        for key, item in value.items():
+            yield from _hidden_keys(item, (*path, str(key)))
+    elif isinstance(value, str) and HIDDEN in value:
+        yield ".".join(path)
+
+
+class RunReplay:
+    """Runs episodes of a run again.
+
+    Args:
+        run: its directory.
+        workflow: another workflow, by name or import path; None: the run's.
+        reward_fn: another reward function; its rewards are shown beside the recorded ones, and not compared.
+        sample: sample anew, with ``model``; None: answer from the journal.
+    """
+
+    def __init__(
+        self,
+        run: str | Path,
+        *,
+        workflow: str | None = None,
+        reward_fn: str | None = None,
+        model: str | None = None,
+    ) -> None:
+        self.directory = journaled_directory(run)
+        config = apply_recipe(load_run_config(self.directory))
+        WORKFLOWS.load_plugins()
+        if workflow is not None or reward_fn is not None:
+            changed = {"workflow": workflow, "reward_fn": reward_fn}
+            config = replace(config, **{key: value for key, value in changed.items() if value is not None})
+            kept = {key: value for key, value in config.workflow_kwargs.items() if reward_fn is None or key != "reward_fn"}
+            tasksets = [
+                replace(
+                    taskset, **({"workflow": workflow} if workflow else {}), **({"reward_fn": reward_fn} if reward_fn else {})
+                )
+                for taskset in config.tasksets
+            ]
+            config = replace(config, workflow_kwargs=kept, tasksets=tasksets)
+        self.config = config
+        self.tokenizer = load_tokenizer(config.tokenizer_path or config.actor.path, config.actor.trust_remote_code)
+        self._opened = ExitStack()
+        self._runners: dict[bool, tuple[Any, dict[str, Any] | None, int]] = {}
+        engine = None
+        if model is not None:
+            rollout = make_local_engine(config, model, self.tokenizer)
+            rollout.initialize()
+            self._opened.callback(rollout.destroy)
+            engine = rollout.client
+        self.replayer = Replayer(
+            self._runner,
+            seed=config.seed,
+            sandbox=config.rollout.sandbox,
+            engine=engine,
+            fresh=(REWARD_CALLS,) if reward_fn is not None else (),
+            compares_rewards=reward_fn is None,
+            find_image=self._find_image,
+        )
+        self._rows: Iterator[dict[str, Any]] | None = None
+        self._images: dict[ImageDigest, Any] = {}
+
+    def __enter__(self) -> RunReplay:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self._opened.close()
+
+    def episodes(self, samples: str) -> Iterator[RecordedEpisode]:
+        """The episodes that ``samples`` names and that came to rows or were rejected; of several with one name the last."""
+        journal = self.directory / "journal"
+        chosen = last_of_each_name(journal, selected(samples), ("accepted", "rejected"))
+        for episode in read_episodes(journal, lambda writer, begin: (writer, begin.episode) in chosen):
+            if episode.damage is not None:
+                logger.warning("%s is left out: %s", episode.name, episode.damage)
+            elif episode.end is not None:  # always true unless a file was removed in the meantime
+                episode.names_writer = chosen[episode.writer, episode.begin.episode]
+                yield episode
+
+    def replay(self, samples: str) -> Iterator[Replayed]:
+        """How each of them runs now."""
+        return self.replayer.replay(self.episodes(samples))
+
+    def _find_image(self, wanted: ImageDigest) -> Any:
+        """An image of a recorded task: one of the run's datasets with the same pixels."""
+        if self._rows is None:
+            self._rows = chain(drawn_tasks.training_rows(self.config), drawn_tasks.evaluation_rows(self.config))
+        while wanted not in self._images:
+            row = next(self._rows, None)
+            if row is None:
+                raise ReplayError(
+                    f"{wanted} is in no row of the datasets that the run's config names, and the journal has only a digest of it: replay "
+                    "the run where these are what they were. Datasets that a script gave to its trainer are not known here."
+                )
+            for image in images_in(row):
+                with suppress(TypeError):  # it cannot be read, and was not when the journal was written
+                    self._images[digest_of(image)] = image
+        return self._images[wanted]
+
+    def _runner(self, episode: RecordedEpisode) -> tuple[Any, dict[str, Any] | None, int]:
+        is_eval = episode.begin.is_eval
+        if is_eval not in self._runners:
+            self._runners[is_eval] = self._evaluated() if is_eval else self._trained()
+        return self._runners[is_eval]
+
+    def _trained(self) -> tuple[Any, dict[str, Any] | None, int]:
+        config = self.config
+        if config.tasksets:
+            services = TaskServices(config, self.tokenizer, self.directory / "logs")
+            self._opened.callback(services.close)
+            source: Any = drawn_tasks.task_source(config)
+            return drawn_tasks.training_workflow(config, self.tokenizer, source, services), None, 1
+        kwargs = drawn_tasks.workflow_arguments(config, config.workflow, config.workflow_kwargs, self.tokenizer)
+        return config.workflow, kwargs, config.gconfig.n_samples
+
+    def _evaluated(self) -> tuple[Any, dict[str, Any] | None, int]:
+        config, gconfig = self.config, self.config.evaluator.gconfig
+        services = TaskServices(config, self.tokenizer, self.directory / "logs")
+        self._opened.callback(services.close)
+        workflow, kwargs = evaluating(*drawn_tasks.evaluation_workflow(config, self.tokenizer, services), gconfig)
+        return workflow, kwargs, 1 if config.eval_tasksets else gconfig.n_samples

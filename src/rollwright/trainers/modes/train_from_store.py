@@ -1,0 +1,130 @@
+"""Training from the store: read a batch that explorers made, take a step, publish the weights, again.
+
+What is drawn from the store becomes the trainer's own when a recover checkpoint is committed with it; a trainer that is
+killed goes on from its newest checkpoint and draws again what was drawn after it, and nothing else.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Callable
+from contextlib import ExitStack
+from functools import partial
+from typing import Any
+
+from rollwright.config.experiment import PPOConfig
+from rollwright.config.recipes import apply_recipe
+from rollwright.errors import ConfigError
+from rollwright.experience.operators import joined_samples
+from rollwright.experience.trajectory import Trajectory, concat_padded_tensors
+from rollwright.rollout.staleness import Staleness
+from rollwright.rollout.task_group import SAMPLE_BITS
+from rollwright.store import Sampling, StoredBatch
+from rollwright.tracking.logging import getLogger
+from rollwright.tracking.run_directory import RunDirectory
+from rollwright.trainers.drawn_tasks import count_tasks, training_tasks
+from rollwright.trainers.loops.loop import Part, StopSignal
+from rollwright.trainers.loops.rl import PolicyTrainer
+from rollwright.trainers.modes.shared_run import PublishedWeights, open_run_store, run_length
+
+logger = getLogger("trainer")
+
+
+class StoreTrainer(PolicyTrainer):
+    """The trainer of mode ``train``.
+
+    Args:
+        config: the experiment.
+        directory: claimed for this process.
+    """
+
+    waiting = "wait"
+
+    @property
+    def sampling_phases(self) -> tuple[str, ...]:
+        """All of them: explorers sample all the time."""
+        return ("wait", "train", "publish")
+
+    def __init__(self, config: PPOConfig, directory: RunDirectory) -> None:
+        if config.recover.in_background:
+            raise ConfigError(
+                "recover.in_background is on, but a trainer from a store commits what it has drawn together with the checkpoint, and so "
+                "waits for it: leave it off."
+            )
+        super().__init__(apply_recipe(config), config.actor, directory)
+        size = 0 if config.total_train_steps is not None else count_tasks(training_tasks(config).source)
+        self.spec = run_length(config, size)
+
+    def open(self, opened: ExitStack) -> None:
+        """Open the store, and the way of the weights, which go to explorers as files."""
+        config = self.config
+        self.store = open_run_store(config)
+        opened.callback(self.store.close)
+        self.sampling = Sampling.from_config(config.store, config.seed)
+        self.actor.connect_engine(PublishedWeights(self.directory.path / "weights", self.store.announcements))
+
+    def parts(self) -> dict[str, Part]:
+        """Nothing: what was drawn is committed in the store."""
+        return {}
+
+    def begin(self, resumed: bool) -> None:
+        """Become the store's trainer, at the newest checkpoint or at the beginning, and publish what explorers begin with."""
+        announced = self.store.announcements
+        highest = announced.highest_version() if announced is not None and resumed else -1
+        self.withdrawn = range(self.actor.version + 1, highest + 1)  # versions that name other weights in some experiences
+        undone = self.store.recover(self.recover.path(self.step).name if resumed else None)
+        if resumed:
+            logger.info("resumed after step %d; %s uses of experiences are made again", self.step, undone or "no")
+        self.ranks.call("republish")
+
+    def next_batch(self, stop: StopSignal) -> Trajectory | None:
+        """The next batch; None where no more will come, or a signal asks to stop."""
+        config = self.config
+        rows = config.store.train_batch_size
+        oldest = None  # experiences that are used again may be of any age
+        if config.store.uses == 1:
+            staleness = Staleness(config.rollout.max_head_offpolicyness)
+            staleness.publish(self.actor.version)
+            oldest = max(0, staleness.oldest)
+        batch = self.store.next_batch(
+            groups=config.train_dataset.batch_size if rows is None else None,
+            experiences=rows,
+            sampling=self.sampling,
+            min_version=oldest,
+            cancelled=lambda: stop.received is not None,
+        )
+        if batch is None and stop.received is None:
+            logger.info("training ends after step %d", self.step)
+        return None if batch is None else trajectory_of(batch)
+
+    def samples_with_own_weights(self) -> bool:
+        """True where tokens of the version just trained were sampled with the weights that had it here.
+
+        A file's experiences may be of any model. What was sampled with versions that a restart took back is still trained, by
+        the log-probabilities that it was sampled with, but says nothing about the engines.
+        """
+        return self.store.announcements is not None and self.actor.version - 1 not in self.withdrawn
+
+    def before_recover_visible(self) -> Callable[[], object]:
+        """What was drawn is trained, as far as this checkpoint knows."""
+        return partial(self.store.commit, self.recover.path(self.step).name, version=self.actor.version)
+
+    def _save_recover(self) -> None:
+        super()._save_recover()
+        if not self.config.store.keep_used:
+            self.store.forget_used(sampling=self.sampling, keep_checkpoints=self.config.recover.keep)
+
+
+def trajectory_of(batch: StoredBatch) -> Trajectory:
+    """A batch of the store in tensor form; a group's samples are told apart by ``eid.run``, and ids are those of the store.
+
+    Groups stand in the order of their tasks, whichever came first, so that minibatches do not go by arrival.
+    """
+    groups = []
+    in_order = sorted(batch, key=lambda group: (group.ordinal is None, group.ordinal or 0, group.id))
+    for group in in_order:
+        samples: dict[Any, list[Any]] = defaultdict(list)
+        for experience in group.experiences:
+            samples[experience.eid.run].append(experience)
+        groups.append(joined_samples(list(samples.values()), group.id, group.id << SAMPLE_BITS))
+    return concat_padded_tensors(groups)
