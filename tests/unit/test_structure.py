@@ -19,23 +19,14 @@ def _modules() -> dict[str, Path]:
 
 
 def _imports(path: Path, modules: dict[str, Path]) -> set[str]:
-    """Modules that a file imports when it is loaded, or names for type checkers; not what a function imports when it runs."""
+    """Modules that a file imports: when it is loaded, when a function runs, or for type checkers."""
     found: set[str] = set()
-
-    def visit(node: ast.AST) -> None:
-        for child in ast.iter_child_nodes(node):
-            if isinstance(child, ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda):
-                continue
-            if isinstance(child, ast.Import):
-                found.update(alias.name for alias in child.names)
-            elif isinstance(child, ast.ImportFrom) and child.module:
-                found.update(
-                    f"{child.module}.{alias.name}" if f"{child.module}.{alias.name}" in modules else child.module
-                    for alias in child.names
-                )
-            visit(child)
-
-    visit(ast.parse(path.read_text(encoding="utf-8")))
+    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+        if isinstance(node, ast.Import):
+            found.update(alias.name for alias in node.names)
+        elif isinstance(node, ast.ImportFrom) and node.module:
+            names = {alias.name: f"{node.module}.{alias.name}" for alias in node.names}
+            found.update(name if name in modules else node.module for name in names.values())
     return found & modules.keys()
 
 

@@ -13,11 +13,8 @@ import typer
 
 from rollwright.cli.examples import find_config
 from rollwright.cli.failures import keep_tracebacks_in
-from rollwright.config.experiment import PPOConfig, SFTConfig
 from rollwright.config.loading import Stage, load_eval_stages, load_stages, split_arguments
 from rollwright.config.plan import describe, resolved_yaml, run_directory_of
-from rollwright.config.sections import ClusterConfig
-from rollwright.errors import ConfigError
 from rollwright.processes.tree import AGENT, die_with_parent
 from rollwright.registry import PLUGINS
 
@@ -62,7 +59,10 @@ def run(
     file, overrides = split_arguments([*(["--config", config] if config else []), *(arguments or [])])
     file = find_config(file)
     stages = load_with_plugins(file, overrides, plugin_dir)
-    cluster, trained = _cluster_of(stages), [stage for stage in stages if isinstance(stage.config, PPOConfig | SFTConfig)]
+    from rollwright.placement.placement import placement_of_stages
+    from rollwright.placement.rank_processes import training_configs
+
+    placement = placement_of_stages(stages)
     plugins = [word for path in plugin_dir or () for word in ("--plugin-dir", str(path))]
     words = ["run", *plugins, *(["--config", config] if config else []), *(arguments or [])]
     if dry_run:
@@ -72,42 +72,19 @@ def run(
         refuse_missing_inputs(stages)
         typer.echo(resolved_yaml(stages))
         typer.echo(describe(stages))
-        if cluster.kind == "slurm":
-            from rollwright.placement.slurm import job_script
-
-            typer.echo("\nIt would be the job of this script:\n")
-            typer.echo(job_script(cluster, run_directory_of(stages).absolute(), words, hides_secrets=True))
-        if cluster.kind == "ray":
-            from rollwright.placement.capacity import placement_in_words
-
-            for stage in trained:
-                typer.echo("\n".join(placement_in_words(stage.name, stage.config)))
+        for line in placement.show(stages, words):
+            typer.echo(line)
         return
-    if cluster.kind != "slurm" and os.environ.get("RANK", "0") == "0":
-        from rollwright.trainers.checks.missing_inputs import refuse_missing_files
+    if os.environ.get("RANK", "0") == "0":
+        if placement.inputs_are_here:
+            from rollwright.trainers.checks.missing_inputs import refuse_missing_files
 
-        refuse_missing_files(stages)
-        if cluster.kind == "local":
-            from rollwright.placement.gpus import refuse_too_few_gpus
-
-            for stage in trained:
-                refuse_too_few_gpus(stage.config)
-    if cluster.kind == "slurm":
-        look_up_names(stages)
-        from rollwright.placement.slurm import run_job
-
-        raise typer.Exit(run_job(cluster, run_directory_of(stages), words))
-    if cluster.processes > 1 and cluster.kind == "local" and "RANK" not in os.environ:
-        look_up_names(stages)
-        from rollwright.placement.torchrun import start_ranks
-
-        raise typer.Exit(start_ranks(words, cluster.processes))
-    if cluster.kind == "ray":
-        look_up_names(stages)
-        from rollwright.placement.capacity import refuse_what_cannot_fit
-
-        for stage in trained:
-            refuse_what_cannot_fit(stage.config)
+            refuse_missing_files(stages)
+        for trained in training_configs(stages):
+            placement.check(trained)
+    look_up_names(stages)
+    if (status := placement.start(words, run_directory_of(stages))) is not None:
+        raise typer.Exit(status)
     _carry_out(stages, file)
 
 
@@ -119,18 +96,6 @@ def _spare_a_busy_machine() -> None:
     processors = os.cpu_count() or 1
     if hasattr(os, "getloadavg") and os.getloadavg()[0] > processors and "torch" not in sys.modules:
         os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
-
-
-def _cluster_of(stages: Sequence[Stage]) -> ClusterConfig:
-    """Where the stages of a run are carried out: all of them in one place, in as many processes."""
-    found = [stage.config.cluster for stage in stages if hasattr(stage.config, "cluster")]
-    for name in ("kind", "processes", "slurm"):
-        asked = list(dict.fromkeys(str(getattr(cluster, name)) for cluster in found))
-        if len(asked) > 1:
-            raise ConfigError(
-                f"the stages of a run have {' and '.join(asked)} as cluster.{name}: set it once, at the top level."
-            )
-    return found[0] if found else ClusterConfig()
 
 
 def evaluate(

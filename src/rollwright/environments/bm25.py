@@ -23,8 +23,7 @@ from typing import Any
 import numpy as np
 
 from rollwright.atomic import replaced_directory
-from rollwright.environments.corpus import Corpus, file_digest
-from rollwright.environments.retrieval import SearchHits
+from rollwright.environments.corpus import Corpus, SearchHits, file_digest
 from rollwright.errors import DataError
 from rollwright.tracking import logging
 

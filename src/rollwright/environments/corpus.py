@@ -61,6 +61,23 @@ def file_digest(path: Path) -> str:
         return hashlib.file_digest(file, lambda: hashlib.blake2b(digest_size=16)).hexdigest()
 
 
+@dataclass(frozen=True)
+class SearchHits:
+    """Rows that match a query, best first.
+
+    Attributes:
+        rows: row numbers in the corpus, ``[K]`` int.
+        scores: ``[K]`` float, higher is better; the scale is the retriever's own.
+    """
+
+    rows: np.ndarray
+    scores: np.ndarray
+
+    def first(self, count: int) -> SearchHits:
+        """The best ``count`` of them."""
+        return SearchHits(self.rows[:count], self.scores[:count])
+
+
 @dataclass(repr=False, eq=False)
 class Corpus:
     """Documents by number, and by address.

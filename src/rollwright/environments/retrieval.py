@@ -13,32 +13,14 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
 
-import numpy as np
-
-from rollwright.environments.corpus import Corpus
+from rollwright.environments.bm25 import open_index
+from rollwright.environments.corpus import Corpus, SearchHits
 from rollwright.errors import ConfigError, RollwrightError
 from rollwright.registry import Registry
 
 DEFAULT_TOPK = 3
 #: Rows above which an in-process search leaves the event loop for a thread.
 _THREAD_ROWS = 20_000
-
-
-@dataclass(frozen=True)
-class SearchHits:
-    """What one query found, best first.
-
-    Attributes:
-        rows: row numbers in the corpus, ``[K]`` int.
-        scores: ``[K]`` float, higher is better; the scale is the retriever's own.
-    """
-
-    rows: np.ndarray
-    scores: np.ndarray
-
-    def first(self, count: int) -> SearchHits:
-        """The best ``count`` of them."""
-        return SearchHits(self.rows[:count], self.scores[:count])
 
 
 class Retriever(Protocol):
@@ -154,8 +136,6 @@ SEARCH_TOOLS["service"] = RetrievalClient
 @SEARCH_TOOLS.register("corpus")
 def corpus_tool(corpus: str | Path) -> LocalSearchTool:
     """A corpus of JSON lines and its index, in this process."""
-    from rollwright.environments.bm25 import open_index
-
     return LocalSearchTool(*open_index(Path(corpus)))
 
 

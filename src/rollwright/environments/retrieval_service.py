@@ -23,8 +23,8 @@ from typing import Annotated, Any
 from fastapi import FastAPI, Response
 from pydantic import Field
 
-from rollwright.environments.corpus import Corpus
-from rollwright.environments.retrieval import DEFAULT_TOPK, Retriever, SearchHits
+from rollwright.environments.corpus import Corpus, SearchHits
+from rollwright.environments.retrieval import DEFAULT_TOPK, Retriever
 from rollwright.inference.server.bodies import Body
 from rollwright.inference.server.exchange import RequestError, Routes
 from rollwright.inference.server.service import make_service

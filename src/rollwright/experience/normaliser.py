@@ -146,19 +146,19 @@ def fill_from_record(trajectory: Trajectory, masked: np.ndarray, matcher: RowMat
     for row, length in enumerate(trajectory["attention_mask"].sum(dim=1).tolist()):
         mask = masked[row, :length]
         given_logprobs = given["logprobs"][row, :length] if "logprobs" in given else None
-        placements = matcher.match(ids[row, :length], mask, given_logprobs)
+        matches = matcher.match(ids[row, :length], mask, given_logprobs)
         missing = mask.copy()
-        for placement in placements:
-            part = slice(placement.start, placement.stop)
-            logprobs[row, part] = placement.record.output_logprobs[placement.outputs]
-            versions[row, part] = placement.record.output_versions[placement.outputs]
+        for match in matches:
+            part = slice(match.start, match.stop)
+            logprobs[row, part] = match.record.output_logprobs[match.outputs]
+            versions[row, part] = match.record.output_versions[match.outputs]
             missing[part] = False
         if missing.any():
-            raise _unrecorded(ids[row, :length], missing, row, matcher, placements, place)
+            raise _unrecorded(ids[row, :length], missing, row, matcher, matches, place)
         logprobs[row, :length][~mask] = 0.0
         versions[row, :length][~mask] = -1
-        if placements:
-            temperatures = sorted({placement.record.temperature for placement in placements})
+        if matches:
+            temperatures = sorted({match.record.temperature for match in matches})
             if temperatures[-1] - temperatures[0] > TOLERANCES["temperature"]:
                 raise place.error(
                     "temperature",
@@ -166,8 +166,8 @@ def fill_from_record(trajectory: Trajectory, masked: np.ndarray, matcher: RowMat
                     "a row has one temperature, at which the trainer scales its logits: sample at one, or return one row for each",
                 )
             temperature[row] = temperatures[0]
-            shifted[row] = any(placement.record.logprobs_shifted for placement in placements)
-            last = placements[-1]  # the engine did not truncate a response that the workflow cut short
+            shifted[row] = any(match.record.logprobs_shifted for match in matches)
+            last = matches[-1]  # the engine did not truncate a response that the workflow cut short
             truncated[row] = last.record.truncated and last.outputs.stop == len(last.record.output)
     has_masked: np.ndarray = np.any(masked, axis=1)
     if "temperature" in given:  # rows without a trained token keep their own
@@ -201,7 +201,7 @@ def _compare(name: str, given: np.ndarray, recorded: np.ndarray, where: np.ndarr
 
 
 def _unrecorded(
-    ids: np.ndarray, missing: np.ndarray, row: int, matcher: RowMatcher, placements: list[Placement], place: Origin
+    ids: np.ndarray, missing: np.ndarray, row: int, matcher: RowMatcher, matches: list[RecordMatch], place: Origin
 ) -> TrajectoryError:
     """Make the error for masked tokens that no request produced: their position, their text and the likely cause."""
     start = int(missing.argmax())
@@ -220,7 +220,7 @@ def _unrecorded(
         )
     elif agreed and record is not None:
         name = f"response {record.index} (conversation {record.conversation}, turn {record.turn})"
-        if agreed == len(record.output) and any(placement.record is record for placement in placements):
+        if agreed == len(record.output) and any(match.record is record for match in matches):
             cause = f"{name} already stands elsewhere in this row: append resp.output_tokens once"
         elif agreed >= min(stop - start, len(record.output)):
             cause = (
@@ -237,7 +237,7 @@ def _unrecorded(
 
 
 @dataclass(frozen=True)
-class Placement:
+class RecordMatch:
     """A match: tokens ``start:stop`` of a row are the record's output from ``offset`` on."""
 
     record: RequestRecord
@@ -269,8 +269,8 @@ class RowMatcher:
         self.tokenizer = tokenizer or next((record.tokenizer for record in records if record.tokenizer is not None), None)
         self._uses: Counter[int] = Counter()
 
-    def match(self, ids: np.ndarray, mask: np.ndarray, given_logprobs: np.ndarray | None = None) -> list[Placement]:
-        """Find placements that cover the masked tokens as far as the record does, in row order.
+    def match(self, ids: np.ndarray, mask: np.ndarray, given_logprobs: np.ndarray | None = None) -> list[RecordMatch]:
+        """Find matches that cover the masked tokens as far as the record does, in row order.
 
         Args:
             ids: ``[length]`` token ids of the row, without padding.
@@ -278,36 +278,36 @@ class RowMatcher:
             given_logprobs: ``[length]`` log-probabilities of the workflow, to distinguish equal responses.
 
         Returns:
-            Placements that do not overlap. No request produced a masked token outside all of them.
+            Matches that do not overlap. No request produced a masked token outside all of them.
         """
         row = _Row(ids, mask, given_logprobs)
         chosen = self._by_context(row)
         uncovered = mask.copy()
-        for placement in chosen:
-            uncovered[placement.start : placement.stop] = False
+        for match in chosen:
+            uncovered[match.start : match.stop] = False
         if uncovered.any():
-            chosen += self._by_output(row, uncovered, {placement.record.index: placement.base for placement in chosen})
-            chosen.sort(key=lambda placement: placement.start)
-        chosen = [placement for placement in chosen if mask[placement.start : placement.stop].any()]
-        self._uses.update({placement.record.index for placement in chosen})
+            chosen += self._by_output(row, uncovered, {match.record.index: match.base for match in chosen})
+            chosen.sort(key=lambda match: match.start)
+        chosen = [match for match in chosen if mask[match.start : match.stop].any()]
+        self._uses.update({match.record.index for match in chosen})
         return chosen
 
-    def _by_context(self, row: _Row) -> list[Placement]:
+    def _by_context(self, row: _Row) -> list[RecordMatch]:
         """Choose for each token the response that extends furthest; a response ends where a longer one begins."""
-        by_start: dict[int, list[Placement]] = {}
+        by_start: dict[int, list[RecordMatch]] = {}
         for record in self.records:
             start = len(record.prompt)
             is_behind_its_prompt = start < len(row.ids) and start <= row.shared_with(record.prompt)
             if is_behind_its_prompt and (agreed := row.agreement(start, record.output_bytes)):
-                by_start.setdefault(start, []).append(Placement(record, start, start + agreed))
-        chosen: list[Placement] = []
+                by_start.setdefault(start, []).append(RecordMatch(record, start, start + agreed))
+        chosen: list[RecordMatch] = []
         for start in sorted(by_start):
             longest = max(candidate.stop for candidate in by_start[start])
             equals = [candidate for candidate in by_start[start] if candidate.stop == longest]
             best = equals[0] if len(equals) == 1 else self._prefer(equals, row)
             if chosen and best.stop <= chosen[-1].stop:
                 last = chosen[-1]
-                shared = Placement(last.record, best.start, best.stop, best.start - last.base)
+                shared = RecordMatch(last.record, best.start, best.stop, best.start - last.base)
                 if best.stop < last.stop or not row.logprob_gap(best) < row.logprob_gap(shared) - 1e-6:
                     continue
             if chosen and chosen[-1].stop > start:
@@ -315,48 +315,48 @@ class RowMatcher:
             chosen.append(best)
         return chosen
 
-    def _prefer(self, equals: list[Placement], row: _Row) -> Placement:
+    def _prefer(self, equals: list[RecordMatch], row: _Row) -> RecordMatch:
         return min(
             equals,
-            key=lambda placement: (
-                round(row.logprob_gap(placement), 6),
-                self._uses[placement.record.index],
-                placement.outputs.stop < len(placement.record.output),
-                placement.record.index,
+            key=lambda match: (
+                round(row.logprob_gap(match), 6),
+                self._uses[match.record.index],
+                match.outputs.stop < len(match.record.output),
+                match.record.index,
             ),
         )
 
-    def _by_output(self, row: _Row, uncovered: np.ndarray, bases: dict[int, int]) -> list[Placement]:
-        found: list[Placement] = []
+    def _by_output(self, row: _Row, uncovered: np.ndarray, bases: dict[int, int]) -> list[RecordMatch]:
+        found: list[RecordMatch] = []
         position = 0
         while uncovered[position:].any():
             start = position + int(uncovered[position:].argmax())
             stop = start + _count_until(~uncovered[start:])
-            placement = self._starting_at(row, start, stop, bases) or self._holding(row, start, stop, bases)
+            match = self._starting_at(row, start, stop, bases) or self._holding(row, start, stop, bases)
             position = stop
-            if placement is not None:
-                found.append(placement)
-                bases[placement.record.index] = placement.base
-                uncovered[placement.start : placement.stop] = False
-                position = placement.stop
+            if match is not None:
+                found.append(match)
+                bases[match.record.index] = match.base
+                uncovered[match.start : match.stop] = False
+                position = match.stop
         return found
 
-    def _starting_at(self, row: _Row, start: int, stop: int, bases: dict[int, int]) -> Placement | None:
+    def _starting_at(self, row: _Row, start: int, stop: int, bases: dict[int, int]) -> RecordMatch | None:
         """Find the response that begins at ``start`` and has the longest agreement with the row."""
         first, before = int(row.ids[start]), int(row.ids[start - 1]) if start else -1
         found = [
-            Placement(record, start, start + row.agreement(start, record.output_bytes))
+            RecordMatch(record, start, start + row.agreement(start, record.output_bytes))
             for record in self.records
             if record.index not in bases and record.output[:1].tolist() == [first] and record.prompt.array[-1] == before
         ]
-        longest = max((min(placement.stop, stop) for placement in found), default=0)
-        found = [placement for placement in found if min(placement.stop, stop) == longest]
+        longest = max((min(match.stop, stop) for match in found), default=0)
+        found = [match for match in found if min(match.stop, stop) == longest]
         if len(found) > 1:
-            contexts = [row.context_agreement(start, placement.record.prompt.array) for placement in found]
-            found = [placement for placement, context in zip(found, contexts, strict=True) if context == max(contexts)]
+            contexts = [row.context_agreement(start, match.record.prompt.array) for match in found]
+            found = [match for match, context in zip(found, contexts, strict=True) if context == max(contexts)]
         return self._prefer(found, row) if found else None
 
-    def _holding(self, row: _Row, start: int, stop: int, bases: dict[int, int]) -> Placement | None:
+    def _holding(self, row: _Row, start: int, stop: int, bases: dict[int, int]) -> RecordMatch | None:
         """Find a response that contains the whole run after its beginning: the workflow removed its first tokens."""
         if start == 0:
             return None
@@ -370,7 +370,7 @@ class RowMatcher:
             elif (offset := _token_find(record.output_bytes, needle)) < 1:
                 continue
             if int(row.ids[start - 1]) in (record.prompt.array[-1], record.output[offset - 1]):
-                found.append(Placement(record, start, stop, offset))
+                found.append(RecordMatch(record, start, stop, offset))
         return self._prefer(found, row) if found else None
 
 
@@ -404,12 +404,12 @@ class _Row:
         count = min(start, len(prompt))
         return _count_until(self.ids[start - count : start][::-1] != prompt[len(prompt) - count :][::-1])
 
-    def logprob_gap(self, placement: Placement) -> float:
+    def logprob_gap(self, match: RecordMatch) -> float:
         """Largest difference from the workflow's log-probabilities; 0 if it returned none."""
         if self.given is None:
             return 0.0
-        part = slice(placement.start, placement.stop)
-        recorded = placement.record.output_logprobs[placement.outputs].astype(np.float32)
+        part = slice(match.start, match.stop)
+        recorded = match.record.output_logprobs[match.outputs].astype(np.float32)
         return float(np.abs(self.given[part] - recorded)[self.mask[part]].max(initial=0.0))
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -112,36 +111,3 @@ _KEYS = {
     "worker": "cluster.workers or cluster.cpus_per_worker (0.5: two share a CPU)",
     "auxiliary": "the threads of auxiliary_models, or serve them elsewhere (base_url)",
 }
-
-
-def refuse_what_cannot_fit(config: PPOConfig | SFTConfig) -> None:
-    """Compare what a run asks with this machine, where it would start Ray here alone; a Ray that runs is asked later, once.
-
-    Raises:
-        ConfigError: the package ray is missing, or something fits nowhere.
-    """
-    from rollwright.placement import slurm_nodes
-    from rollwright.placement.ray_cluster import RayCluster
-
-    if config.cluster.address or os.environ.get("RAY_ADDRESS") or slurm_nodes.nodes() > 1 or slurm_nodes.resources():
-        return
-    nodes = RayCluster.look(config.cluster)
-    place(demands_of(config, any(node.gpus for node in nodes)), nodes, config.cluster.nodes)
-
-
-def placement_in_words(name: str, config: PPOConfig | SFTConfig) -> list[str]:
-    """Which process of a stage fits where on its Ray cluster, as that is now.
-
-    Raises:
-        ConfigError: Ray is not there, or something fits nowhere.
-    """
-    from rollwright.placement.ray_cluster import RayCluster
-
-    nodes = RayCluster.look(config.cluster)
-    demands = demands_of(config, any(node.gpus for node in nodes))
-    each = {demand.role: f"{demand.cpus:g} CPUs, {demand.gpus} GPUs" for demand in demands}
-    where = place(demands, nodes, config.cluster.nodes)
-    return [
-        f"On the cluster, in stage {name}:",
-        *(f"  {process} ({each[process.split()[0]]}): {node}" for process, node in where),
-    ]

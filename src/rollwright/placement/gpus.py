@@ -11,7 +11,7 @@ from rollwright.errors import ConfigError
 from rollwright.inference.backends import BACKENDS
 from rollwright.inference.network import find_server_addresses
 from rollwright.inference.weights.publication import RemoteClient
-from rollwright.placement.rank_processes import started_processes
+from rollwright.placement.torchrun import started_processes
 from rollwright.tracking.logging import getLogger
 
 logger = getLogger("rollout")

@@ -71,10 +71,6 @@ def make_rollout_engine(config: PPOConfig, actor: Any, tokenizer: Any, directory
     Raises:
         ConfigError: there is no such backend, or no model that its servers could load.
     """
-    if config.cluster.kind == "ray":
-        from rollwright.placement.ray_rollout import make_placed_rollout
-
-        return make_placed_rollout(config, actor, tokenizer, directory)
     engine = _rollout_engine(config, actor, tokenizer, directory)
     if config.journal.enabled:
         engine.journal = Journal(directory.journal, config.journal, hidden_texts(config))

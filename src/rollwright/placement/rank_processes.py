@@ -8,24 +8,21 @@ from __future__ import annotations
 
 import dataclasses
 import json
-import os
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from rollwright.config.experiment import DPOConfig, FinetuneSpec, PPOConfig, RunConfig, section_of
+from rollwright.config.experiment import DPOConfig, FinetuneSpec, PPOConfig
 from rollwright.config.loading import Stage
 from rollwright.config.recipes import apply_recipe
-from rollwright.errors import ConfigError
 from rollwright.inference.engine import WeightReceiver
 from rollwright.placement.ranks import TrainRanks, ignore_signals, refuse_images
 from rollwright.tracking.run_directory import RunDirectory
 from rollwright.training import parallel
 from rollwright.training.actor import FSDPPPOActor
 from rollwright.training.engine import TrainEngine
-from rollwright.training.model import resolve_device
 from rollwright.training.preferences import PreferenceEngine
 from rollwright.training.recovery_checkpoint import RecoverCheckpoints
 
@@ -33,58 +30,9 @@ from rollwright.training.recovery_checkpoint import RecoverCheckpoints
 TRAINS = ("sft", "dpo", "rl")
 
 
-def started_processes() -> int:
-    """Processes that were started to train together, this one among them."""
-    world = os.environ.get("WORLD_SIZE", "1")
-    if not world.isdigit():
-        raise ConfigError(f"WORLD_SIZE is {world!r} in the environment, and torchrun sets a number: unset it.")
-    return int(world)
-
-
-def join(stages: Sequence[Stage]) -> None:
-    """Meet the other processes of this run, where there are some.
-
-    Raises:
-        ConfigError: the config asks for another number of processes, or for a mode that is one process.
-    """
-    for stage in stages:
-        if isinstance(stage.config, RunConfig):
-            (check_processes if stage.kind in TRAINS else check_place)(stage.config)
-    trained = [section_of(stage.config) for stage in stages if stage.kind in TRAINS]
-    parallel.join_processes(resolve_device(trained[0].device if trained else "cpu"))
-
-
-def check_place(config: RunConfig) -> None:
-    """Refuse a config that is to be carried out elsewhere.
-
-    Raises:
-        ConfigError: with what to do.
-    """
-    if config.cluster.kind == "slurm":
-        raise ConfigError("cluster.kind: is slurm, whose jobs `rollwright run` submits; set cluster.kind=local to run here.")
-
-
-def check_processes(config: RunConfig) -> None:
-    """Refuse a config that does not fit this place, or the processes that were started.
-
-    Raises:
-        ConfigError: with what to do.
-    """
-    check_place(config)
-    started, wanted, mode = started_processes(), config.cluster.processes, getattr(config, "mode", "both")
-    if mode not in ("both", "train") and started > 1:
-        raise ConfigError(f"mode {mode} is one process, but WORLD_SIZE is {started}: start it without torchrun.")
-    if config.cluster.kind == "ray":
-        if started > 1:
-            raise ConfigError(
-                f"cluster.kind is ray, which places the ranks, but WORLD_SIZE is {started}: start it without torchrun."
-            )
-        return
-    if wanted not in (1, started):
-        raise ConfigError(
-            f"cluster.processes is {wanted}, but {started} {'was' if started == 1 else 'were'} started: `rollwright run` starts them by "
-            f"itself, and torchrun needs --nproc-per-node {wanted}."
-        )
+def training_configs(stages: Sequence[Stage]) -> list[Any]:
+    """The configs of the stages that all ranks take part in."""
+    return [stage.config for stage in stages if stage.kind in TRAINS]
 
 
 def open_ranks(config: Any, spec: FinetuneSpec, directory: RunDirectory, *, shares_weights: bool) -> TrainRanks:

@@ -15,6 +15,7 @@ import signal
 import threading
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -137,9 +138,13 @@ class TrainRanks:
         """The model, which an engine in this process may share; None where it is sharded over ranks."""
         return None if is_sharded(self.engine.model) else self.engine.model
 
-    def placed(self, batch: Trajectory) -> Trajectory:
-        """A batch where a call takes it: on the device, or in the memory of the host, from which it is divided."""
+    def prepare(self, batch: Trajectory) -> Trajectory:
+        """Move a batch to the device; with several ranks to host memory, where it is divided."""
         return tensor_container_to(batch, self.engine.device if parallel.world_size() == 1 else "cpu")
+
+    def with_weights(self, use: Callable[[Any], None], scratch: Path) -> None:
+        """See ``Ranks``; ``scratch`` is not needed."""
+        self.call("use_weights", here={"use": use})
 
     def save(self, path: Any, tokenizer: Any = None) -> None:
         """Write the model in Hugging Face form."""

@@ -14,9 +14,11 @@ import contextlib
 import dataclasses
 import itertools
 import os
+import shutil
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import FIRST_EXCEPTION, ThreadPoolExecutor, wait
+from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -29,9 +31,11 @@ from rollwright.experience.contract import KEPT
 from rollwright.experience.kept_rows import WRITTEN, KeptRows, places_of
 from rollwright.experience.packed import pack_bytes, pack_rows
 from rollwright.experience.trajectory import Trajectory, select_rows
+from rollwright.inference.weights.files import read_weights, write_files
 from rollwright.placement.capacity import demands_of
 from rollwright.placement.ranks import CALLS, TRAINED, TrainedRow, minibatch_ids, sent_columns
 from rollwright.placement.ranks import shares as divided
+from rollwright.placement.ray_cluster import RayCluster
 from rollwright.placement.ray_rank import RankState
 from rollwright.processes.supervisor import RESTARTS
 from rollwright.tracking.logging import getLogger
@@ -91,8 +95,6 @@ class PlacedRanks:
     model = None
 
     def __init__(self, config: Any, spec: FinetuneSpec, directory: RunDirectory, part: str) -> None:
-        from rollwright.placement.ray_cluster import RayCluster
-
         self._part = part
         self._config, self._spec = config, spec
         self.recover = RecoverCheckpoints(directory.recover, keep=config.recover.keep)
@@ -122,9 +124,19 @@ class PlacedRanks:
 
     # -- the face of TrainRanks ------------------------------------------------------------------------------------------
 
-    def placed(self, batch: Trajectory) -> Trajectory:
-        """A batch where it is divided: here."""
+    def prepare(self, batch: Trajectory) -> Trajectory:
+        """The batch itself: it is divided in this process."""
         return batch
+
+    def with_weights(self, use: Callable[[Any], None], scratch: Path) -> None:
+        """See ``Ranks``: the first rank writes the weights to files, because memory is not shared."""
+        shutil.rmtree(scratch, ignore_errors=True)  # left by a process that was killed
+        scratch.mkdir()
+        try:
+            self.call("use_weights", here={"use": partial(write_files, scratch)})
+            use(dict(read_weights(scratch)))
+        finally:
+            shutil.rmtree(scratch, ignore_errors=True)
 
     def save(self, path: Any, tokenizer: Any = None) -> None:
         """Write the model in Hugging Face form, with the tokenizer of the config."""

@@ -22,8 +22,11 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from types import FrameType
+from typing import Any
 
 from rollwright.config.cluster_rules import uses_ray
+from rollwright.config.loading import Stage
+from rollwright.config.plan import run_directory_of
 from rollwright.config.secrets import command_line
 from rollwright.config.sections import ClusterConfig
 from rollwright.errors import ClusterError, ConfigError
@@ -44,6 +47,31 @@ _SILENCE_SECONDS = 600.0
 _LOG_SECONDS = 1.0
 #: Variables that Slurm's programs need and that a job may hand on to another.
 _KEPT = {"SLURM_CONF", "SLURM_JWT", "SLURM_CLUSTERS"}
+
+
+class SlurmPlacement:
+    """See ``Placement``. A job runs the command again, on one machine or on a Ray cluster of its nodes; nothing trains here."""
+
+    inputs_are_here = False
+
+    def __init__(self, cluster: ClusterConfig) -> None:
+        self._cluster = cluster
+
+    def check(self, config: Any) -> None:
+        """Nothing: the job's machine is another one."""
+
+    def show(self, stages: Sequence[Stage], words: Sequence[str]) -> list[str]:
+        """The job's script, without secrets."""
+        script = job_script(self._cluster, run_directory_of(stages).absolute(), words, hides_secrets=True)
+        return ["\nIt would be the job of this script:\n", script]
+
+    def start(self, words: Sequence[str], run_directory: Path) -> int:
+        """Submit the job and follow it."""
+        return run_job(self._cluster, run_directory, words)
+
+    def join(self, configs: Sequence[Any]) -> None:
+        """Refuse to carry the run out in this process."""
+        raise ConfigError("cluster.kind: is slurm, whose jobs `rollwright run` submits; set cluster.kind=local to run here.")
 
 
 def job_script(cluster: ClusterConfig, run_directory: Path, words: Sequence[str], *, hides_secrets: bool = False) -> str:

@@ -21,6 +21,14 @@ GRACE_SECONDS = 10
 RANKS_PER_PROCESSOR = 8
 
 
+def started_processes() -> int:
+    """Number of processes that torchrun started to train together, this one included; 1 without torchrun."""
+    world = os.environ.get("WORLD_SIZE", "1")
+    if not world.isdigit():
+        raise ConfigError(f"WORLD_SIZE is {world!r} in the environment, and torchrun sets a number: unset it.")
+    return int(world)
+
+
 def start_ranks(arguments: Sequence[str], processes: int) -> int:
     """Run ``rollwright`` in several processes that find each other by their environment, until all have ended.
 

@@ -20,6 +20,7 @@ from rollwright.config.plan import in_words
 from rollwright.config.secrets import copy_without_secrets, secrets_of
 from rollwright.errors import CheckpointError, ConfigError
 from rollwright.placement import rank_processes
+from rollwright.placement.placement import placement_of_stages
 from rollwright.tracking import logging
 from rollwright.tracking.logging import getLogger
 from rollwright.tracking.run_directory import RunDirectory, RunFinishedError
@@ -47,7 +48,7 @@ def run_config(stages: Sequence[Stage], *, source_path: Path | None = None) -> i
     """
     WORKFLOWS.load_plugins()  # rewards and operators of plugins are looked up elsewhere
     refuse_unknown_names(stages)
-    rank_processes.join(stages)
+    placement_of_stages(stages).join(rank_processes.training_configs(stages))
     if parallel.rank() > 0:
         rank_processes.follow_stages(stages, _set_threads)
         parallel.leave_processes()

@@ -6,8 +6,8 @@ import pytest
 
 from rollwright.environments import retrieval, retrieval_service
 from rollwright.environments.bm25 import BM25Retriever
-from rollwright.environments.corpus import Corpus
-from rollwright.environments.retrieval import LocalSearchTool, RetrievalClient, SearchHits, make_search_tool
+from rollwright.environments.corpus import Corpus, SearchHits
+from rollwright.environments.retrieval import LocalSearchTool, RetrievalClient, make_search_tool
 from rollwright.environments.retrieval_service import QueryBatcher
 from rollwright.errors import ConfigError
 from rollwright.inference.server.exchange import RequestError

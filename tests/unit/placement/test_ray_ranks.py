@@ -85,8 +85,7 @@ class Cluster:
 
 @pytest.fixture
 def make(tmp_path, monkeypatch):
-    ray = pytest.importorskip("rollwright.placement.ray_cluster", exc_type=Exception)
-    monkeypatch.setattr(ray, "RayCluster", Cluster)
+    monkeypatch.setattr(ray_ranks, "RayCluster", Cluster)
     monkeypatch.setattr(ray_ranks, "_CAUSE_SECONDS", 0.1)
 
     def build(*failures, **recover):

@@ -13,7 +13,8 @@ import pytest
 from rollwright.config.loading import load_stages
 from rollwright.config.sections import ClusterConfig, SlurmConfig
 from rollwright.errors import ClusterError, ConfigError
-from rollwright.placement import rank_processes, slurm
+from rollwright.placement import slurm
+from rollwright.placement.placement import placement_of_stages
 
 PROGRAMS = {
     "sbatch": 'cat > "$D/script"; env > "$D/environment"; if [ -f "$D/refusal" ]; then cat "$D/refusal" >&2; exit 1; fi; echo 7',
@@ -228,4 +229,4 @@ def test_only_rollwright_run_submits(tmp_path):
     text += "reward_fn: numeric_reward\ntrain_dataset: {path: arithmetic}\nactor: {path: m}\ntotal_train_steps: 1\n"
     (tmp_path / "run.yaml").write_text(text)
     with pytest.raises(ConfigError, match="`rollwright run` submits"):
-        rank_processes.join(load_stages(tmp_path / "run.yaml"))
+        placement_of_stages(load_stages(tmp_path / "run.yaml")).join([])

@@ -15,22 +15,20 @@ from contextlib import ExitStack
 from types import FrameType, TracebackType
 from typing import Any, Protocol, Self
 
-from rollwright.config.experiment import BaseExperimentConfig, FinetuneSpec, section_of
+from rollwright.config.experiment import BaseExperimentConfig, FinetuneSpec
 from rollwright.config.rules import refuse_dicts
 from rollwright.config.sections import IntervalConfig, TrainEngineConfig
 from rollwright.data.tokenizer import load_tokenizer
 from rollwright.errors import LostRankError
 from rollwright.inference.weights.files import keep_newest
-from rollwright.placement.rank_processes import check_processes, follow_config, open_ranks
-from rollwright.placement.ranks import TrainRanks
-from rollwright.placement.ray_ranks import PlacedRanks
+from rollwright.placement.placement import placement_of
+from rollwright.placement.rank_processes import follow_config
 from rollwright.tracking.learning_signs import warn_of_reasons
 from rollwright.tracking.logging import getLogger
 from rollwright.tracking.model_card import write_model_card
 from rollwright.tracking.run_directory import RunDirectory
 from rollwright.trainers.loops.reporting import EvaluationResult, StageRun
 from rollwright.training import parallel
-from rollwright.training.model import resolve_device
 
 logger = getLogger("trainer")
 
@@ -109,16 +107,15 @@ class Trainer(ABC):
     # -- from start to end ---------------------------------------------------------------------------------------------
 
     def __enter__(self) -> Self:
-        check_processes(self.config)
+        self.placement = placement_of(self.config.cluster)
+        self.placement.join([self.config])
         self._opened = ExitStack()
         if self._follows():
             return self
         with ExitStack() as opened:  # closes what is open where something fails here
             self.claim(opened)
-            self.ranks: TrainRanks | PlacedRanks = (
-                PlacedRanks(self.config, self.spec, self.directory, self.trained_part)
-                if self.config.cluster.kind == "ray"
-                else open_ranks(self.config, self.spec, self.directory, shares_weights=self.shares_weights)
+            self.ranks = self.placement.ranks(
+                self.config, self.spec, self.directory, part=self.trained_part, shares_weights=self.shares_weights
             )
             self.trained = self.ranks.engine
             opened.callback(self.trained.destroy)
@@ -167,7 +164,6 @@ class Trainer(ABC):
 
     def _follows(self) -> bool:
         """True in a process that was started beside the first one, whose trainer calls and has the run to itself."""
-        parallel.join_processes(resolve_device(section_of(self.config).device))
         return parallel.rank() > 0
 
     def train(self) -> dict[str, Any]:

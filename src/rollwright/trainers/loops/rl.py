@@ -25,9 +25,6 @@ from rollwright.experience.operators import GroupOperators
 from rollwright.experience.trajectory import Trajectory
 from rollwright.inference.backends import BACKENDS
 from rollwright.inference.weights.publication import RemoteClient
-from rollwright.placement.local_rollout import make_rollout_engine
-from rollwright.placement.ray_ranks import PlacedPolicy, PlacedRanks
-from rollwright.placement.ray_rollout import with_placed_models
 from rollwright.placement.task_services import TaskServices
 from rollwright.rollout.engines import LocalRolloutEngine, RolloutEngine
 from rollwright.tracking.learning_signs import LearningWatch
@@ -43,7 +40,6 @@ from rollwright.trainers.drawn_tasks import (
 from rollwright.trainers.loops.evaluation import evaluate
 from rollwright.trainers.loops.loop import Part, StopSignal, Trainer
 from rollwright.trainers.loops.reporting import EvaluationResult, StageRun, report_step
-from rollwright.training.actor import FSDPPPOActor
 from rollwright.training.publish_and_audit import require_agreement
 
 logger = getLogger("trainer")
@@ -55,7 +51,7 @@ class PolicyTrainer(Trainer):
     waiting = "generate"  #: phase in which a batch comes
 
     @property
-    def actor(self) -> FSDPPPOActor | PlacedPolicy:
+    def actor(self) -> Any:
         """The policy; with several processes, this one's part of it, whose calls all of them have to make."""
         return self.trained
 
@@ -86,7 +82,7 @@ class PolicyTrainer(Trainer):
             batch = self.next_batch(stop)
         if batch is None:
             return None
-        batch = self.ranks.placed(batch)
+        batch = self.ranks.prepare(batch)
         with run.timer.phase("train"):
             stats = self.ranks.call("policy_step", batch)
         self.step += 1
@@ -166,11 +162,9 @@ class PPOTrainer(PolicyTrainer):
 
     def open(self, opened: ExitStack) -> None:
         """Start the engine, and connect the policy to it."""
-        config = self.config
-        if isinstance(self.ranks, PlacedRanks):
-            config = with_placed_models(config, self.ranks, self.directory, opened)
+        config = self.placement.serve_models(self.config, self.ranks, self.directory, opened)
         self.services = opened.enter_context(TaskServices(config, self.tokenizer, self.directory.logs))
-        self.rollout: RolloutEngine = make_rollout_engine(config, self.ranks, self.tokenizer, self.directory)
+        self.rollout: RolloutEngine = self.placement.rollout(config, self.ranks, self.tokenizer, self.directory)
         opened.callback(self.rollout.destroy)
         self.rollout.initialize()
         self.actor.connect_engine(self.rollout)
@@ -252,7 +246,7 @@ class PPOTrainer(PolicyTrainer):
         return super().train()
 
     def _refuse_given(self, method: str, *given: Any) -> None:
-        if self.config.cluster.kind == "ray" and any(each is not None for each in given):
+        if not self.placement.runs_episodes_here and any(each is not None for each in given):
             raise ConfigError(
                 f"{method}() was given a workflow or arguments of it, which workers on a cluster cannot be handed: name them in the config "
                 "(workflow, workflow_kwargs, eval_workflow, eval_workflow_kwargs, evaluator.gconfig)."

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import shutil
 from abc import abstractmethod
 from collections.abc import Sequence
 from contextlib import ExitStack
-from functools import cached_property, partial
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -18,9 +17,7 @@ from rollwright.data.vision import as_images, image_placeholder, load_processor,
 from rollwright.errors import ConfigError, DataError
 from rollwright.experience.contract import MULTI_MODAL
 from rollwright.experience.trajectory import Trajectory, concat_padded_tensors
-from rollwright.inference.weights.files import read_weights, write_files
 from rollwright.placement.local_rollout import copy_to_sample, make_local_engine
-from rollwright.placement.ray_ranks import PlacedRanks
 from rollwright.rollout.engines import RolloutEngine
 from rollwright.tracking.run_directory import RunDirectory
 from rollwright.trainers.drawn_tasks import task_loader, with_defaults, workflow_arguments
@@ -105,7 +102,7 @@ class SupervisedTrainer(Trainer):
             batch = self.make_batch(self.loader.draw())
             if self.weights is not None:
                 self.weights.before_first_step()
-            stats = self.update(self.ranks.placed(batch))
+            stats = self.update(self.ranks.prepare(batch))
         self.step += 1
         seconds = run.timer.export()
         speed = float(batch["attention_mask"].sum()) / seconds["train"]
@@ -128,17 +125,8 @@ class SupervisedTrainer(Trainer):
             self.weights.publish(self.model, self.model.version)
         else:
             arguments = self.model.version, self.config.rollout.logprob_tolerance
-            if isinstance(self.ranks, PlacedRanks):  # they come as files, which all nodes see
-                path = self.directory.path.absolute() / ".weights"
-                shutil.rmtree(path, ignore_errors=True)  # of a process that was killed
-                path.mkdir()
-                try:
-                    self.ranks.call("use_weights", here={"use": partial(write_files, path)})
-                    give_weights(rollout, dict(read_weights(path)), *arguments)
-                finally:
-                    shutil.rmtree(path, ignore_errors=True)
-            else:
-                self.ranks.call("use_weights", here={"use": lambda weights: give_weights(rollout, weights, *arguments)})
+            scratch = self.directory.path.absolute() / ".weights"
+            self.ranks.with_weights(lambda weights: give_weights(rollout, weights, *arguments), scratch)
         config, gconfig = self.config, self.config.evaluator.gconfig
         given = with_defaults(
             config.workflow, config.workflow_kwargs, {"enable_thinking": self.template_variables["enable_thinking"]}

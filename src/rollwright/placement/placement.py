@@ -1,0 +1,159 @@
+"""Where the processes of a run are: on this machine, on a Ray cluster, or in a Slurm job. Chosen once, by ``cluster.kind``.
+
+``rollwright run`` asks the placement whether the run fits (``check``), what it would do (``show``) and whether other processes carry
+the run out (``start``). A trainer asks it for what trains (``ranks``) and what samples (``rollout``).
+"""
+
+from __future__ import annotations
+
+import pkgutil
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any, Protocol
+
+from rollwright.config.experiment import FinetuneSpec, PPOConfig
+from rollwright.config.loading import Stage
+from rollwright.config.sections import ClusterConfig
+from rollwright.errors import ConfigError
+from rollwright.experience.trajectory import Trajectory
+from rollwright.rollout.engines import RolloutEngine
+from rollwright.tracking.run_directory import RunDirectory
+from rollwright.training.recovery_checkpoint import RecoverCheckpoints
+
+#: Import path of the class for each ``cluster.kind``; only the chosen one is imported, because Ray is optional.
+PLACEMENTS = {
+    "local": "rollwright.placement.this_machine:ThisMachine",
+    "ray": "rollwright.placement.on_ray:RayPlacement",
+    "slurm": "rollwright.placement.slurm:SlurmPlacement",
+}
+
+
+class Ranks(Protocol):
+    """The processes that train one model, seen from the process that runs the loop.
+
+    Attributes:
+        engine: what is trained, as far as this process has it.
+        recover: the recover checkpoints of the run.
+    """
+
+    engine: Any
+    recover: RecoverCheckpoints
+
+    @property
+    def model(self) -> Any:
+        """The whole model, which an engine in this process may share; None if no process can share it."""
+
+    def prepare(self, batch: Trajectory) -> Trajectory:
+        """Move a batch to the device from which a call takes it."""
+        ...
+
+    def call(
+        self, name: str, batch: Trajectory | None = None, *, first_rank: dict[str, Any] | None = None, **arguments: Any
+    ) -> Any:
+        """Make a call of ``ranks.CALLS`` on all ranks and return the first rank's result.
+
+        Args:
+            name: of the call.
+            batch: is divided over the ranks; columns that the call computes are added to it.
+            first_rank: arguments of the first rank alone, in place of those of the same name.
+            arguments: of all ranks; JSON values.
+        """
+
+    def with_weights(self, use: Callable[[Any], None], scratch: Path) -> None:
+        """Call ``use`` in this process with the present weights, by name.
+
+        Args:
+            use: called with a mapping of names to tensors.
+            scratch: directory for weights that cannot be passed in memory; all ranks see it, and it is removed afterwards.
+        """
+
+    def save(self, path: Any, tokenizer: Any = None) -> None:
+        """Write the model in Hugging Face form."""
+
+    def finish(self) -> None:
+        """Release the other ranks after the last call."""
+
+
+class Placement(Protocol):
+    """Where the processes of a run are.
+
+    Attributes:
+        inputs_are_here: models and datasets are read on this machine.
+        runs_episodes_here: episodes run in this process, so that a workflow may be an object.
+    """
+
+    inputs_are_here: bool
+    runs_episodes_here: bool
+
+    def __init__(self, cluster: ClusterConfig) -> None: ...
+
+    def check(self, config: Any) -> None:
+        """Refuse a training stage for which there is no room, before anything is loaded.
+
+        Raises:
+            ConfigError: with what is missing and what to set.
+        """
+
+    def show(self, stages: Sequence[Stage], words: Sequence[str]) -> list[str]:
+        """Lines of a dry run on where its processes would be.
+
+        Args:
+            stages: of the run.
+            words: of the ``rollwright`` command.
+        """
+        ...
+
+    def start(self, words: Sequence[str], run_directory: Path) -> int | None:
+        """Run ``rollwright`` with these words in other processes and return its exit status; None if this process carries the run out."""
+
+    def join(self, configs: Sequence[Any]) -> None:
+        """Join the other processes of the training, if there are any.
+
+        Args:
+            configs: of the stages that train.
+
+        Raises:
+            ConfigError: a stage does not fit the processes that were started.
+        """
+
+    def ranks(self, config: Any, spec: FinetuneSpec, directory: RunDirectory, *, part: str, shares_weights: bool) -> Ranks:
+        """Load the model of a stage on all ranks.
+
+        Args:
+            config: of the stage.
+            spec: its length.
+            directory: of the stage.
+            part: name of the trained engine in a recover checkpoint.
+            shares_weights: an engine in this process may compute with the trained tensors.
+        """
+        ...
+
+    def serve_models(self, config: PPOConfig, ranks: Any, directory: RunDirectory, opened: ExitStack) -> PPOConfig:
+        """Start the servers of auxiliary models that are placed before the run; returns the config with their addresses."""
+        ...
+
+    def rollout(self, config: PPOConfig, ranks: Any, tokenizer: Any, directory: RunDirectory) -> RolloutEngine:
+        """The engine that the run samples from."""
+        ...
+
+
+def placement_of(cluster: ClusterConfig) -> Placement:
+    """The placement that ``cluster.kind`` names."""
+    return pkgutil.resolve_name(PLACEMENTS[cluster.kind])(cluster)
+
+
+def placement_of_stages(stages: Sequence[Stage]) -> Placement:
+    """The placement of a run; all of its stages have the same.
+
+    Raises:
+        ConfigError: they name different ones.
+    """
+    clusters = [stage.config.cluster for stage in stages if hasattr(stage.config, "cluster")]
+    for name in ("kind", "processes", "slurm"):
+        values = list(dict.fromkeys(str(getattr(cluster, name)) for cluster in clusters))
+        if len(values) > 1:
+            raise ConfigError(
+                f"the stages of a run have {' and '.join(values)} as cluster.{name}: set it once, at the top level."
+            )
+    return placement_of(clusters[0] if clusters else ClusterConfig())
