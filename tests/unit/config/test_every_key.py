@@ -72,21 +72,21 @@ SAME_FILE = {
 
 #: Keys that no run here reads and that are accepted, by patterns: the run of the name (empty: any), and why.
 ACCEPTED: dict[str, tuple[str, str]] = {
-    r"plugins|actor\.recipe": ("", "read while the file is loaded, before there is a config"),
+    r"plugins|actor\.recipe": ("", "read while the file is loaded"),
     r".*\bmax_sample_retries|.*\bmax_bad_steps|journal\.on_divergence|recover\.if_damaged": (
         "",
         "read when something fails, or after a resume",
     ),
-    r".*\bshard_size|cluster\.processes": ("", "read where several processes train, which torchrun may have started"),
+    r".*\bshard_size|cluster\.processes": ("", "read if several processes train; torchrun may have started them"),
     r"(sglang|vllm|cluster\.slurm|bench|service)\..*": (
         "",
-        "a section named after what reads it, which stays in a file that is run elsewhere for once; all its keys are read there",
+        "read by the mode or backend that the section is named after; accepted in all other runs",
     ),
     r"(valid_dataset|dataset)\.(batch_size|shuffle|drop_last)": (
         "",
-        "each task is evaluated once, in whatever batches and order; files of other systems have these keys",
+        "no effect, because each task is evaluated once in any order; accepted because files of other systems have these keys",
     ),
-    r"stats_logger\.display": ("eval", "an evaluation has a bar of its own on a terminal and no display"),
+    r"stats_logger\.display": ("eval", "no effect, because an evaluation shows its own progress bar"),
 }
 
 
