@@ -93,8 +93,8 @@ from rollwright.registry import PLUGINS as PLUGINS
 from rollwright.registry import Registry as Registry
 from rollwright.rewards.math import MathBoxedRewardFn as MathBoxedRewardFn
 from rollwright.rewards.math import MathRewardFn as MathRewardFn
-from rollwright.rewards.parts import RewardFn as RewardFn
 from rollwright.rewards.registry import REWARD_FUNCTIONS as REWARD_FUNCTIONS
+from rollwright.rewards.registry import RewardFn as RewardFn
 from rollwright.rewards.wrapper import AsyncRewardWrapper as AsyncRewardWrapper
 from rollwright.rollout import workflow_context as workflow_context
 from rollwright.rollout.areal_client import ArealOpenAI as ArealOpenAI

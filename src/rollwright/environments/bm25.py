@@ -1,8 +1,7 @@
-"""BM25 over a corpus: the index is built and stored by bm25s, mapped from disk, and searched by a compiled loop.
+"""BM25 over a corpus. bm25s builds and stores the index; it is memory-mapped, and searched by a compiled loop.
 
-The index of ``corpus.jsonl`` is kept in ``corpus.jsonl.index/<hash>/`` beside it, or in the user's cache directory where
-that place cannot be written. The hash is of the file's content and of how text becomes terms: change either and the index is
-built again.
+The index of ``corpus.jsonl`` is stored in ``corpus.jsonl.index/<hash>/`` beside it, or in the user's cache directory if that directory is
+not writable. The hash covers the file's content and the code that converts text to terms; if either changes, the index is rebuilt.
 """
 
 from __future__ import annotations
@@ -30,7 +29,7 @@ from rollwright.tracking import logging
 logger = logging.getLogger("retrieval")
 
 K1, B = 1.5, 0.75
-#: Raised when what is stored changes its form.
+#: Version of the stored format.
 _FORMAT = "1"
 
 
@@ -66,11 +65,11 @@ class BM25Retriever:
 
 
 def open_index(corpus_path: str | Path, index_root: str | Path | None = None) -> tuple[Corpus, BM25Retriever]:
-    """Open a corpus file with its index, building and storing the index where there is none for this content.
+    """Open a corpus file with its index, which is built and stored if there is none for this content.
 
     Args:
-        corpus_path: JSON-lines file with ``contents`` and, where known, ``wikipedia_title`` or ``title``, ``url``, ``id``.
-        index_root: where indexes are kept; None: beside the file, or the cache directory where that cannot be written.
+        corpus_path: JSON-lines file with ``contents`` and, optionally, ``wikipedia_title`` or ``title``, ``url`` and ``id``.
+        index_root: directory of the indexes. None uses the corpus's directory, or the cache directory if that is not writable.
 
     Raises:
         DataError: the file cannot be read or a row is unusable (with file and line).
@@ -88,18 +87,18 @@ def open_index(corpus_path: str | Path, index_root: str | Path | None = None) ->
 
 
 def _build(path: Path, folder: Path) -> None:
-    """Build into a temporary folder and rename, so that a reader sees a whole index or none."""
+    """Build into a temporary folder and rename it, so that a reader sees a complete index or none."""
     logger.info("building the index of %s", path)
     corpus = Corpus.from_file(path)
     index, vocabulary, _ = _index(corpus.texts(), str(path))
     complete = folder / "complete.json"
 
-    def not_built_elsewhere() -> None:
+    def refuse_second_build() -> None:
         if complete.exists():
             raise FileExistsError
 
     try:
-        with replaced_directory(folder, durable=False, before_visible=not_built_elsewhere) as draft:
+        with replaced_directory(folder, durable=False, before_visible=refuse_second_build) as draft:
             index.save(str(draft), show_progress=False)
             corpus.save_layout(draft)
             (draft / "vocabulary.json").write_text(json.dumps(vocabulary, ensure_ascii=False), encoding="utf-8")
@@ -118,12 +117,16 @@ def _index_root(path: Path) -> Path:
     if os.access(beside, os.W_OK):
         return beside / f"{path.name}.index"
     cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
-    place = hashlib.blake2b(str(path.resolve()).encode(), digest_size=8).hexdigest()
-    return cache / "rollwright" / "retrieval" / f"{path.name}-{place}"
+    digest = hashlib.blake2b(str(path.resolve()).encode(), digest_size=8).hexdigest()
+    return cache / "rollwright" / "retrieval" / f"{path.name}-{digest}"
 
 
 def _index(texts: Iterable[str], source: str) -> tuple[Any, dict[str, int], int]:
-    """The index of texts, the number of each term, and the number of texts."""
+    """Index texts.
+
+    Returns:
+        The index, the number of each term, and the number of texts.
+    """
     vocabulary: dict[str, int] = {}
     ids = [[vocabulary.setdefault(term, len(vocabulary)) for term in terms(text)] for text in texts]
     if not vocabulary:
@@ -181,8 +184,7 @@ def terms(text: str) -> list[str]:
     Text that consists of function words only keeps them, so that "The Who" can be found.
     """
     words = re.findall(r"\w+", fold(text))
-    kept = [stem(word) for word in words if word not in STOP_WORDS]
-    return kept or words
+    return [stem(word) for word in words if word not in STOP_WORDS] or words
 
 
 # -- the inner loop --------------------------------------------------------------------------------------------------
@@ -190,7 +192,7 @@ def terms(text: str) -> list[str]:
 
 @functools.cache
 def _compiled() -> Any:
-    """The inner loop of search, compiled. It holds no GIL, so that searches run beside an event loop."""
+    """Compiled inner loop of search. It releases the GIL, so that searches do not block the event loop."""
     from numba import njit
 
     return njit(nogil=True, cache=True)(_top_rows)
@@ -207,20 +209,23 @@ def _top_rows(
     best_rows: np.ndarray,
     best_scores: np.ndarray,
 ) -> int:
-    """Add up the posting lists of a query's terms and keep the best rows; ties go to the lower row.
+    """Sum the posting lists of a query's terms and find the best rows; ties go to the lower row.
 
-    Only rows that hold a term are looked at, and only they are reset, so a query costs its posting lists and not the corpus.
+    Only rows that contain a term are visited and reset, so the cost of a query depends on its posting lists and not on the corpus.
 
     Args:
-        weights, rows, starts: the index: BM25 weight and row of each posting, and where each term's postings start.
+        weights: BM25 weight of each posting.
+        rows: row of each posting.
+        starts: index of each term's first posting.
         term_ids: the query's terms, ``[Q]``.
-        topk: rows to keep.
-        scores: scratch, ``[N]`` float32, all zero before and after.
-        touched: scratch, ``[N]`` int32.
-        best_rows, best_scores: results, ``[topk]``.
+        topk: maximum number of results.
+        scores: scratch memory, ``[N]`` float32, all zero before and after.
+        touched: scratch memory, ``[N]`` int32.
+        best_rows: output, ``[topk]``.
+        best_scores: output, ``[topk]``.
 
     Returns:
-        How many of the results are filled.
+        Number of results.
     """
     count = 0
     for term in term_ids:
@@ -231,25 +236,23 @@ def _top_rows(
                 count += 1
             scores[row] += weights[posting]
 
-    kept = 0
+    found = 0
     for position in range(count):
         row = touched[position]
         score = scores[row]
         scores[row] = 0.0
-        if kept == topk:
+        if found == topk:
             worst = best_scores[topk - 1]
             if score < worst or (score == worst and row > best_rows[topk - 1]):
                 continue
-            place = topk - 1
+            slot = topk - 1
         else:
-            place = kept
-            kept += 1
-        while place > 0 and (
-            score > best_scores[place - 1] or (score == best_scores[place - 1] and row < best_rows[place - 1])
-        ):
-            best_scores[place] = best_scores[place - 1]
-            best_rows[place] = best_rows[place - 1]
-            place -= 1
-        best_scores[place] = score
-        best_rows[place] = row
-    return kept
+            slot = found
+            found += 1
+        while slot > 0 and (score > best_scores[slot - 1] or (score == best_scores[slot - 1] and row < best_rows[slot - 1])):
+            best_scores[slot] = best_scores[slot - 1]
+            best_rows[slot] = best_rows[slot - 1]
+            slot -= 1
+        best_scores[slot] = score
+        best_rows[slot] = row
+    return found

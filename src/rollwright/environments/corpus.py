@@ -1,7 +1,7 @@
-"""A corpus of documents in JSON lines, memory-mapped: rows are read from the file when they are asked for.
+"""A memory-mapped corpus of documents in JSON lines; a row is parsed when it is needed.
 
-A row is served as it is in the file, byte for byte, except that a row with only ``title`` is also given
-``wikipedia_title``, the name that search agents read.
+Rows are served as they are in the file, byte for byte. Only a row with ``title`` and without ``wikipedia_title``, the name that search agents
+read, gets that as well.
 """
 
 from __future__ import annotations
@@ -80,7 +80,7 @@ class SearchHits:
 
 @dataclass(repr=False, eq=False)
 class Corpus:
-    """Documents by number, and by address.
+    """Documents, by number and by address.
 
     Attributes:
         buffer: all rows, as JSON lines.
@@ -88,7 +88,7 @@ class Corpus:
         titled: bool ``[N]``, true where ``wikipedia_title`` must be added from ``title``.
         url_keys: int64 ``[U]``, sorted hashes of the rows' addresses.
         url_rows: int64 ``[U]``, the row of each.
-        name: what error messages and ``/health`` call it.
+        name: name of the corpus in error messages and ``/health``.
     """
 
     buffer: bytes | mmap.mmap
@@ -100,7 +100,7 @@ class Corpus:
 
     @classmethod
     def from_rows(cls, rows: Iterable[dict[str, Any]], name: str = "corpus") -> Corpus:
-        """A corpus held in memory."""
+        """Build a corpus in memory."""
         return cls._scan(b"".join(json.dumps(row, ensure_ascii=False).encode() + b"\n" for row in rows), name)
 
     @classmethod
@@ -130,8 +130,7 @@ class Corpus:
                     keys.append(_url_key(url))
                     key_rows.append(len(spans))
                 titled.append(row.get("wikipedia_title") is None and row.get("title") is not None)
-                leading = len(line) - len(line.lstrip())
-                spans.append((start + leading, start + len(line.rstrip())))
+                spans.append((start + len(line) - len(line.lstrip()), start + len(line.rstrip())))
             start = end + 1
         if not spans:
             raise DataError(f"The corpus has no rows: {name}. Give a JSON-lines file with one document a line.")
@@ -162,7 +161,7 @@ class Corpus:
         return row
 
     def document_json(self, index: int) -> bytes:
-        """The same row as JSON text; the file's own bytes if nothing has to be added."""
+        """Row ``index`` as JSON text; the file's own bytes if nothing has to be added."""
         if self.titled[index]:
             return json.dumps(self.document(index), ensure_ascii=False).encode()
         start, end = self.spans[index]
@@ -171,7 +170,7 @@ class Corpus:
     def page(self, url: str) -> dict[str, str] | None:
         """``{"url", "contents"}`` of the document at an address; None if there is none.
 
-        Where several rows share an address (the passages of one page), their contents are joined in order.
+        If several rows share an address (passages of one page), their contents are joined in order.
         """
         key = _url_key(url)
         first, last = np.searchsorted(self.url_keys, [key, key + 1])

@@ -1,6 +1,6 @@
-"""What a retriever is, and the search tools that agents hold: one over HTTP, one in this process.
+"""The ``Retriever`` protocol, and the search tools of agents: one over HTTP and one in this process.
 
-A lexical index (``bm25``) and a dense one differ only behind ``Retriever``: queries in, row numbers and scores out.
+``Retriever`` maps queries to row numbers and scores, with a lexical index (``bm25``) or a dense one.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from rollwright.errors import ConfigError, RollwrightError
 from rollwright.registry import Registry
 
 DEFAULT_TOPK = 3
-#: Rows above which an in-process search leaves the event loop for a thread.
+#: Number of rows above which an in-process search runs in a thread instead of on the event loop.
 _THREAD_ROWS = 20_000
 
 
@@ -29,23 +29,23 @@ class Retriever(Protocol):
     name: str
 
     def search(self, queries: list[str], topk: int) -> list[SearchHits]:
-        """The ``topk`` best rows of each query; fewer where fewer match at all."""
+        """The ``topk`` best rows for each query; fewer if fewer match."""
         ...
 
 
 class ToolError(RollwrightError):
-    """A tool call failed in a way that the agent should read about: bad arguments, a refusal, a lost service."""
+    """A tool call failed for a reason that the agent should read: bad arguments, a refusal, an unreachable service."""
 
 
 class SearchTool(Protocol):
-    """What a search agent calls. Both methods raise ``ToolError`` with a message fit for the model to read."""
+    """Search tool of an agent. Both methods raise ``ToolError`` with a message that the model can read."""
 
     async def search(self, query: str, topk: int) -> list[dict[str, Any]]:
         """The ``topk`` best documents: corpus rows with ``wikipedia_title`` and ``contents``."""
         ...
 
     async def access(self, url: str) -> dict[str, str] | None:
-        """``{"url", "contents"}`` of a page, or None where it is not known."""
+        """``{"url", "contents"}`` of a page; None if the page is unknown."""
 
 
 @dataclass(frozen=True)
@@ -73,8 +73,8 @@ class RetrievalClient:
 
     Args:
         address: ``host:port`` or a URL.
-        timeout: seconds for one request, connecting included.
-        api_key: sent as a bearer token where the service asks for one.
+        timeout: time limit of a request in seconds, including connecting.
+        api_key: key to send as a bearer token. None sends none.
     """
 
     def __init__(self, address: str, timeout: float = 60.0, api_key: str | None = None) -> None:
@@ -88,7 +88,7 @@ class RetrievalClient:
         return (await self.retrieve([query], topk))[0]
 
     async def retrieve(self, queries: list[str], topk: int | None = None, return_scores: bool = False) -> list[list[Any]]:
-        """``POST /retrieve``: the documents of each query, each with its score where asked for."""
+        """``POST /retrieve``: documents for each query, with their scores if ``return_scores``."""
         return await self._post("/retrieve", {"queries": queries, "topk": topk, "return_scores": return_scores})
 
     async def access(self, url: str) -> dict[str, str] | None:
@@ -98,7 +98,7 @@ class RetrievalClient:
     async def _post(self, path: str, body: dict[str, Any]) -> Any:
         import httpx2
 
-        # An HTTP client belongs to the loop that it was first used on; workflows may run on several.
+        # An HTTP client belongs to the event loop on which it was first used, and workflows may run on several.
         loop = asyncio.get_running_loop()
         client = self._clients.get(loop)
         if client is None:
@@ -107,7 +107,7 @@ class RetrievalClient:
                 timeout=self.timeout,
                 headers=self._headers,
                 limits=httpx2.Limits(max_connections=256, max_keepalive_connections=64),
-                trust_env=False,  # a service of one's own is not behind the proxy of the environment
+                trust_env=False,  # the service is not behind the environment's proxy
             )
             self._clients[loop] = client
         try:
@@ -120,7 +120,7 @@ class RetrievalClient:
         if response.status_code >= 400:
             try:
                 reason = response.json()["error"]["message"]
-            except (ValueError, KeyError, TypeError):  # not an error of ours: a proxy's page, say
+            except (ValueError, KeyError, TypeError):  # not a response of the service, but perhaps a proxy's page
                 reason = response.text[:300]
             raise ToolError(f"The retrieval service at {self.base_url} refused {path} ({response.status_code}): {reason}")
         return response.json()["result"]
@@ -135,20 +135,24 @@ SEARCH_TOOLS["service"] = RetrievalClient
 
 @SEARCH_TOOLS.register("corpus")
 def corpus_tool(corpus: str | Path) -> LocalSearchTool:
-    """A corpus of JSON lines and its index, in this process."""
+    """Search a corpus of JSON lines in this process."""
     return LocalSearchTool(*open_index(Path(corpus)))
 
 
 def make_search_tool(spec: Any) -> SearchTool:
-    """The tool that a config names.
+    """Build the search tool that a config names.
 
     Args:
-        spec: a tool (kept as it is); ``"host:port"`` or a URL: a service, which is sent the key of ``ROLLWRIGHT_API_KEY`` where
-            that is set; ``{"service": address, "api_key": key}``: one with a key of its own; ``{"corpus": file}``: an index in
-            this process; ``{name: arguments}``: a tool of ``SEARCH_TOOLS``.
+        spec: one of:
+
+            * a tool, which is returned unchanged;
+            * ``"host:port"`` or a URL of a service, which gets the key in ``ROLLWRIGHT_API_KEY``, if any;
+            * ``{"service": address, "api_key": key}``, a service with its own key;
+            * ``{"corpus": file}``, an index in this process;
+            * ``{name: arguments}``, a tool in ``SEARCH_TOOLS``.
 
     Raises:
-        ConfigError: it is none of these, or the tool does not take its arguments.
+        ConfigError: ``spec`` is none of these, or the tool does not accept the arguments.
     """
     if hasattr(spec, "search"):
         return spec

@@ -1,12 +1,12 @@
 """The retrieval service: ``/retrieve``, ``/access`` and ``/health`` over HTTP.
 
-* ``POST /retrieve {"queries": [str], "topk": int | null, "return_scores": bool}`` gives ``{"result": [[document, ...], ...]}``;
-  with scores each item is ``{"document": document, "score": float}``.
-* ``POST /access {"urls": [str]}`` gives ``{"result": [{"url", "contents"} | null, ...]}``.
+* ``POST /retrieve {"queries": [str], "topk": int | null, "return_scores": bool}`` returns ``{"result": [[document, ...], ...]}``;
+  with scores, each item is ``{"document": document, "score": float}``.
+* ``POST /access {"urls": [str]}`` returns ``{"result": [{"url", "contents"} | null, ...]}``.
 * ``GET /health`` describes the corpus.
 
-Requests are parsed on the event loop and searched off it: queries that arrive while a search runs are searched together next.
-An error is ``{"error": {"message": ...}}`` with a status of 400 or above, also where the path is unknown or the search failed.
+Requests are parsed on the event loop and searched in threads. Queries that arrive during a search are searched together in the next one.
+All errors are ``{"error": {"message": ...}}`` with a status of 400 or above.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ MAX_QUERIES = 1024
 MAX_QUERY_CHARACTERS = 4096
 MAX_TOPK = 100
 MAX_WAITING_QUERIES = 16_384
-#: Queries searched in one call; bounds how long a search keeps later arrivals waiting.
+#: Queries searched in one call; limits how long later queries wait for a search.
 _BATCH_QUERIES = 64
 
 
@@ -62,9 +62,13 @@ class _Waiting:
 
 
 class QueryBatcher:
-    """Searches in threads, so that the event loop is free; requests that arrive meanwhile form the next batch.
+    """Searches in threads. Requests that arrive while all threads are busy form the next batch.
 
-    No request waits for others: an idle thread takes what has arrived at once.
+    An idle thread searches at once what has arrived, without waiting for more.
+
+    Args:
+        retriever: the index.
+        threads: number of concurrent searches.
     """
 
     def __init__(self, retriever: Retriever, threads: int = 1) -> None:
@@ -103,7 +107,7 @@ class QueryBatcher:
             try:
                 hits = iter(await loop.run_in_executor(self._executor, self._retriever.search, queries, topk))
                 outcomes: list[Any] = [[next(hits).first(item.topk) for _ in item.queries] for item in batch]
-            except BaseException as error:  # whatever it is, each query of the batch is answered with it
+            except BaseException as error:  # reported to every request of the batch, whatever it is
                 outcomes = [error] * len(batch)
             for item, outcome in zip(batch, outcomes, strict=True):
                 if item.result.done():
@@ -129,14 +133,14 @@ class QueryBatcher:
 def create_app(
     corpus: Corpus, retriever: Retriever, settings: ServiceSettings, *, pages: Corpus | None = None, threads: int = 1
 ) -> FastAPI:
-    """The service as an ASGI application.
+    """Build the service.
 
     Args:
         corpus: the documents.
         retriever: an index over them.
-        settings: the key that requests other than ``/health`` must carry, and the limit of their bodies.
-        pages: corpus for ``/access``; by default the searched one.
-        threads: searches that run at once.
+        settings: address, key and limits.
+        pages: corpus for ``/access``. None uses ``corpus``.
+        threads: number of concurrent searches.
     """
     batcher = QueryBatcher(retriever, threads)
     started = time.time()

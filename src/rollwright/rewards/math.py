@@ -1,5 +1,7 @@
-"""Rewards for mathematics, by ``math-verify`` (the extra ``math``). Symbolic comparison may run for ever, so these run in killable
-workers."""
+"""Rewards for mathematics, based on ``math-verify`` (the extra ``math``).
+
+They run in worker processes that can be killed, because a symbolic comparison may never end.
+"""
 
 from __future__ import annotations
 
@@ -19,16 +21,15 @@ from rollwright.rewards.numbers import (
     states_several,
     without_grouping,
 )
-from rollwright.rewards.parts import RewardFn
-from rollwright.rewards.registry import REWARD_FUNCTIONS
+from rollwright.rewards.registry import REWARD_FUNCTIONS, RewardFn
 from rollwright.rewards.text import format_reward, last_boxed, last_tagged, references
 
-#: Imported by workers only, because it takes a second.
+#: Imported only by workers, because the import takes a second.
 _IMPORTS = ("math_verify",) if importlib.util.find_spec("math_verify") else ()
 _ROUNDING = Fraction(1, 2_000_000)
-_LONGEST_ANSWER = 2000  # characters that are parsed; an answer stands at the end
+_LONGEST_ANSWER = 2000  # characters at the end of a completion that are parsed
 _DELIMITED = re.compile(r"(?<!\\)\$|\\boxed|\\\(|\\\[")
-#: Percent signs, which math-verify would read as a division by 100.
+#: Percent signs; math-verify would interpret them as a division by 100.
 _PERCENT = re.compile(r"\s*(?:\\?%|\bper ?cent\b)")
 _DAPO_ANSWER = re.compile(r"(?i)answer\s*:\s*([^\n]+)")
 
@@ -39,8 +40,9 @@ def equivalent(found: str, wanted: str, *, is_free_text: bool = False) -> bool:
     There is no time limit, because math-verify's own works only in a main thread. Call it in a process that can be killed.
 
     Args:
-        found: an answer; with ``is_free_text`` a completion from whose end math-verify extracts one.
-        wanted: the reference.
+        found: the answer.
+        wanted: the reference answer.
+        is_free_text: ``found`` is a completion, from whose end math-verify extracts the answer.
     """
     found, wanted = without_grouping(found), without_grouping(wanted)
     number = sole_number(wanted)
@@ -68,7 +70,7 @@ def equivalent(found: str, wanted: str, *, is_free_text: bool = False) -> bool:
 
 
 def _same(found: Fraction | None, wanted: Fraction) -> bool:
-    """Equal exactly or to six decimals, as math-verify compares a decimal with a fraction."""
+    """True if two numbers are equal exactly or to six decimals, as math-verify compares a decimal with a fraction."""
     if found is None:
         return False
     difference = abs(found - wanted)
@@ -76,7 +78,7 @@ def _same(found: Fraction | None, wanted: Fraction) -> bool:
 
 
 def _marked(answer: str) -> str:
-    """The answer in a box, unless it is delimited already: math-verify takes LaTeX only so."""
+    """Put an answer in a box unless it has delimiters, because math-verify accepts LaTeX only with delimiters."""
     answer = answer[-_LONGEST_ANSWER:]
     return answer if _DELIMITED.search(answer) else f"\\boxed{{{answer}}}"
 
@@ -119,8 +121,9 @@ def math_reward(
     **_: Any,
 ) -> float:
     """Accuracy (1 or 0) plus format (``format_weight`` or minus it) of ``<think>…</think> <answer>…</answer>``."""
-    shape = format_reward(prompt, completion, prompt_ids, completion_ids, format_weight=format_weight)
-    return accuracy(completion, answer) + shape
+    return accuracy(completion, answer) + format_reward(
+        prompt, completion, prompt_ids, completion_ids, format_weight=format_weight
+    )
 
 
 @REWARD_FUNCTIONS.register_module("math_boxed_reward", worker_imports=_IMPORTS)
@@ -135,10 +138,16 @@ def math_boxed_reward(
     format_weight: float = 0.1,
     **_: Any,
 ) -> float:
-    r"""1 where the last ``\boxed{…}`` equals a reference, else 0; no box is no answer.
+    r"""Return 1 if the last ``\boxed{…}`` equals a reference, else 0, also without a box.
 
     Args:
-        with_think: subtract ``format_weight`` where the thought does not end with exactly one ``</think>`` before the box.
+        prompt: unused.
+        completion: the text to score.
+        prompt_ids: unused.
+        completion_ids: unused.
+        answer: the reference answers.
+        with_think: subtract ``format_weight`` unless the reasoning ends with exactly one ``</think>`` before the box.
+        format_weight: penalty for a wrong format.
     """
     return sum(MathBoxedRewardFn()(completion, answer, with_think, format_weight).values())
 
@@ -147,17 +156,17 @@ class MathRewardFn(RewardFn):
     """``math_reward`` for calls in the ``run`` of task-style workflows: ``{"accuracy": …, "format_score": …}``."""
 
     def __call__(self, response: str, prompt: str | None = None, truth: Any = None) -> dict[str, float]:
-        """The parts of the reward, by name; their sum is the reward."""
+        """Return the parts of the reward by name; their sum is the reward."""
         return {"accuracy": accuracy(response, truth), "format_score": format_reward("", response, [], [])}
 
 
 class MathBoxedRewardFn(RewardFn):
-    """``math_boxed_reward`` as task-style workflows call it in their ``run``: ``{"accuracy": …, "format_score": …}``."""
+    """``math_boxed_reward`` for calls in the ``run`` of task-style workflows: ``{"accuracy": …, "format_score": …}``."""
 
     def __call__(
         self, response: str, truth: Any = None, with_think: bool = False, format_score_coef: float = 0.1, **_: Any
     ) -> dict[str, float]:
-        """The parts of the reward, by name; their sum is the reward."""
+        """Return the parts of the reward by name; their sum is the reward."""
         format_score = 0.0
         if with_think:
             thought, __, rest = response.partition("</think>")

@@ -39,7 +39,7 @@ _UNIT_POWER = re.compile(
     r"(?<![A-Za-z\\])(mm|cm|dm|m|km|in|inch(?:es)?|ft|feet|foot|yd|yards?|mi|miles?|meters?|metres?|units?|sec|s)\s*"
     r"(?:\^\s*(?:\{\s*[23]\s*\}|[23])|[²³])(?!\d)"
 )
-#: Text between two numbers neither of which is the answer: ``20 apples and 18``, ``3 or 5``, ``3 to 5``, ``3–5``.
+#: Text between two numbers if neither is the answer: ``20 apples and 18``, ``3 or 5``, ``3 to 5``, ``3–5``.
 _JOINED = re.compile(r"\W{0,3}(?:[A-Za-z]+\W{1,3}){0,3}(?:and|or|&)\W{0,3}|\s*(?:to|[–—])\s*")
 _WRAPPED = re.compile(r"\\(?:boxed|text|textbf|mathrm|mathbf|mathit|mbox)\s*\{([^{}]*)\}")
 _DECORATION = re.compile(r"\\(?:[$%()\[\],!;: ]|left|right|displaystyle)|\^\s*\{?\\circ\}?")
@@ -147,7 +147,7 @@ def last_number(text: str) -> Fraction | None:
 
 
 def stated_number(text: str) -> Fraction | None:
-    """The number that a completion gives as its answer, as the module says."""
+    """The number that a completion states as its answer, as defined at the top of this module."""
     take, part = _statement(text)
     return None if states_several(text) else take(part)
 
@@ -165,11 +165,11 @@ def states_several(text: str) -> bool:
 def _statement(text: str) -> tuple[Callable[[str], Fraction | None], str]:
     """The part of a completion that states its answer, and the function that picks the number from it."""
     mark = max(_STATED.finditer(text), key=re.Match.end, default=None)
-    place = -1 if mark is None else mark.start()
+    start = -1 if mark is None else mark.start()
     box, tag = text.rfind("\\boxed{"), text.rfind("<answer>")
-    if box >= 0 and box > place and (boxed := last_boxed(text)) is not None:
+    if box >= 0 and box > start and (boxed := last_boxed(text)) is not None:
         return sole_number, boxed
-    if tag >= 0 and (tagged := last_tagged(text, "answer")) is not None and text.rfind("</answer>") > place:
+    if tag >= 0 and (tagged := last_tagged(text, "answer")) is not None and text.rfind("</answer>") > start:
         return sole_number, tagged
     if mark is not None:
         statement = _SENTENCE_END.split(text[mark.end() :].lstrip(" \t\n*_:$"), maxsplit=1)[0].rsplit("=", 1)[-1]
@@ -179,7 +179,7 @@ def _statement(text: str) -> tuple[Callable[[str], Fraction | None], str]:
 
 
 def gsm8k_answer(text: str) -> str:
-    """The final answer of a GSM8K solution: what follows its last ``####``; the whole text without such a mark."""
+    """Final answer of a GSM8K solution: the text after its last ``####``, or the whole text without such a mark."""
     return text.rsplit("####", 1)[-1].strip()
 
 

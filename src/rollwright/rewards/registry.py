@@ -1,9 +1,10 @@
-"""The registry of reward functions."""
+"""The registry of reward functions, and rewards in named parts: classes whose call returns a dict of numbers."""
 
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
+import inspect
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from rollwright.errors import RewardError
@@ -11,16 +12,18 @@ from rollwright.registry import Registry
 
 
 class RewardRegistry(Registry[Callable[..., Any]]):
-    """Names of reward functions. Users add theirs with ``@REWARD_FUNCTIONS.register_module("name")``.
+    """Registry of reward functions. Users add theirs with ``@REWARD_FUNCTIONS.register_module("name")``.
 
-    Marks may be given with the name. ``runs_inline=True`` promises that the function is pure, quick and bounded in time and
-    memory whatever the completion holds; it is then called directly instead of in a worker process. ``worker_imports`` names
-    modules that the function imports when called; a worker imports them before the call's time begins. ``uses_sandbox=True`` says
-    that it calls ``run_python``: a run whose sandbox is missing then stops before it starts.
+    The decorator also accepts marks:
+
+    * ``runs_inline=True`` promises that the function is pure and fast, and bounded in time and memory for any completion. It is then
+      called directly instead of in a worker process.
+    * ``worker_imports`` names modules that the function imports when it is called. A worker imports them before the time limit starts.
+    * ``uses_sandbox=True`` states that the function calls ``run_python``, so a run without a sandbox stops before it starts.
     """
 
     def build(self, name: str, /, **arguments: Any) -> Callable[..., Any]:
-        """The function with ``arguments`` bound to it; a class is instantiated with them."""
+        """Bind ``arguments`` to the function of a name; a class is instantiated with them."""
         function = self.get(name)
         if isinstance(function, type):
             return function(**arguments)
@@ -41,3 +44,80 @@ REWARD_FUNCTIONS = RewardRegistry(
     built_in={f"{name}_reward": f"{module}:{name}_reward" for module, names in _BUILT_IN.items() for name in names},
     marks=("runs_inline", "worker_imports", "uses_sandbox"),
 )
+
+
+class RewardFn:
+    """Base class of rewards with named parts: a call returns the parts by name, and their sum is the reward.
+
+    A subclass gets ``reward_fn_args`` in its constructor; its call has the parameters ``response``, ``truth`` and any others. A workflow may
+    call it directly. If a taskset or a config names it, it is called with the completion, the prompt, the task's answer and those columns
+    that it has parameters for.
+    """
+
+    def __init__(self, **_: Any) -> None:
+        pass
+
+    def __call__(self, *arguments: Any, **keywords: Any) -> dict[str, float]:
+        """The parts by name."""
+        raise RewardError(
+            f"{type(self).__name__} defines no __call__(self, response, truth=None, …) that returns the parts by name."
+        )
+
+
+class SummedParts:
+    """Adapts a ``RewardFn`` to a reward function ``(prompt, completion, prompt_ids, completion_ids, *, answer, **columns)``."""
+
+    def __init__(self, parts: RewardFn) -> None:
+        self.parts = parts
+        self.__qualname__, self.__module__ = type(parts).__qualname__, type(parts).__module__  # for messages
+        parameters = inspect.signature(parts).parameters.values()
+        self._takes = {each.name for each in parameters if each.kind in (each.POSITIONAL_OR_KEYWORD, each.KEYWORD_ONLY)}
+        self._takes_all = any(each.kind is each.VAR_KEYWORD for each in parameters)
+
+    def __call__(
+        self,
+        prompt: str,
+        completion: str,
+        prompt_ids: list[int],
+        completion_ids: list[int],
+        *,
+        answer: Any = None,
+        **columns: Any,
+    ) -> float:
+        """Return the sum of the parts.
+
+        Raises:
+            RewardError: the parts are not a dict of numbers.
+        """
+        known = {**columns, "response": completion, "prompt": prompt, "truth": answer}
+        parts: Any = self.parts(**{name: value for name, value in known.items() if self._takes_all or name in self._takes})
+        if not isinstance(parts, Mapping) or not all(isinstance(part, int | float) for part in parts.values()):
+            raise RewardError(
+                f"{type(self.parts).__name__} returned {parts!r:.80}; a RewardFn returns a dict of numbers, whose sum is the reward."
+            )
+        return float(sum(parts.values()))
+
+
+def in_parts(function: Any, arguments: Mapping[str, Any]) -> Callable[..., dict[str, float]]:
+    """Build the callable for ``self.reward_fn(response=…, truth=…)`` of a workflow.
+
+    Args:
+        function: a ``RewardFn`` or its class, or a reward function, whose value is the only part.
+        arguments: ``reward_fn_args`` of the taskset.
+    """
+    if isinstance(function, type) and issubclass(function, RewardFn):
+        return function(**arguments)
+    if isinstance(function, RewardFn):
+        return function
+
+    def called(response: str, truth: Any = None, prompt: str = "", **columns: Any) -> dict[str, float]:
+        value = function(prompt or "", response, [], [], **{**columns, "answer": truth, **arguments})
+        if inspect.isawaitable(value):
+            if inspect.iscoroutine(value):
+                value.close()
+            raise RewardError(
+                "self.reward_fn(…) is called without await, and the reward function is async: await self.score(experience)."
+            )
+        return {"reward": float(value)}
+
+    return called

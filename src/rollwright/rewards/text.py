@@ -1,4 +1,4 @@
-"""Rewards that are pure and linear in the completion's length: exact match, F1, format and the countdown game."""
+"""Text rewards whose cost is linear in the completion's length: exact match, F1, format and the countdown game."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def last_tagged(text: str, tag: str) -> str | None:
 
 
 def last_boxed(text: str) -> str | None:
-    r"""What stands in the last ``\boxed{…}``, braces balanced; None where there is none."""
+    r"""Content of the last ``\boxed{…}`` with balanced braces; None if there is none."""
     start = text.rfind("\\boxed{")
     if start < 0:
         return None
@@ -40,10 +40,10 @@ def last_boxed(text: str) -> str | None:
 
 
 def references(answer: Any) -> list[str]:
-    """Reference answers as a list of texts, from a text, a number or a list of them.
+    """Convert reference answers (a text, a number or a list of them) to a list of texts.
 
     Raises:
-        RewardError: there is none, or it is something else.
+        RewardError: there are none, or they have another type.
     """
     if isinstance(answer, Mapping):
         raise RewardError(
@@ -68,14 +68,14 @@ def exact_match_reward(
 
 
 def normalise_answer(text: str) -> list[str]:
-    """Words of an answer as SQuAD's evaluation compares them: lower case, no punctuation, no articles."""
+    """Words of an answer as in SQuAD's evaluation: lower case, without punctuation and articles."""
     return [word for word in text.lower().translate(_PUNCTUATION).split() if word not in _ARTICLES]
 
 
 def f1_score(prediction: str, reference: str) -> float:
     """Harmonic mean of precision and recall over words, with multiplicity (Rajpurkar et al., arXiv 1606.05250, section 6.1).
 
-    Two answers without words are equal (1); one of them makes it 0.
+    If both answers have no words, the score is 1; if only one of them has none, it is 0.
     """
     found, wanted = normalise_answer(prediction), normalise_answer(reference)
     if not found or not wanted:
@@ -119,10 +119,10 @@ def format_reward(
 
 
 def evaluate(equation: str) -> tuple[Fraction, list[int]]:
-    """Exact value of an expression over whole numbers, and the numbers in it.
+    """Compute the exact value of an expression over whole numbers, and list the numbers in it.
 
     Raises:
-        ValueError: it is no such expression, is too long, or divides by zero.
+        ValueError: the text is not such an expression, is too long, or divides by zero.
     """
     if len(equation) > _LONGEST_EQUATION:
         raise ValueError("too long")
@@ -157,11 +157,17 @@ def countdown_reward(
     format_score: float = 0.1,
     **_: Any,
 ) -> float:
-    """1 for an equation in ``<answer>`` that makes the target with every number once, ``format_score`` for any other answer.
+    """Return 1 for an equation in ``<answer>`` that yields the target and uses every number once, else ``format_score``.
 
     Args:
-        target, nums: the task; or ``answer={"target": …, "numbers": […]}``.
-        format_score: for an answer in its tags that is wrong. Without tags the reward is 0.
+        prompt: unused.
+        completion: the text to score.
+        prompt_ids: unused.
+        completion_ids: unused.
+        target: number to reach.
+        nums: numbers to use.
+        answer: ``{"target": …, "numbers": […]}``, in place of ``target`` and ``nums``.
+        format_score: reward of a wrong answer in tags. Without tags, the reward is 0.
 
     Raises:
         RewardError: the task has no target or no numbers.

@@ -1,4 +1,4 @@
-"""``AsyncRewardWrapper``: any reward function as an awaitable that cannot hang, crash or block the rollout.
+"""``AsyncRewardWrapper`` makes any reward function awaitable, so that it cannot hang, crash or block the rollout.
 
 A reward function is called as ``(prompt, completion, prompt_ids, completion_ids, **columns)``. The first four are positional,
 so their names do not matter. The task's other columns are keywords, except those whose name is one of the function's first
@@ -27,12 +27,11 @@ from rollwright.errors import BrokenRewardError, RewardError
 from rollwright.experience.durable import kept_calls
 from rollwright.processes.pool import FunctionFailedError, WorkerCrashError, WorkerTimeoutError, shared_pool
 from rollwright.processes.sandbox import sandbox_name, sandboxed
-from rollwright.rewards.parts import RewardFn, SummedParts
-from rollwright.rewards.registry import REWARD_FUNCTIONS
+from rollwright.rewards.registry import REWARD_FUNCTIONS, RewardFn, SummedParts
 
 #: First, positional arguments of every reward function.
 POSITIONAL = ("prompt", "completion", "prompt_ids", "completion_ids")
-#: Columns that name a task, for messages, best first.
+#: Columns that identify a task in messages, in order of preference.
 TASK_COLUMNS = ("ordinal", "task_id", "query_id", "id", "index")
 #: Prefix of the names of reward calls in the journal.
 REWARD_CALLS = "reward "
@@ -46,28 +45,29 @@ FAULTS = (
     "ModuleNotFoundError",
     "NotImplementedError",
 )
-#: Number of equal ones, from several tasks and without a success in between, after which the function counts as broken.
+#: Number of equal faults, from several tasks and without a success in between, after which a function is considered broken.
 EQUAL_FAULTS = 3
 _FRAME = re.compile(r'^\s*File "(.+)", line (\d+), in ', re.MULTILINE)
-#: Seconds before an async function is tried again; doubled each time.
+#: Seconds before an async function is retried; doubled for each further attempt.
 FIRST_PAUSE = 0.1
 
 _keys = itertools.count(1)
 
 
 class AsyncRewardWrapper:
-    """Calls a reward function with a time limit, where it can do no harm.
+    """Calls a reward function with a time limit, isolated from the rollout.
 
-    * An **async** function is awaited on the caller's event loop and cancelled when its time is up.
-    * A **sync** function runs in a worker process of ours (lambdas and closures too, sent by cloudpickle) and is killed with
-      its worker when its time is up or when it takes its worker down; the next call gets a new worker.
-    * A function whose attribute ``runs_inline`` is true promises to be pure, quick and bounded, as the built-in text
-      rewards are: it is called directly.
+    * An **async** function is awaited on the caller's event loop, and cancelled at the time limit.
+    * A **sync** function, which may be a lambda or a closure, runs in a worker process. At the time limit the worker is killed; if it
+      crashes or is killed, the next call gets a new one.
+    * A function whose attribute ``runs_inline`` is true promises to be pure, fast and bounded, as the built-in text rewards are.
+      It is called directly.
 
     After three equal code errors, such as a ``TypeError`` at the same line, the call is not retried; if they come from more than one
     task, with no success in between, the run stops (``BrokenRewardError``).
 
-    Scores of functions that do not run inline are kept in the journal (``durable``), so an episode that runs again gets the same score.
+    Scores of functions that do not run inline are recorded in the journal (``durable``), so an episode that is replayed gets the same
+    score.
     """
 
     def __init__(
@@ -81,13 +81,13 @@ class AsyncRewardWrapper:
 
         Args:
             reward_fn: the function, a name in ``REWARD_FUNCTIONS`` or an import path.
-            timeout_seconds: limit of one attempt, from when the function begins to run. A function that hung is not tried
-                again.
-            max_workers: maximum number of worker processes, shared by wrappers with the same number. By default one for each CPU.
-            max_retries: how often a function that raised or crashed is tried again.
+            timeout_seconds: time limit of one attempt, from when the function begins to run. A function that times out is not
+                retried.
+            max_workers: maximum number of worker processes, shared by wrappers with the same number. None uses one for each CPU.
+            max_retries: how often a function that raised or crashed is retried.
 
         Raises:
-            RewardError: a number is out of range, or no function has that name.
+            RewardError: a number is out of range, or there is no function with this name.
         """
         if timeout_seconds <= 0 or max_retries < 0 or (max_workers is not None and max_workers < 1):
             raise RewardError(
@@ -155,7 +155,7 @@ class AsyncRewardWrapper:
         return await self._durable.awaited(self._scored, arguments, keywords, prompt, data)
 
     async def _scored(self, arguments: tuple[Any, ...], keywords: dict[str, Any], prompt: Any, data: dict[str, Any]) -> float:
-        attempt = self._awaited if self._is_async else self._apart
+        attempt = self._in_loop if self._is_async else self._in_worker
         for tries in itertools.count(1):
             try:
                 reward = await attempt(arguments, keywords)
@@ -170,7 +170,7 @@ class AsyncRewardWrapper:
         raise AssertionError("unreachable")
 
     def _as_given(self, arguments: tuple[Any, ...], data: dict[str, Any]) -> dict[str, Any]:
-        with contextlib.suppress(ValueError):  # builtins without a signature take what they get
+        with contextlib.suppress(ValueError):  # builtins without a signature accept anything
             signature = inspect.signature(self.reward_fn)
             try:
                 signature.bind(*arguments, **data)
@@ -179,25 +179,24 @@ class AsyncRewardWrapper:
                 raise RewardError(f"reward function {name}{signature} was not called as it is defined: {error}.") from None
         return data
 
-    async def _awaited(self, arguments: tuple[Any, ...], keywords: dict[str, Any]) -> float:
+    async def _in_loop(self, arguments: tuple[Any, ...], keywords: dict[str, Any]) -> float:
         try:
             async with asyncio.timeout(self.timeout_seconds) as limit:
-                with sandboxed():  # not in a jail of the episode that is scored
+                with sandboxed():  # not in the jail of the episode that is being scored
                     return as_float(await self.reward_fn(*arguments, **keywords))
         except TimeoutError as error:
             if limit.expired():
                 raise WorkerTimeoutError("no answer within the limit") from error
-            raise  # the function's own, of a connection perhaps; worth another try
+            raise  # raised by the function itself, perhaps for a connection; retried
 
-    async def _apart(self, arguments: tuple[Any, ...], keywords: dict[str, Any]) -> float:
+    async def _in_worker(self, arguments: tuple[Any, ...], keywords: dict[str, Any]) -> float:
         function = self._pickled or self._pickle_function()
         arguments = (sandbox_name(), *arguments)
         try:
             body = pickle.dumps((arguments, keywords), protocol=pickle.HIGHEST_PROTOCOL)
         except Exception:
             body = _cloudpickle((arguments, keywords), "the task's columns")
-        future = shared_pool(self.max_workers).submit(self._key, function, body, self.timeout_seconds)
-        return await asyncio.wrap_future(future)
+        return await asyncio.wrap_future(shared_pool(self.max_workers).submit(self._key, function, body, self.timeout_seconds))
 
     def _pickle_function(self) -> bytes:
         import cloudpickle
@@ -214,7 +213,14 @@ class AsyncRewardWrapper:
         return self._pickled
 
     def _error(self, error: Exception, tries: int, prompt: Any, data: dict[str, Any]) -> RewardError:
-        """Make the exception of a failed call; ``error`` is that of its last attempt."""
+        """Build the exception of a failed call.
+
+        Args:
+            error: exception of the last attempt.
+            tries: number of attempts.
+            prompt: prompt of the task, for the message.
+            data: columns of the task, for the message.
+        """
         kind, times = RewardError, f" in each of {tries} attempts" if tries > 1 else ""
         if len(self._faults) >= EQUAL_FAULTS and len({task for _, task in self._faults}) > 1:
             kind = BrokenRewardError
@@ -262,7 +268,7 @@ class TaskColumns:
         self.function_name = function_name(function)
         try:
             parameters = list(inspect.signature(function).parameters.values())
-        except (TypeError, ValueError):  # builtins without a signature take what they get
+        except (TypeError, ValueError):  # builtins without a signature accept anything
             parameters = list(inspect.signature(lambda *positional, **columns: None).parameters.values())
         positional = [p for p in parameters if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)]
         if len(positional) < len(POSITIONAL) and not any(p.kind is p.VAR_POSITIONAL for p in parameters):
@@ -272,7 +278,7 @@ class TaskColumns:
             )
         rest = [p for p in positional[len(POSITIONAL) :] if p.kind is p.POSITIONAL_OR_KEYWORD]
         rest += [p for p in parameters if p.kind is p.KEYWORD_ONLY]
-        self._taken = {p.name for p in positional[: len(POSITIONAL)] if p.kind is p.POSITIONAL_OR_KEYWORD}
+        self._positional = {p.name for p in positional[: len(POSITIONAL)] if p.kind is p.POSITIONAL_OR_KEYWORD}
         self._keywords = {p.name for p in rest}
         self._required = {p.name for p in rest if p.default is p.empty} - {"data"}
         self._takes_all = any(p.kind is p.VAR_KEYWORD for p in parameters)
@@ -288,7 +294,7 @@ class TaskColumns:
                 f"reward function {self.function_name} needs {', '.join(missing)}, but the task has the columns "
                 f"{', '.join(sorted(map(str, data))) or 'none'}; rename the column or give the parameter a default."
             )
-        wanted = data.keys() - self._taken if self._takes_all else data.keys() & self._keywords
+        wanted = data.keys() - self._positional if self._takes_all else data.keys() & self._keywords
         out = {key: value for key, value in data.items() if key in wanted}
         if "data" in self._keywords:
             out["data"] = data
@@ -296,11 +302,11 @@ class TaskColumns:
 
 
 def as_float(value: Any) -> float:
-    """A finite float out of a bool, a number, or an array or tensor of one element.
+    """Convert a bool, a number, or an array or tensor with one element to a finite float.
 
     Raises:
-        TypeError: it is no number.
-        ValueError: it is NaN or infinite.
+        TypeError: the value is not a number.
+        ValueError: the value is NaN or infinite.
     """
     if inspect.isawaitable(value):
         name = getattr(value, "__qualname__", type(value).__name__)
@@ -319,7 +325,7 @@ def as_float(value: Any) -> float:
 
 
 def function_name(function: Any) -> str:
-    """Module and qualified name, as far as the function has them."""
+    """Module and qualified name of a function, or of the type of an object."""
     inner = _without_partials(function)
     name = getattr(inner, "__qualname__", None) or type(inner).__qualname__
     module = getattr(inner, "__module__", None) or type(inner).__module__
@@ -327,7 +333,7 @@ def function_name(function: Any) -> str:
 
 
 def is_async(function: Any) -> bool:
-    """True for coroutine functions, partials of them and objects whose ``__call__`` is one."""
+    """True for coroutine functions, partials of them, and objects whose ``__call__`` is one."""
     function = _without_partials(function)
     if isinstance(function, type):
         return False
@@ -335,7 +341,7 @@ def is_async(function: Any) -> bool:
 
 
 def task_name(prompt: Any, data: dict[str, Any]) -> str:
-    """How messages call the task: its ordinal or id, else the beginning of its prompt."""
+    """Name of a task in messages: its ordinal or id, else the beginning of its prompt."""
     names = (f"{column} {data[column]}" for column in TASK_COLUMNS if isinstance(data.get(column), int | str))
     return next(names, f"with prompt {str(prompt)[:80]!r}")
 
@@ -358,7 +364,7 @@ def _score(function: Callable[..., Any], sandbox: str, /, *arguments: Any, **key
 
 
 class _NotSendableError(RewardError):
-    """Function or arguments cannot be pickled; trying again cannot help."""
+    """The function or its arguments cannot be pickled; a retry would fail as well."""
 
 
 def _cloudpickle(value: Any, what: str) -> bytes:

@@ -1,7 +1,6 @@
-"""How one episode goes: base classes, the registry, built-in workflows, Task, the model wrapper.
+"""Workflows, the code of episodes: base classes, the registry, built-in workflows, ``Task`` and the model wrapper.
 
-Every workflow that ``rollwright`` exports is importable from here too. A workflow that is contributed to the project registers where
-this module imports it.
+Every workflow that ``rollwright`` exports can also be imported from this package.
 """
 
 from typing import Any

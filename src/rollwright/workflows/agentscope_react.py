@@ -1,8 +1,8 @@
-"""Mathematics with AgentScope's ReAct agent, which is trained as it is.
+"""Mathematics with AgentScope's ReAct agent, trained without changes to the agent.
 
-The agent talks to the run's OpenAI front, which records its calls, and knows nothing of training. Only settings that would
-falsify a record are changed: no streams, no second tries (both are recorded twice), no wall clock in prompts (those of one group
-would differ), and no wait for a permission to use a tool.
+The agent calls the run's OpenAI front, which records its calls; it does not know that it is trained. Only a few settings differ: no
+streaming and no retries (the record would hold calls twice), no clock time in prompts (they must be equal within a group), and no
+permission requests for tools.
 """
 
 from __future__ import annotations
@@ -17,12 +17,12 @@ from rollwright.experience.experience import Experience
 from rollwright.tracking.metrics import get_tracker
 from rollwright.workflows.model_wrapper import ModelWrapper
 from rollwright.workflows.registry import WORKFLOWS
-from rollwright.workflows.task import Task, TaskReward, Workflow
+from rollwright.workflows.task import Task, TaskReward, Workflow, with_reward
 from rollwright.workflows.tool_calling import ToolCallingWorkflow, ToolFunctions
 
 MAX_ITERATIONS = 8
-#: Larger than any context here: AgentScope never compresses the history, which would change sampled tokens. A prompt that
-#: is too long is refused by the engine instead.
+#: Larger than any model's context, so that AgentScope never compresses the history, which would change sampled tokens. The engine
+#: refuses a prompt that is too long.
 CONTEXT_SIZE = 1 << 24
 
 SYSTEM_PROMPT = "You solve mathematical problems. Work step by step and use your tools where they help. Put the final result into \\boxed{}."
@@ -35,17 +35,17 @@ class MathResult(BaseModel, title="Result"):
 
 @WORKFLOWS.register_module("agentscope_react_math_workflow")
 class AgentScopeReactMathWorkflow(Workflow):
-    """One AgentScope ``Agent`` for one task; repeatable.
+    """Runs one AgentScope ``Agent`` for each task; repeatable.
 
     Needs the extra ``agentscope`` and ``rollout.openai_front: true``. The reward function (default ``math_boxed_reward``) scores
-    the agent's result; an agent that comes to none is scored on empty text. ``workflow_args`` may hold:
+    the agent's result, or empty text if the agent returns none. ``workflow_args`` may hold:
 
     * ``tools``: functions, their import paths, or ``execute_python`` (the default);
-    * ``structured`` (true): the agent gives its result by calling AgentScope's tool for structured output; false: its last
-      text is the result;
-    * ``max_iters`` (8): rounds of reasoning and acting at most;
-    * ``tool_timeout`` (30): seconds that one call of a tool may take;
-    * ``system_prompt``: in place of the module's and the format's.
+    * ``structured`` (true): the agent returns its result through AgentScope's tool for structured output. With false, its last text is
+      the result;
+    * ``max_iters`` (8): maximum number of rounds of reasoning and acting;
+    * ``tool_timeout`` (30): time limit of a tool call in seconds;
+    * ``system_prompt``: replaces the module's and the format's.
     """
 
     repeatable = True
@@ -69,22 +69,25 @@ class AgentScopeReactMathWorkflow(Workflow):
                 f"task {self.task.task_id!r} holds a conversation; AgentScopeReactMathWorkflow answers one question. Use a "
                 "taskset with prompt_type plaintext."
             )
-        await asyncio.to_thread(_require_agentscope)  # it takes seconds to import, in which no other sample would go on
+        await asyncio.to_thread(_require_agentscope)  # the import takes seconds, during which other samples must continue
         result, completed = await self._reply(system_prompt, question["content"])
         experiences = self.model.extract_experience_from_history()
         if not experiences:
             raise WorkflowError(f"the agent ended on task {self.task.task_id!r} without asking the model.")
         reward = await self.reward(experiences[-1], response=result or "")
-        calls = len(self.model.openai_episode.calls)
-        for experience in experiences:
-            experience.reward = reward
-            experience.metrics = {"model_calls": calls, "completed": float(completed)}
-        malformed = self.model.openai_episode.malformed_tool_calls
-        get_tracker("rollout").scalar(agent_model_calls=calls, agent_completed=completed, malformed_tool_calls=malformed)
-        return experiences
+        episode = self.model.openai_episode
+        calls = len(episode.calls)
+        get_tracker("rollout").scalar(
+            agent_model_calls=calls, agent_completed=completed, malformed_tool_calls=episode.malformed_tool_calls
+        )
+        return with_reward(experiences, reward, model_calls=calls, completed=float(completed))
 
     async def _reply(self, system_prompt: str, question: str) -> tuple[str | None, bool]:
-        """The agent's result, and whether it came to one by itself."""
+        """Let the agent answer a question.
+
+        Returns:
+            The agent's result, and whether it finished by itself.
+        """
         import openai
         from agentscope.agent import Agent, InjectionConfig, ReActConfig
         from agentscope.credential import OpenAICredential
@@ -93,8 +96,7 @@ class AgentScopeReactMathWorkflow(Workflow):
         from agentscope.permission import PermissionBehavior, PermissionDecision
         from agentscope.tool import FunctionTool, Toolkit
 
-        episode = self.model.openai_episode  # knows the task's generation arguments: the agent leaves them out
-        # no second tries, no limit but the sample's, no proxy
+        episode = self.model.openai_episode  # applies the task's generation arguments, which the agent does not send
         http_client = openai.DefaultAsyncHttpxClient(verify=False, trust_env=False, timeout=None)
         model = OpenAIChatModel(
             credential=OpenAICredential(api_key=episode.api_key, base_url=episode.base_url),
@@ -102,7 +104,7 @@ class AgentScopeReactMathWorkflow(Workflow):
             stream=False,
             max_retries=0,
             context_size=CONTEXT_SIZE,
-            client_kwargs={"max_retries": 0, "timeout": None, "http_client": http_client},
+            client_kwargs={"max_retries": 0, "timeout": None, "http_client": http_client},  # only the sample has a time limit
         )
         allow = PermissionDecision(behavior=PermissionBehavior.ALLOW, message="a tool of the task")
         agent = Agent(
@@ -119,7 +121,7 @@ class AgentScopeReactMathWorkflow(Workflow):
         except openai.BadRequestError as error:
             if error.code != "context_length_exceeded":
                 raise
-            return None, False  # the conversation filled the context
+            return None, False  # the conversation exceeded the context
         finally:
             await model.client.close()
         completed = str(getattr(reply.finished_reason, "value", reply.finished_reason)) == "completed"
@@ -132,7 +134,7 @@ def _require_agentscope() -> None:
     """Import AgentScope 2.
 
     Raises:
-        ConfigError: it is missing, or another generation than 2.
+        ConfigError: it is not installed, or has another major version.
     """
     try:
         import agentscope.model

@@ -1,4 +1,4 @@
-"""Base classes of workflows, the code of one episode, and of the engines bound to a sample."""
+"""Base classes of workflows and of engines bound to a sample."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from rollwright.inference.engine import InferenceEngine
 
 
 class RolloutWorkflow(ABC):
-    """The code of one episode. Any class with an ``arun_episode`` is accepted; subclassing is optional."""
+    """A workflow is the code of one episode. Any class with an ``arun_episode`` is accepted; subclassing is optional."""
 
     @abstractmethod
     async def arun_episode(self, engine: InferenceEngine, data: dict[str, Any]) -> Any:
@@ -27,11 +27,11 @@ class RolloutWorkflow(ABC):
 
 
 class SampleBoundEngine(InferenceEngine):
-    """An engine that is bound to a run of a workflow: it answers requests, but one run must not stop or change it for others.
+    """An engine bound to one run of a workflow. It answers requests, but refuses to be stopped or changed.
 
     Attributes:
-        samples_asked: how many samples the run should deliver, where its workflow can make several.
-        sample_of_row: the number of the sample that each returned row belongs to; None: the executor knows.
+        samples_asked: number of samples that the run should return, if its workflow can return several.
+        sample_of_row: number of the sample that each returned row belongs to. None if the executor decides.
     """
 
     samples_asked: int = 1

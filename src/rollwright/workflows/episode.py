@@ -1,7 +1,7 @@
-"""Base of the built-in workflows: the parts of an episode, and what happens around it.
+"""Base of the built-in workflows: prompts, scoring, metrics, dumps and groups.
 
-An ``EpisodeWorkflow`` returns token ids, mask and reward of an episode. Log-probabilities, versions, temperature and truncation
-come from the record: the executor's engine keeps one; with a plain engine the workflow keeps one itself.
+An ``EpisodeWorkflow`` returns the token ids, the mask and the reward of an episode. Log-probabilities, versions, temperature and truncation
+are filled in from the record of its requests. The executor's engine keeps this record; with a plain engine, the workflow does.
 """
 
 from __future__ import annotations
@@ -122,7 +122,7 @@ class EpisodeWorkflow(RolloutWorkflow):
         self.gconfig = stopping_at_turn_end(gconfig.new_with_stop_and_pad_token_ids(tokenizer), tokenizer)
         self.async_reward_fn: Any = None if reward_fn is None else AsyncRewardWrapper(reward_fn, reward_timeout)
         if self.async_reward_fn is not None:
-            _ = self.async_reward_fn.columns  # a function that cannot score a task is refused before the run
+            _ = self.async_reward_fn.columns  # raises before the run if the function cannot score a task
         self.enable_thinking = enable_thinking
         self.rollout_stat_scope = rollout_stat_scope
         self.dump_dir = dump_dir
@@ -130,7 +130,7 @@ class EpisodeWorkflow(RolloutWorkflow):
         self.data_extract_prompt_fn = resolve_function(data_extract_prompt_fn or extract_messages, "data_extract_prompt_fn")
 
     async def arun_episode(self, engine: InferenceEngine, data: dict[str, Any]) -> Any:
-        """Run the episodes of a task at once; see :class:`RolloutWorkflow`.
+        """Run the episodes of a task concurrently; see :class:`RolloutWorkflow`.
 
         Returns:
             The row of the episode, or a list of rows; with an engine that keeps no record, a whole trajectory. None if an
@@ -175,7 +175,7 @@ class EpisodeWorkflow(RolloutWorkflow):
         return await self.async_reward_fn(prompt, completion, prompt_ids, completion_ids, **data)
 
     def report(self, **figures: float) -> None:
-        """Report figures of an episode in the workflow's scope."""
+        """Report metrics of an episode in the workflow's scope."""
         get_tracker(self.rollout_stat_scope).scalar(**figures)
 
     async def dump(self, sequence: TokenSequence, data: dict[str, Any], facts: dict[str, Any]) -> None:
@@ -212,10 +212,10 @@ class _RecordingEngine:
 
 
 async def run_concurrently(parts: Iterable[Coroutine[Any, Any, T]]) -> list[T]:
-    """Run coroutines at once and give their results in order.
+    """Run coroutines concurrently and return their results in order.
 
-    Where one raises, or the caller is cancelled, the others are cancelled and waited for: ``asyncio.gather`` alone would leave
-    them asking the engine for a sample that has failed already.
+    If one raises or the caller is cancelled, the others are cancelled and awaited. ``asyncio.gather`` alone would let them continue, and
+    sample for an episode that has already failed.
 
     Raises:
         Exception: whatever the first part to fail raised.
@@ -238,35 +238,35 @@ def task_name(data: Mapping[str, Any]) -> Any:
 _RULE = "-" * 100
 
 
-def _write(path: Path, text: str) -> None:
-    path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(text, encoding="utf-8")
-
-
 async def dump_sample(
     dump_dir: str | Path, *, version: int, task: Any, sections: dict[str, str], facts: dict[str, Any] | None = None
 ) -> Path | None:
-    """Write one sample to ``dump_dir/<version>/<task>-<unique>.txt``, without holding up the event loop.
+    """Write one sample to ``dump_dir/<version>/<task>-<unique>.txt`` without blocking the event loop.
 
-    A dump is for reading: where the disk fails, the sample does not; the log says so.
+    A disk error is logged, and does not fail the sample.
 
     Args:
-        dump_dir: created where it is missing.
-        version: of the weights that sampled it (of the first token).
-        task: names the task: its ``query_id``, ``id`` or ordinal.
-        sections: heading to text, in order.
-        facts: written in the first lines, such as the reward.
+        dump_dir: directory of the dumps; created if it does not exist.
+        version: version of the weights that sampled the first token.
+        task: name of the task.
+        sections: heading -> text, in order.
+        facts: values for the first lines, such as the reward.
 
     Returns:
-        The file, or None if it could not be written.
+        Path of the file; None if it could not be written.
     """
     name = "".join(character if character.isalnum() or character in "-_" else "_" for character in str(task))[:80]
     path = Path(dump_dir) / str(version) / f"{name}-{uuid.uuid4().hex[:8]}.txt"
     lines = [f"{key}: {value}" for key, value in (facts or {}).items()]
     for heading, text in sections.items():
         lines += [_RULE, heading, _RULE, text]
+
+    def write() -> None:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text("\n".join(lines) + "\n", encoding="utf-8")
+
     try:
-        await asyncio.to_thread(_write, path, "\n".join(lines) + "\n")
+        await asyncio.to_thread(write)
     except OSError as error:
         logger.warning("the sample of task %s was not dumped to %s: %s", task, path, error)
         return None

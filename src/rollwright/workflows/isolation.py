@@ -1,4 +1,4 @@
-"""Task workflows in processes of their own, which can be killed: ``isolation: process`` of a taskset.
+"""Task workflows in separate processes, which can be killed: ``isolation: process`` of a taskset.
 
 A process runs one task at a time and is reused. When its sample is cancelled, it is killed with all its children. The workflow runs
 in the main thread; model calls go through an event loop in a second thread, which no workflow can block; a third thread reads the
@@ -56,7 +56,7 @@ class IsolatedWorkflows:
     """The processes of one task runner.
 
     Args:
-        tokenizer: the policy's.
+        tokenizer: the policy's tokenizer.
         limit: processes that run at once. None allows one per processor. Further samples wait, within their time limit.
     """
 
@@ -65,7 +65,7 @@ class IsolatedWorkflows:
         self.limit = limit or processor_count()
         self._idle: list[IsolatedProcess] = []
         self._all: set[IsolatedProcess] = set()
-        self._places: tuple[asyncio.AbstractEventLoop, asyncio.Semaphore] | None = None
+        self._slots: tuple[asyncio.AbstractEventLoop, asyncio.Semaphore] | None = None
         weakref.finalize(self, _kill_all, self._all)
 
     async def run(
@@ -97,10 +97,10 @@ class IsolatedWorkflows:
             ],
         }
         loop = asyncio.get_running_loop()
-        if self._places is None or self._places[0] is not loop:  # another executor uses the runner now
+        if self._slots is None or self._slots[0] is not loop:  # another executor uses the runner now
             self.close()
-            self._places = (loop, asyncio.Semaphore(self.limit))
-        async with self._places[1]:
+            self._slots = (loop, asyncio.Semaphore(self.limit))
+        async with self._slots[1]:
             self._idle = [process for process in self._idle if not process.is_over]
             process = self._idle.pop() if self._idle else IsolatedProcess(loop, self.tokenizer)
             self._all.add(process)
@@ -132,7 +132,7 @@ class IsolatedProcess:
 
     Args:
         loop: event loop for model calls.
-        tokenizer: the policy's; the process gets a copy.
+        tokenizer: the policy's tokenizer, which the process gets a copy of.
     """
 
     def __init__(self, loop: asyncio.AbstractEventLoop, tokenizer: Any) -> None:
@@ -176,7 +176,7 @@ class IsolatedProcess:
         """Start the process and read its messages until it ends; runs in a thread."""
         process = self._process = ChildProcess("rollwright.workflows.isolation", pickle.dumps(tokenizer))
         with contextlib.suppress(RuntimeError):  # the loop is closed
-            with contextlib.suppress(EOFError, OSError):  # it has ended; what that means, the loop decides
+            with contextlib.suppress(EOFError, OSError):  # the process has ended, which the loop handles
                 while not self.is_over:
                     self.loop.call_soon_threadsafe(self._received, *process.channel.receive())
             self.loop.call_soon_threadsafe(self._ended, process.cause_of_death())
@@ -184,7 +184,7 @@ class IsolatedProcess:
 
     def _send(self, kind: bytes, body: bytes) -> None:
         assert self._process is not None
-        with contextlib.suppress(OSError):  # it has ended, as its thread will report
+        with contextlib.suppress(OSError):  # the process has ended; its thread reports that
             self._process.channel.send(kind, body)
 
     # -- on the loop ---------------------------------------------------------------------------------------------------
@@ -210,7 +210,7 @@ class IsolatedProcess:
         for future in (self.ready, self._result):
             if future is not None and not future.done():
                 future.set_exception(error)
-                future.exception()  # somebody may have stopped waiting
+                future.exception()  # marks it as retrieved: nobody may be waiting any more
 
     async def _answer(self, question: dict[str, Any]) -> None:
         value: Any = None
@@ -224,21 +224,22 @@ class IsolatedProcess:
         self._send(ANSWER, pickle.dumps((question["number"], self._engine.get_version(), value, failure)))
 
     async def _carry_out(self, call: str, arguments: dict[str, Any]) -> Any:
-        if call == "generate":
-            fields = arguments["request"]
-            gconfig = GenerationHyperparameters(**fields.pop("gconfig"))
-            return await self._engine.agenerate(ModelRequest(**fields, gconfig=gconfig, tokenizer=self._model.tokenizer))
-        if call == "abort":
-            return self._engine.abort(arguments["rid"])
-        if call == "history":
-            return self._model.extract_experience_from_history(**arguments)
-        if call == "set_reward":
-            return self._model.set_reward(arguments.pop("reward"), **arguments)
-        if call == "openai":
-            episode = self._model.openai_episode
-            names = ("base_url", "api_key", "calls", "malformed_tool_calls")
-            return {name: getattr(episode, name) for name in names} | {"model_path": self._model.model_path}
-        raise WorkflowError(f"an isolated workflow asked for {call!r}, which is nothing that its parent does.")
+        match call:
+            case "generate":
+                fields = arguments["request"]
+                gconfig = GenerationHyperparameters(**fields.pop("gconfig"))
+                return await self._engine.agenerate(ModelRequest(**fields, gconfig=gconfig, tokenizer=self._model.tokenizer))
+            case "abort":
+                return self._engine.abort(arguments["rid"])
+            case "history":
+                return self._model.extract_experience_from_history(**arguments)
+            case "set_reward":
+                return self._model.set_reward(arguments.pop("reward"), **arguments)
+            case "openai":
+                episode = self._model.openai_episode
+                names = ("base_url", "api_key", "calls", "malformed_tool_calls")
+                return {name: getattr(episode, name) for name in names} | {"model_path": self._model.model_path}
+        raise WorkflowError(f"an isolated workflow asked for {call!r}, which its parent does not offer.")
 
 
 # ------------------------------------------------------------------ in the process
@@ -247,7 +248,7 @@ class IsolatedProcess:
 def main() -> None:
     """Serve tasks until the parent is gone."""
     channel, pickled = connect()
-    WORKFLOWS.load_plugins()  # a task may carry what they define
+    WORKFLOWS.load_plugins()  # a task may refer to what they define
     parent, tokenizer = Parent(channel), pickle.loads(pickled)  # noqa: S301 - from our own parent
     loop = asyncio.new_event_loop()  # of run_async, in this thread
     workflows = WorkflowPool()
@@ -327,7 +328,7 @@ class Parent:
 
 
 class BridgedEngine(SampleBoundEngine):
-    """The parent's engine; its answers are also recorded here, for the workflow's own history."""
+    """The parent's engine. Responses are also recorded in this process, for the workflow's own history."""
 
     def __init__(self, parent: Parent) -> None:
         self.parent = parent
@@ -340,9 +341,7 @@ class BridgedEngine(SampleBoundEngine):
             WorkflowError: the request carries images.
         """
         if request.multi_modal is not None or request.image_data is not None:
-            raise WorkflowError(
-                "a workflow with isolation: process sent images to the model, which only goes with isolation: thread."
-            )
+            raise WorkflowError("a workflow with isolation: process sent images to the model, which needs isolation: thread.")
         fields = {name: getattr(request, name) for name in _SENT_FIELDS}
         response = await asyncio.wrap_future(
             self.parent.ask("generate", request={**fields, "gconfig": asdict(request.gconfig)})
@@ -360,7 +359,7 @@ class BridgedEngine(SampleBoundEngine):
 
 
 class BridgedEpisode:
-    """A sample's run at the OpenAI front, which is the parent's."""
+    """A sample's run at the parent's OpenAI front."""
 
     def __init__(self, parent: Parent) -> None:
         self._parent = parent
@@ -374,7 +373,7 @@ class BridgedEpisode:
 
     @property
     def malformed_tool_calls(self) -> int:
-        """Tool calls in replies so far that could not be read."""
+        """Number of tool calls so far that could not be parsed."""
         return self._parent.ask("openai").result()["malformed_tool_calls"]
 
     def client(self) -> Any:
@@ -439,7 +438,7 @@ def _run_task(
 
 
 def _auxiliary_client(model_path: str, **settings: Any) -> Any:
-    """The client of a model that is not trained, as the parent has it."""
+    """Client of a model that is not trained, equal to the parent's."""
     import openai
 
     client = openai.OpenAI(**settings)

@@ -73,7 +73,7 @@ class ModelWrapper:
         self._loop = loop
         self._open_episode = open_episode
         self._opened: Any = None
-        self._clients: weakref.WeakSet[Any] = weakref.WeakSet()  # that were handed out
+        self._clients: weakref.WeakSet[Any] = weakref.WeakSet()  # OpenAI clients that the workflow may hold
         self._conversation = ConversationTokens(tokenizer, **(template_kwargs or {}))
         self._conversation_id = uuid.uuid4().hex
         self._history_start = 0
@@ -103,10 +103,10 @@ class ModelWrapper:
         """Answer a conversation ``n`` times.
 
         Args:
-            messages: ``{"role", "content"}`` messages, the last one to be answered; where it is the assistant's, the reply begins
-                with it.
+            messages: ``{"role", "content"}`` messages, of which the last one is answered. If the last one is the assistant's, the reply
+                begins with it.
             tools: tools offered through the chat template.
-            reply_prefix: text that the reply begins with; it is given, not sampled.
+            reply_prefix: text that the reply begins with; it is not sampled.
             generation: as in ``generate_async``.
 
         Raises:
@@ -146,7 +146,7 @@ class ModelWrapper:
     def convert_messages_to_experience(
         self, messages: Sequence[Mapping[str, Any]], tools: list[dict[str, Any]] | None = None
     ) -> Experience:
-        """A finished conversation as one experience; the tokens of replies that this model sampled are the sampled ones.
+        """Convert a finished conversation to one experience, with the sampled tokens of the replies that came from this model.
 
         Raises:
             WorkflowError: no reply of the conversation was sampled by this model, so nothing in it can be trained.
@@ -169,11 +169,11 @@ class ModelWrapper:
 
     @property
     def enable_history(self) -> bool:
-        """Whether calls are kept for ``extract_experience_from_history``; always true in a run."""
+        """Whether calls are recorded for ``extract_experience_from_history``; always true in a run."""
         return self.recorder is not None
 
     def extract_experience_from_history(self, clear_history: bool = True) -> list[Experience]:
-        """Convert all calls since the last time to experiences; calls that extend one another become one sequence.
+        """Convert all calls since the last extraction to experiences. Calls that extend one another become one sequence.
 
         If OpenAI clients were used, the experiences have the rewards given by ``set_reward``.
         """
@@ -208,13 +208,13 @@ class ModelWrapper:
 
         A workflow that gets its next task may keep the client: its calls then belong to the next sample.
         """
-        return self._handed_out(self.openai_episode.client())
+        return self._remember_client(self.openai_episode.client())
 
     def get_openai_async_client(self) -> Any:
         """Make an ``openai.AsyncOpenAI`` client; otherwise like ``get_openai_client``."""
-        return self._handed_out(self.openai_episode.async_client())
+        return self._remember_client(self.openai_episode.async_client())
 
-    def _handed_out(self, client: Any) -> Any:
+    def _remember_client(self, client: Any) -> Any:
         self._clients.add(client)
         return client
 

@@ -1,7 +1,7 @@
 """Several attempts at one task: the answer is scored, feedback is given, and the model tries again.
 
-The whole conversation is one sequence. Sampled tokens are kept as they are; between two turns only the tokens that the chat
-template puts there are appended.
+The whole conversation is one sequence. Sampled tokens stay unchanged; between two turns, only the tokens that the chat template adds are
+appended.
 """
 
 from __future__ import annotations
@@ -37,10 +37,6 @@ class ConversationWorkflow(Workflow):
 
     can_repeat = True  # a run is asked for the whole group
 
-    def set_repeat_times(self, repeat_times: int, run_id_base: int) -> None:
-        """Remember how many samples a run is asked for, and the number of the first."""
-        self.repeat_times, self.run_id_base = repeat_times, run_id_base
-
     def process_messages_to_experience(
         self,
         messages: Sequence[Mapping[str, Any]],
@@ -52,8 +48,8 @@ class ConversationWorkflow(Workflow):
 
         Args:
             messages: the requests to ``self.model`` and its replies.
-            reward: of the conversation.
-            info: kept with the experience; its numbers go to the metrics.
+            reward: reward of the conversation.
+            info: stored with the experience; its numbers are also metrics.
             truncate_status: any value but None marks the conversation as truncated.
         """
         experience = self.model.convert_messages_to_experience(messages)
@@ -151,7 +147,7 @@ class MultiTurnWorkflow(EpisodeWorkflow, ConversationWorkflow):
             ids = conversation.encode(messages)
             if ids[: len(turns)] != turns.input_ids:  # tokens that were sampled must stay
                 raise WorkflowError(
-                    f"turn {turns.count + 1}: the chat template of {type(self.tokenizer).__name__} writes earlier turns anew, so "
+                    f"turn {turns.count + 1}: the chat template of {type(self.tokenizer).__name__} changes earlier turns, so "
                     "the conversation is not one sequence of the tokens that were sampled. Use a template that only appends."
                 )
             turns.append_context(ids[len(turns) :])
@@ -165,13 +161,15 @@ class MultiTurnWorkflow(EpisodeWorkflow, ConversationWorkflow):
     async def _feedback(self, completion: str, reward: float, data: dict[str, Any]) -> str:
         if self.feedback_fn is None:
             return self.feedback_message
-        feedback_fn, kept = kept_calls(self.feedback_fn, "feedback")
+        feedback_fn, journal = kept_calls(self.feedback_fn, "feedback")
 
-        async def asked(completion: str) -> Any:  # kept by the completion alone: another reward function may score it anew
+        async def ask(
+            completion: str,
+        ) -> Any:  # recorded by the completion alone: a replay may score it with another reward function
             feedback = feedback_fn(completion, reward, data)
             return await feedback if inspect.isawaitable(feedback) else feedback
 
-        feedback = await kept.awaited(asked, completion)
+        feedback = await journal.awaited(ask, completion)
         if not isinstance(feedback, str):
             raise WorkflowError(
                 f"MultiTurnWorkflow: feedback_fn gave a {type(feedback).__name__} for task {task_name(data)}; it has to return "

@@ -1,7 +1,7 @@
 """Clients of the ``openai`` package for a run of the OpenAI front.
 
-They do not retry (a retry would be recorded as a second call), wait as long as the sample may take, use no proxy, and make a
-connection for each call, so that nothing is left open when the run ends.
+They do not retry (a retry would be recorded as a second call), have no time limit besides the sample's, use no proxy, and open a
+connection for each call, so that none is left open when the run ends.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ class RunClient(openai.OpenAI):
 
 
 class AsyncRunClient(openai.AsyncOpenAI):
-    """An asynchronous client; ``arguments`` are further ones of ``AsyncOpenAI``."""
+    """An asynchronous client; ``arguments`` are passed to ``AsyncOpenAI``."""
 
     def __init__(self, base_url: str, api_key: str, model_path: str, **arguments: Any) -> None:
         super().__init__(**(_settings(openai.DefaultAsyncHttpxClient, base_url, api_key) | arguments))

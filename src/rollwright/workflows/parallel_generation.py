@@ -1,6 +1,6 @@
-"""Reasoning that forks: a goal with numbered outlines, a path for each, written in parallel, and a conclusion from all.
+"""Parallel reasoning: a goal with numbered outlines, a path for each of them, written in parallel, and a conclusion from all.
 
-The row that results reads::
+The resulting row reads::
 
     <Goal>
     …<Outline>1. …</Outline>…
@@ -49,7 +49,7 @@ _OUTLINE = re.compile(r"<Outline>\s*(\d+(?:\.\d+)*)\s*[.:)]|^[ \t]*(\d+(?:\.\d+)
 def outline_numbers(goal: str) -> list[str]:
     """The numbers of the outlines in a goal, each once, in order of appearance.
 
-    Where there are ``<Outline>`` tags, only they count; else lines that begin with a number do.
+    If there are ``<Outline>`` tags, only these count; otherwise, lines that begin with a number do.
     """
     found = list(_OUTLINE.finditer(goal))
     tagged = [match[1] for match in found if match[1]]
@@ -79,11 +79,11 @@ class PathPart:
 
     @property
     def is_aborted(self) -> bool:
-        """Somebody ended the request."""
+        """True if the request was aborted."""
         return self.response is not None and self.response.stop_reason == "abort"
 
     def append_to(self, row: BranchedSequence, train_closing_tags: bool) -> None:
-        """Put it behind a row."""
+        """Append the part to a row."""
         row.append_context(self.opening)
         if self.response is not None:
             row.append_response(self.response, trained=None if train_closing_tags else self.content)
@@ -103,12 +103,14 @@ class ParallelGenerationWorkflow(EpisodeWorkflow):
     Args:
         reward_fn: scores the completion: goal, paths and conclusion, including markers.
         gconfig: how each part is sampled.
-        max_goal_tokens, max_path_tokens, max_conclusion_tokens: most tokens of the goal, of each path, of the conclusion.
-        branch_attention: ``plain`` trains one causal sequence, in which a path follows paths that it was sampled without (the
-            change in log-probabilities is reported as ``actor/context_mismatch/…``); ``isolated`` is exact: paths do not see
-            each other, the conclusion sees all. It needs the built-in engine.
-        max_paths: outlines beyond this many get no path.
-        train_closing_tags: train closing tags that the model wrote, too, so that it learns to end its parts.
+        max_goal_tokens: maximum number of tokens of the goal.
+        max_path_tokens: maximum number of tokens of each path.
+        max_conclusion_tokens: maximum number of tokens of the conclusion.
+        branch_attention: ``plain`` trains one causal sequence, in which a path also attends to earlier paths that it was sampled without
+            (the change in log-probabilities is reported as ``actor/context_mismatch/…``). ``isolated`` is exact: paths do not see
+            each other, and the conclusion sees all of them. It needs the built-in engine.
+        max_paths: maximum number of paths; further outlines get none.
+        train_closing_tags: also train closing tags that the model wrote, so that it learns to end its parts.
 
     The other arguments are those of :class:`EpisodeWorkflow`.
     """
@@ -221,7 +223,7 @@ class ParallelGenerationWorkflow(EpisodeWorkflow):
         limit: int,
         in_new_branch: bool = False,
     ) -> PathPart:
-        """Sample one part, behind ``row`` and its opening; the row is left as it is."""
+        """Sample one part that follows ``row`` and the opening tag, without changing the row."""
         opening_ids = self.encode(opening)
         gconfig = self.gconfig.new(
             n_samples=1,
@@ -257,7 +259,7 @@ class ParallelGenerationWorkflow(EpisodeWorkflow):
         return len(tokens)
 
     def _marked(self, part: PathPart) -> str:
-        """Text of a part with untrained tokens between marks, as in the rollouts of the run directory."""
+        """Text of a part, with untrained tokens between marks as in the rollouts of the run directory."""
         row = BranchedSequence([], isolated=False)
         part.append_to(row, self.train_closing_tags)
         return marked_text(row.input_ids, row.loss_mask, self.tokenizer)

@@ -77,7 +77,7 @@ def resolve_workflow(workflow: Any, kwargs: dict[str, Any] | None = None) -> Any
         workflow = WORKFLOWS.get(workflow)
     has_episode = callable(getattr(workflow, "arun_episode", None))
     if inspect.isclass(workflow) and hasattr(workflow, "run") and not has_episode:
-        raise _no_workflow(workflow)  # before it is asked for arguments that only a task runner has
+        raise _no_workflow(workflow)  # before its constructor asks for arguments that only a task runner has
     if inspect.isclass(workflow) or (callable(workflow) and not has_episode):
         workflow = _build(workflow, kwargs or {})
     elif kwargs:
@@ -96,7 +96,7 @@ def resolve_workflow(workflow: Any, kwargs: dict[str, Any] | None = None) -> Any
 
 
 def workflow_name(workflow: Any) -> str:
-    """How messages name a workflow: the qualified name of its class, without the places of local classes."""
+    """Name of a workflow in messages: the qualified name of its class, without the functions that enclose it."""
     return type(workflow).__qualname__.rsplit("<locals>.", 1)[-1]
 
 

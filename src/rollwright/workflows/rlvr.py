@@ -19,7 +19,8 @@ class Prompt:
         ids: token ids ``[P]``.
         inputs: further fields of each request.
         columns: further columns of each row, one element long.
-        statistics, facts: further metrics, and lines of the dumps.
+        statistics: further metrics.
+        facts: further lines of the dumps.
     """
 
     ids: list[int]

@@ -1,7 +1,7 @@
 """An agent that thinks, searches, reads and answers, over as many turns as it needs.
 
-An action is a closed tag in what the model wrote: ``<search>query</search>``, ``<access>url</access>`` or
-``<answer>text</answer>``. Failures of a tool become text that the model reads; they never end the episode.
+An action is a closed tag in the model's text: ``<search>query</search>``, ``<access>url</access>`` or ``<answer>text</answer>``. If a tool
+fails, the model reads the reason; the episode continues.
 """
 
 from __future__ import annotations
@@ -57,22 +57,23 @@ class SearchAgentWorkflow(EpisodeWorkflow):
     Args:
         gconfig: generation arguments of one turn; the stop strings of the actions are added to its own.
         max_tokens: tokens of prompt, turns and tool text together. Long tool text is cut at its end, so that the next turn has room.
-        max_turns: turns at most.
+        max_turns: maximum number of turns.
         verbose: log turns and length of each episode.
         search_tool: ``host:port`` of a retrieval service, ``{corpus: FILE}``, ``{encyclopedia: {...}}`` or an object with
-            ``search(query, topk)`` and, for ``enable_access``, ``access(url)``, async or plain (plain ones run in a thread);
-            Without one, every call reports that no tool is connected.
+            ``search(query, topk)`` and, for ``enable_access``, ``access(url)``, async or plain (plain ones run in a thread).
+            None connects no tool, and every call reports that.
         prompt_template: text before the first turn, with ``{question}``. None uses ``PROMPT_TEMPLATE``.
-        document_template, information_template: how tool results are shown, with ``{title}``, ``{contents}``, ``{url}`` and
-            ``{documents}``.
-        topk: documents of a search.
-        tool_timeout: seconds that one tool call may take.
+        document_template: how a document is shown, with ``{title}``, ``{contents}`` and ``{url}``.
+        information_template: how tool results are shown, with ``{documents}``.
+        topk: number of documents that a search returns.
+        tool_timeout: time limit of a tool call in seconds.
         enable_access: offer ``<access> url </access>``.
         reward_fn: called with the prompt, everything after it, their token ids and the row. None uses the best F1 of the
             answer with one of ``data["answer"]``, and 0 without an answer.
 
-    The other arguments are those of :class:`EpisodeWorkflow`. A row needs ``question`` and, for the default reward, ``answer``: a text or number, or a list of accepted ones. ``gconfig.n_samples`` is
-    ignored: groups are made by the executor, or by ``GroupedSearchAgentWorkflow``.
+    The other arguments are those of :class:`EpisodeWorkflow`. A row needs ``question`` and, for the default reward, ``answer``: a text or
+    number, or a list of accepted ones. ``gconfig.n_samples`` is ignored: groups are made by the executor, or by
+    ``GroupedSearchAgentWorkflow``.
     """
 
     group_size = 1
@@ -144,7 +145,7 @@ class SearchAgentWorkflow(EpisodeWorkflow):
             action = None if response.truncated else parse_action(self.tokenizer.decode(response.output_tokens), self.kinds)
             if action is not None and action.kind == "answer":
                 answer = action.argument
-            if action is None or action.kind == "answer" or turns.is_last:  # after the last turn nobody would read the result
+            if action is None or action.kind == "answer" or turns.is_last:  # nobody would read the result after the last turn
                 break
             tool_calls += 1
             information, failed = await self._look_up(action)
@@ -204,7 +205,7 @@ class SearchAgentWorkflow(EpisodeWorkflow):
 class GroupedSearchAgentWorkflow(SearchAgentWorkflow):
     """A whole GRPO group in one sample: ``group_size`` episodes of the same task side by side, one row each.
 
-    Run it with ``n_samples: 1``: the group is made here. The other arguments are those of ``SearchAgentWorkflow``.
+    Use it with ``n_samples: 1``, because the workflow makes the group itself. The other arguments are those of ``SearchAgentWorkflow``.
     """
 
     def __init__(
@@ -256,7 +257,7 @@ def parse_action(text: str, kinds: tuple[str, ...] = ("search", "access", "answe
 
 
 async def _call(function: Callable[..., Any], *arguments: Any) -> Any:
-    """Call a tool's method; a plain one in a thread, so that it does not hold up the event loop."""
+    """Call a tool's method; a plain one runs in a thread, so that it does not block the event loop."""
     if inspect.iscoroutinefunction(function):
         return await function(*arguments)
     result = await asyncio.to_thread(function, *arguments)
@@ -267,7 +268,7 @@ def show_document(document: Mapping[str, Any], template: str = DOCUMENT_TEMPLATE
     """A document as the model sees it.
 
     Raises:
-        DataError: it has no ``contents``: an empty text would look like a page that says nothing.
+        DataError: the document has no ``contents``. An empty text would look like an empty page.
     """
     if not isinstance(document, Mapping) or "contents" not in document:
         what = (

@@ -44,15 +44,11 @@ class SimpleWorkflow(ResettableWorkflow):
         self.raw_task, self.task_desc, self.truth = task.raw_task, task.task_desc, task.truth
         self.format_args, self.reply_prefix = task.format_args, task.format_args.reply_prefix
         self.system_prompt = task.format_args.system_prompt or self.default_system_prompt
-        if type(self).__module__ == __name__:  # a subclass may read some
+        if type(self).__module__ == __name__:  # a subclass may have its own
             task.arguments()
         self.reward = TaskReward(task, type(self).__name__, self.default_reward_fn)
         if not hasattr(type(self), "reward_fn"):
             self.reward_fn = self.reward.in_parts
-
-    def set_repeat_times(self, repeat_times: int, run_id_base: int) -> None:
-        """Remember how many samples a run is asked for, and the number of the first."""
-        self.repeat_times, self.run_id_base = repeat_times, run_id_base
 
     def format_messages(self) -> list[dict[str, Any]]:
         """The conversation to be answered; a reply prefix is the assistant's message at its end."""
@@ -83,7 +79,7 @@ class MathWorkflow(SimpleWorkflow):
 
 @WORKFLOWS.register_module("math_boxed_workflow")
 class MathBoxedWorkflow(SimpleWorkflow):
-    r"""Mathematics whose result stands in ``\boxed{}``."""
+    r"""Mathematics with the result in ``\boxed{}``."""
 
     default_system_prompt = BOXED_PROMPT
     default_reward_fn = "math_boxed_reward"

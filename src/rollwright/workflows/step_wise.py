@@ -7,14 +7,16 @@ from typing import Any
 from rollwright.errors import WorkflowError
 from rollwright.experience.experience import Experience
 from rollwright.workflows.model_wrapper import ModelWrapper
-from rollwright.workflows.task import Task, Workflow
+from rollwright.workflows.task import Task, Workflow, with_reward
 
 
 class _Steps(Workflow):
     """Common base: runs steps until one returns False or ``max_step_num`` is reached.
 
     Args:
-        task, model, auxiliary_models: as in every workflow.
+        task: the task to run.
+        model: the policy.
+        auxiliary_models: OpenAI clients of models that are not trained.
         use_openai_client: provide an OpenAI client of the policy as ``client``; needs the run's OpenAI front.
     """
 
@@ -59,7 +61,7 @@ class StepWiseRewardWorkflow(_Steps):
         made: list[Experience] = []
         for step in range(self.max_step_num):
             goes_on, experiences = self.step(step_num=step), self._experiences_of(step)
-            made += _rewarded(experiences, self.reward(experiences, step_num=step))
+            made += with_reward(experiences, self.reward(experiences, step_num=step))
             if not goes_on:
                 break
         return made
@@ -77,7 +79,7 @@ class AsyncStepWiseRewardWorkflow(StepWiseRewardWorkflow):
         made: list[Experience] = []
         for step in range(self.max_step_num):
             goes_on, experiences = await self.step_async(step_num=step), self._experiences_of(step)
-            made += _rewarded(experiences, await self.reward_async(experiences, step_num=step))
+            made += with_reward(experiences, await self.reward_async(experiences, step_num=step))
             if not goes_on:
                 break
         return made
@@ -99,7 +101,7 @@ class RewardPropagationWorkflow(_Steps):
             made += self._experiences_of(steps - 1)
             if not goes_on:
                 break
-        return _rewarded(made, self.reward(made), actual_env_steps=steps)
+        return with_reward(made, self.reward(made), actual_env_steps=steps)
 
 
 class AsyncRewardPropagationWorkflow(RewardPropagationWorkflow):
@@ -118,11 +120,4 @@ class AsyncRewardPropagationWorkflow(RewardPropagationWorkflow):
             made += self._experiences_of(steps - 1)
             if not goes_on:
                 break
-        return _rewarded(made, await self.reward_async(made), actual_env_steps=steps)
-
-
-def _rewarded(experiences: list[Experience], reward: float, **metrics: float) -> list[Experience]:
-    for experience in experiences:
-        experience.reward = reward
-        experience.metrics.update(metrics)
-    return experiences
+        return with_reward(made, await self.reward_async(made), actual_env_steps=steps)

@@ -15,8 +15,7 @@ from rollwright.data.columns import answer_of
 from rollwright.data.formats import messages_of
 from rollwright.errors import TrajectoryError, WorkflowError
 from rollwright.experience.experience import Experience
-from rollwright.rewards.parts import RewardFn, in_parts
-from rollwright.rewards.registry import REWARD_FUNCTIONS
+from rollwright.rewards.registry import REWARD_FUNCTIONS, RewardFn, in_parts
 from rollwright.rewards.wrapper import AsyncRewardWrapper
 from rollwright.tracking.logging import get_logger
 from rollwright.workflows.model_wrapper import ModelWrapper
@@ -117,7 +116,7 @@ class Workflow:
       whole group, ``task.rollout_args.n``. Either way runs are repeated until the group is full;
     * ``asynchronous``: ``run_async`` is awaited on the event loop; otherwise ``run`` runs in a thread.
 
-    If a class defines ``set_repeat_times(repeat_times, run_id_base)``, it is called with the number of samples that a run is asked for.
+    ``set_repeat_times`` is called with the number of samples that a run is asked for.
 
     Attributes:
         auxiliary_models: OpenAI clients of models that are not trained, in the config's order; None if there are none.
@@ -144,7 +143,7 @@ class Workflow:
         self.auxiliary_models = auxiliary_models or None
         self.run_id_base = 0
         self.logger = get_logger(type(self).__module__)
-        if "rollout_args" not in vars(self):  # which a reset before this call may have set
+        if "rollout_args" not in vars(self):  # a subclass may have called reset before
             _give_rollout_args(self, task)
 
     @property
@@ -156,7 +155,7 @@ class Workflow:
         """
         if self.auxiliary_models:
             raise WorkflowError(
-                f"{type(self).__name__} uses auxiliary_model_wrappers; here auxiliary models are OpenAI clients, self.auxiliary_models. "
+                f"{type(self).__name__} uses auxiliary_model_wrappers; auxiliary models are OpenAI clients, in self.auxiliary_models. "
                 "Teachers that score tokens are not supported."
             )
 
@@ -164,6 +163,10 @@ class Workflow:
     def asynchronous(self) -> Any:
         """True if the nearest class that defines ``run`` or ``run_async`` defines ``run_async``."""
         return "run_async" in vars(_definer(type(self)))
+
+    def set_repeat_times(self, repeat_times: int, run_id_base: int) -> None:
+        """Remember the number of samples that a run is asked for, and the number of the first one."""
+        self.repeat_times, self.run_id_base = repeat_times, run_id_base
 
     def reset(self, task: Task) -> None:
         """Take the next task; resettable workflows define this."""
@@ -174,8 +177,16 @@ class Workflow:
         raise WorkflowError(f"{type(self).__name__} is not asynchronous but defines no run().")
 
     async def run_async(self) -> list[Experience]:
-        """As ``run``, awaited on the event loop."""
+        """Run the workflow on the event loop and return its experiences."""
         raise WorkflowError(f"{type(self).__name__} is asynchronous but defines no run_async().")
+
+
+def with_reward(experiences: list[Experience], reward: float, **metrics: float) -> list[Experience]:
+    """Give all experiences of a run its reward, and add metrics to theirs."""
+    for experience in experiences:
+        experience.reward = reward
+        experience.metrics.update(metrics)
+    return experiences
 
 
 def _class_in_parts(reward_fn: Any) -> Any:
@@ -207,7 +218,7 @@ def _give_rollout_args(workflow: Any, task: Task) -> None:
         workflow.rollout_args = task.rollout_args
 
 
-#: Second names of traits, which other systems' workflows may have.
+#: Other names of traits, which ported workflows may use.
 _SECOND_NAMES = {"resettable": "can_reset", "asynchronous": "is_async"}
 
 
@@ -215,7 +226,7 @@ def trait(workflow: Any, name: str) -> bool:
     """Read a boolean trait of a workflow, which may be an attribute, property or method."""
     kind = workflow if isinstance(workflow, type) else type(workflow)
     known = [each for each in (name, _SECOND_NAMES.get(name)) if each and (hasattr(kind, each) or each in vars(workflow))]
-    values = [getattr(workflow, each) for each in known]  # an error in a property must not count as false
+    values = [getattr(workflow, each) for each in known]  # an error in a property must not count as False
     return any(bool(value() if callable(value) else value) for value in values)
 
 
@@ -270,8 +281,8 @@ class WorkflowPool:
             workflow.task, workflow.model = task, model
             _give_rollout_args(workflow, task)
             workflow.reset(task)
-        if callable(told := getattr(workflow, "set_repeat_times", None)):
-            told(task.rollout_args.n_samples, 0)
+        if callable(set_repeat_times := getattr(workflow, "set_repeat_times", None)):
+            set_repeat_times(task.rollout_args.n_samples, 0)
         yield workflow
         if trait(workflow, "resettable"):
             idle.append(workflow)
@@ -282,7 +293,7 @@ def returned_experiences(name: str, result: Any, is_eval: bool = False) -> list[
 
     Args:
         name: name of the workflow and its task, for messages.
-        result: an experience, several of them, or None. A generator is exhausted here.
+        result: an experience, several of them, or None. A generator is exhausted.
         is_eval: in an evaluation, the metric ``accuracy`` is the reward of an experience without one, because ported
             evaluation workflows report nothing else.
 

@@ -22,7 +22,7 @@ from rollwright.inference.server.tool_calls import ReadReply, tool_convention
 from rollwright.processes.sandbox import SandboxResult, run_python
 from rollwright.tracking.metrics import get_tracker
 from rollwright.workflows.registry import WORKFLOWS, resolve_function
-from rollwright.workflows.task import ResettableWorkflow, Task, TaskReward
+from rollwright.workflows.task import ResettableWorkflow, Task, TaskReward, with_reward
 
 MAX_TURNS = 8
 PYTHON_SECONDS = 10.0
@@ -68,7 +68,7 @@ class ToolCallingWorkflow(ResettableWorkflow):
             except PromptTooLongError:
                 if turns == 0:
                     raise
-                break  # the tools' answers filled the context: what was said so far is scored
+                break  # the tool results filled the context: score the conversation so far
             turns += 1
             messages.append({"role": "assistant", "content": reply.response_text})
             _, asked, broken = ReadReply("", [], []) if reply.truncated else self._read(reply)
@@ -76,30 +76,32 @@ class ToolCallingWorkflow(ResettableWorkflow):
             if not (asked or broken) or turns == self.max_turns:
                 break
             for why in broken:
-                text = f"A tool call could not be read: {why}. Write it in the form that you were shown."
-                messages.append({"role": "tool", "name": "error", "content": text})
+                messages.append(
+                    {
+                        "role": "tool",
+                        "name": "error",
+                        "content": f"A tool call could not be read: {why}. Write it in the form that you were shown.",
+                    }
+                )
             for call in asked:
                 result = await self.tools.call(call.name, call.arguments)
                 calls.append({"name": call.name, "arguments": call.arguments, "ok": result.ok})
                 messages.append({"role": "tool", "name": call.name, "content": result.text})
         assert reply is not None
         reward = await self.reward(reply, columns={"tool_calls": calls})
-        failed = sum(not call["ok"] for call in calls)
-        experiences = self.model.extract_experience_from_history()
-        for experience in experiences:
-            experience.reward = reward
-            experience.metrics = {"turns": turns, "tool_calls": len(calls), "failed_tool_calls": failed}
-            experience.metrics["malformed_tool_calls"] = malformed
-        get_tracker("rollout").scalar(
-            turns=turns, tool_calls=len(calls), failed_tool_calls=failed, malformed_tool_calls=malformed
-        )
-        return experiences
+        metrics = {
+            "turns": turns,
+            "tool_calls": len(calls),
+            "failed_tool_calls": sum(not call["ok"] for call in calls),
+            "malformed_tool_calls": malformed,
+        }
+        get_tracker("rollout").scalar(**metrics)
+        return with_reward(self.model.extract_experience_from_history(), reward, **metrics)
 
     def _read(self, reply: Experience) -> ReadReply:
         tokenizer = self.model.tokenizer
         text = tokenizer.decode(reply.response_tokens, skip_special_tokens=False)
-        convention = tool_convention(tokenizer.chat_template or "")
-        return convention.parse(without_end(text, tokenizer), self.tools.schemas)
+        return tool_convention(tokenizer.chat_template or "").parse(without_end(text, tokenizer), self.tools.schemas)
 
 
 async def execute_python(code: str) -> str:
@@ -123,7 +125,7 @@ class ToolResult:
 
 
 class ToolFunctions:
-    """The tools of a task. Results are kept in the journal as each function's ``durable`` says (``recorded`` by default).
+    """The tools of a task. Results are recorded in the journal as each function's ``durable`` says (``recorded`` by default).
 
     Args:
         tools: functions, plain or async, import paths of functions, or names in ``FUNCTIONS``. Parameters need type hints, and
@@ -148,7 +150,7 @@ class ToolFunctions:
         """Call a tool with arguments that the model wrote.
 
         Args:
-            name: of the tool.
+            name: name of the tool.
             arguments: JSON text of an object.
         """
         function = self.functions.get(name)
@@ -164,11 +166,11 @@ class ToolFunctions:
             inspect.signature(function).bind(**values)
         except TypeError as error:
             return ToolResult(f"The arguments do not fit {name}: {error}.", False)
-        function, kept = kept_calls(function, f"tool {name}")
-        return ToolResult(*await kept.awaited(self._shown, function, name, values))
+        function, journal = kept_calls(function, f"tool {name}")
+        return ToolResult(*await journal.awaited(self._run, function, name, values))
 
-    async def _shown(self, function: Callable[..., Any], name: str, values: dict[str, Any]) -> tuple[str, bool]:
-        """Text that the model reads after a call, and whether the call succeeded."""
+    async def _run(self, function: Callable[..., Any], name: str, values: dict[str, Any]) -> tuple[str, bool]:
+        """Run a tool, and return the text that the model reads and whether the call succeeded."""
         try:
             async with asyncio.timeout(self.timeout):
                 result = await (
@@ -197,7 +199,7 @@ class ToolFunctions:
 
 
 def _unicode(text: str) -> str:
-    """The text with ``?`` in place of halves of surrogate pairs, which neither a journal nor a tokenizer takes."""
+    """Replace unpaired surrogates by ``?``, because neither the journal nor a tokenizer accepts them."""
     return text.encode("utf-8", "replace").decode()
 
 
@@ -206,7 +208,7 @@ def _schema(function: Callable[..., Any]) -> dict[str, Any]:
 
     try:
         return get_json_schema(function)
-    except Exception as error:  # transformers has a type of its own for each thing that is missing
+    except Exception as error:  # transformers raises various types
         raise WorkflowError(
             f"no schema can be made of the tool {function.__name__!r}: {error} Give every parameter a type hint and a line "
             "under 'Args:' in the docstring."
@@ -231,7 +233,7 @@ def script_output(result: SandboxResult, timeout: float, max_characters: int) ->
 
 
 def shortened(text: str, max_characters: int) -> str:
-    """The text; of a longer one the first and the last half of ``max_characters``, with ``...`` on a line between."""
+    """Shorten a text to about ``max_characters`` by replacing its middle with ``...`` on a line of its own."""
     if len(text) <= max_characters:
         return text
     half = max_characters // 2

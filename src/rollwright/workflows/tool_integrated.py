@@ -38,7 +38,7 @@ class ToolIntegratedWorkflow(EpisodeWorkflow):
     Args:
         reward_fn: scores the whole completion, scripts and outputs included; function, name or import path.
         gconfig: how each turn is sampled; ``</python>`` is added to its stop strings.
-        max_turns: maximum number of turns; at most one script less is run.
+        max_turns: maximum number of turns. No script runs after the last one.
         max_tokens: tokens of the whole episode.
         script_timeout: seconds that a script may run.
         script_limits: its other limits: ``SandboxLimits`` or a mapping of its fields.
@@ -107,13 +107,12 @@ class ToolIntegratedWorkflow(EpisodeWorkflow):
         return bool(arguments.get("run_scripts", True))
 
     async def episode(self, engine: InferenceEngine, data: dict[str, Any]) -> dict[str, Any] | None:
-        """Reason, run a script, go on; one row."""
+        """Reason, run a script, continue; one row."""
         with sandboxed():
             return await self._episode(engine, data)
 
-    async def _ran(self, script: str) -> list[Any]:
-        result = await run_python(script, timeout=self.script_timeout, limits=self.script_limits)
-        return list(astuple(result))
+    async def _run(self, script: str) -> list[Any]:
+        return list(astuple(await run_python(script, timeout=self.script_timeout, limits=self.script_limits)))
 
     async def _episode(self, engine: InferenceEngine, data: dict[str, Any]) -> dict[str, Any] | None:
         prompt = self.data_extract_prompt_fn(data)
@@ -124,17 +123,17 @@ class ToolIntegratedWorkflow(EpisodeWorkflow):
         scripts = failed_scripts = 0
         async for response in turns:
             script = parse_script(self.tokenizer.decode(response.output_tokens, skip_special_tokens=True))
-            if response.truncated or script is None or turns.is_last:  # after the last turn nobody would read its output
+            if response.truncated or script is None or turns.is_last:  # nobody would read its output after the last turn
                 break
             if self.run_scripts:
-                kept = await durable("python").awaited(self._ran, script)
-                result = SandboxResult(*kept)
+                result = SandboxResult(*await durable("python").awaited(self._run, script))
             else:
                 result = SandboxResult("Python is switched off.", "", 0, False, 0.0)
             scripts += 1
             failed_scripts += not result.ok
-            output = script_output(result, self.script_timeout, self.max_output_characters)
-            turns.append_filled(self.output_template, output=output)
+            turns.append_filled(
+                self.output_template, output=script_output(result, self.script_timeout, self.max_output_characters)
+            )
         if turns.is_aborted:
             return None
         reward = await self.score(prompt_ids, turns.completion_ids, data)

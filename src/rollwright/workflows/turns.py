@@ -1,6 +1,6 @@
 """Token sequences of episodes with several turns: prompt, sampled tokens, and context between them.
 
-Only ids and mask are kept. Log-probabilities, versions and temperature come from the record.
+They hold only ids and mask. Log-probabilities, versions and temperature come from the record of the requests.
 """
 
 from __future__ import annotations
@@ -18,13 +18,14 @@ from rollwright.inference.request import ModelRequest, ModelResponse
 
 
 class TokenSequence:
-    """One row in the making.
+    """A row under construction.
 
     Attributes:
-        input_ids, loss_mask: ids, and 1 for the tokens that are trained; always of the same length.
-        prompt_length: tokens before the first that followed the prompt.
-        version: of the weights that sampled the first token.
-        truncated: a length limit ended the episode.
+        input_ids: token ids.
+        loss_mask: 1 for trained tokens, else 0.
+        prompt_length: number of tokens of the prompt.
+        version: version of the weights that sampled the first token.
+        truncated: True if a length limit ended the episode.
     """
 
     def __init__(self, prompt_ids: Sequence[int]) -> None:
@@ -124,21 +125,21 @@ class Turns(TokenSequence):
         return max(0, self._max_tokens - len(self))
 
     def append_filled(self, template: str, **value: str) -> None:
-        """Append a template with a text in its ``{place}``, within the limit of the whole sequence.
+        """Append a template with a text in its ``{name}`` placeholder, within the limit of the whole sequence.
 
-        A long text is cut at its end, so that the next turn has room for ``max_new_tokens``, or for half of the rest.
+        A long text is cut at its end, so that the next turn has room for ``max_new_tokens`` or half of the remaining tokens.
 
         Args:
-            template: contains the place once.
-            value: the text, by the name of the place.
+            template: contains the placeholder once.
+            value: the text, by the name of the placeholder.
         """
-        [(place, text)] = value.items()
+        [(placeholder, text)] = value.items()
         ids = self._encode(fill(template, **value))
         reserved = max(1, min(self._gconfig.max_new_tokens, self.room // 2))
         if len(ids) > self.room - reserved:
-            before, after = (self._encode(part) for part in template.split(f"{{{place}}}", 1))
-            kept = max(0, self.room - reserved - len(before) - len(after))
-            ids = [*before, *self._encode(text)[:kept], *after][: self.room]
+            before, after = (self._encode(part) for part in template.split(f"{{{placeholder}}}", 1))
+            room_for_text = max(0, self.room - reserved - len(before) - len(after))
+            ids = [*before, *self._encode(text)[:room_for_text], *after][: self.room]
         self.append_context(ids)
 
     def __aiter__(self) -> Turns:
@@ -155,7 +156,7 @@ class Turns(TokenSequence):
             raise StopAsyncIteration
         if self.room == 0 and self.count == 0:
             raise PromptTooLongError(
-                f"The prompt has {len(self)} tokens, and max_tokens={self._max_tokens} is of prompt and turns together: raise it, or "
+                f"The prompt has {len(self)} tokens, and max_tokens={self._max_tokens} limits prompt and turns together: raise it, or "
                 "shorten the prompt."
             )
         if self.room == 0:
@@ -169,7 +170,7 @@ class Turns(TokenSequence):
             if self.count == 0:
                 raise
             self.truncated = True
-            end = len(self) - self.loss_mask[::-1].index(1)  # what was put behind the last sampled token is taken back
+            end = len(self) - self.loss_mask[::-1].index(1)  # remove the context after the last sampled token
             del self.input_ids[end:], self.loss_mask[end:]
             raise StopAsyncIteration from None
         if response.stop_reason == "abort":
@@ -227,14 +228,14 @@ class BranchedSequence(TokenSequence):
     def append_context(self, ids: Sequence[int]) -> None:
         """Append tokens that the policy did not sample to the open branch."""
         super().append_context(ids)
-        self._place()
+        self._extend_layout()
 
     def append_response(self, response: ModelResponse, *, trained: int | None = None) -> None:
         """Append sampled tokens to the open branch; see :meth:`TokenSequence.append_response`."""
         super().append_response(response, trained=trained)
-        self._place()
+        self._extend_layout()
 
-    def _place(self) -> None:
+    def _extend_layout(self) -> None:
         """Extend the layout by the appended tokens."""
         added = self.loss_mask[len(self.branch_ids) :]
         self.branch_ids += [self._branch] * len(added)
@@ -269,5 +270,5 @@ class BranchedSequence(TokenSequence):
 
 
 def fill(template: str, **values: str) -> str:
-    """Fill a template's ``{name}`` places in one pass; other braces, in template or values, are kept."""
+    """Fill the ``{name}`` placeholders of a template in one pass. Other braces, in the template or in values, stay unchanged."""
     return re.sub("|".join(re.escape(f"{{{name}}}") for name in values), lambda match: values[match[0][1:-1]], template)

@@ -1,4 +1,4 @@
-"""Reinforcement learning with verifiable rewards for models that see: images with the prompt."""
+"""Reinforcement learning with verifiable rewards for vision-language models: prompts with images."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from rollwright.workflows.rlvr import Prompt, RLVRWorkflow
 
 
 def extract_prompt(data: dict[str, Any]) -> Any:
-    """The task's ``messages``: a conversation, or its text as a chat template rendered it."""
+    """The task's ``messages``: a conversation, or text that a chat template has rendered."""
     return data["messages"] if isinstance(data.get("messages"), str) else extract_messages(data)
 
 

@@ -10,7 +10,7 @@ from rollwright.errors import PromptTooLongError, WorkflowError
 from rollwright.experience.experience import Experience
 from rollwright.tracking.metrics import get_tracker
 from rollwright.workflows.registry import WORKFLOWS
-from rollwright.workflows.task import ResettableWorkflow, Task
+from rollwright.workflows.task import ResettableWorkflow, Task, with_reward
 
 MAX_STEPS = 15
 NO_PURCHASE_REWARD = -0.1
@@ -26,7 +26,7 @@ _ACTION = re.compile(r"<action>(.*?)</action>", re.DOTALL)
 
 @WORKFLOWS.register_module("webshop_workflow")
 class WebShopWorkflow(ResettableWorkflow):
-    """One visit to the shop; repeatable, and one experience for one visit.
+    """One visit to the shop is one experience; repeatable.
 
     The reward is ``NO_PURCHASE_REWARD`` until something is bought. A task names its session in ``session_id``, or in the
     format's prompt column. ``workflow_args`` may hold:
@@ -58,7 +58,7 @@ class WebShopWorkflow(ResettableWorkflow):
             except PromptTooLongError:
                 if steps == 0:
                     raise
-                break  # the visit filled the context: what was said so far is trained on, without a purchase
+                break  # the visit filled the context: train on it without a purchase
             steps += 1
             messages.append({"role": "assistant", "content": reply.response_text})
             action = parse_action(reply.response_text or "")
@@ -70,12 +70,9 @@ class WebShopWorkflow(ResettableWorkflow):
             complaint, misses = ("" if valid else "This action is not available here. "), misses + (not valid)
             if result.done:
                 reward = result.reward
-        experiences = self.model.extract_experience_from_history()
-        for experience in experiences:
-            experience.reward = reward
-            experience.metrics = {"steps": steps, "bought": float(session.done), "invalid_actions": misses}
         get_tracker("rollout").scalar(shop_steps=steps, shop_bought=session.done, shop_invalid_actions=misses)
-        return experiences
+        experiences = self.model.extract_experience_from_history()
+        return with_reward(experiences, reward, steps=steps, bought=float(session.done), invalid_actions=misses)
 
     def _session(self) -> Any:
         package, rich = self.arguments["package"], self.arguments["rich"]

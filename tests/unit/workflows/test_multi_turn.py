@@ -137,7 +137,7 @@ def test_a_template_that_rewrites_history_is_refused(tokenizer):
     rewriting = build_character_tokenizer(
         chat_template="{% for m in messages %}{{ loop.length }}{{ m.content }}{% endfor %}{% if add_generation_prompt %}:{% endif %}"
     )
-    with pytest.raises(WorkflowError, match=r"turn 2: the chat template of .* writes earlier turns anew"):
+    with pytest.raises(WorkflowError, match=r"turn 2: the chat template of .* changes earlier turns"):
         run(MultiTurnWorkflow(exact, GCONFIG, rewriting), Answers(rewriting, "40", "42"))
 
 

@@ -59,7 +59,7 @@ def test_rows_that_lack_something_are_told(row, error, message):
 
 def test_a_limit_that_the_prompt_fills_is_told():
     """The reward of every episode was 0, in silence."""
-    with pytest.raises(PromptTooLongError, match="max_tokens=20 is of prompt and turns together"):
+    with pytest.raises(PromptTooLongError, match="max_tokens=20 limits prompt and turns together"):
         reward_of({"question": "When?", "answer": "1997"}, max_tokens=20)
 
 

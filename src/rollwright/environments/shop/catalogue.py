@@ -1,4 +1,4 @@
-"""The shop's products and the instructions that customers come with, both made from a seed."""
+"""Products and customers' instructions of the shop, both generated from a seed."""
 
 from __future__ import annotations
 
@@ -26,11 +26,12 @@ class Product:
     """One product.
 
     Attributes:
-        id: what is clicked in the results.
+        id: text to click in the results.
+        title: name in the results.
         kind: product type, the last part of its category.
         category: department, aisle and kind.
-        attributes: what it is; a customer asks for some of them.
-        options: name of a choice -> its values, such as ``{"color": ("red", "blue")}``.
+        attributes: properties, some of which a customer asks for.
+        options: option -> its values, such as ``{"color": ("red", "blue")}``.
         price: in dollars.
     """
 
@@ -48,7 +49,7 @@ class Product:
 
 @dataclass(frozen=True)
 class Goal:
-    """A customer's wish; ``product`` is one that fits, and others may fit as well."""
+    """A customer's wish. ``product`` fulfils it; others may do so as well."""
 
     instruction: str
     product: Product
@@ -69,17 +70,17 @@ class Catalogue:
         return {product.id: product for product in self.products}
 
     def product(self, product_id: str) -> Product | None:
-        """The product of an id, in either case."""
+        """The product with an id, ignoring case; None if there is none."""
         return self._by_id.get(product_id.lower())
 
 
 def make_catalogue(seed: int = 1, products: int = 1000, goals: int = 500) -> Catalogue:
-    """Make a catalogue; the same arguments make the same one.
+    """Generate a catalogue; the same arguments yield the same one.
 
     Args:
-        seed: everything is drawn from it, prices included.
+        seed: seed of everything in the catalogue.
         products: number of products.
-        goals: number of goals, each for a product drawn at random.
+        goals: number of goals, each for a random product.
 
     Raises:
         DataError: a number is below 1.

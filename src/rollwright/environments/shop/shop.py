@@ -1,4 +1,4 @@
-"""A shop: search over a catalogue, visits that search, look, choose and buy, and the reward of a purchase.
+"""A shop: search over a catalogue, sessions in which an agent searches, looks, chooses and buys, and the reward of a purchase.
 
 A shop is one catalogue and one index, read-only, shared by all its sessions. A session holds a page name, a query, a page number, a
 product and chosen options; everything else is the shop's. ``WebShopPackageSession`` is the same interface over the real WebShop, for
@@ -47,7 +47,7 @@ class Shop:
 
         Args:
             session_id: which of the catalogue's goals.
-            rich: observations mark buttons.
+            rich: mark buttons in observations.
 
         Raises:
             DataError: there is no such goal.
@@ -61,7 +61,7 @@ class Shop:
 
 @lru_cache(maxsize=8)
 def shop(seed: int = 1, products: int = 1000, goals: int = 500, page_size: int = 10) -> Shop:
-    """The shop of a seed; the same arguments give the same object, so that sessions share its index."""
+    """Open the shop of a seed. The same arguments return the same object, so that sessions share its index."""
     return Shop(make_catalogue(seed, products, goals), page_size)
 
 
@@ -87,12 +87,12 @@ def parse_shop_action(text: str) -> tuple[str, str] | None:
 
 @dataclass
 class ShopSession:
-    """See the module. ``shop.session(...)`` makes one.
+    """One visit to a shop, created by ``shop.session(...)``.
 
     Attributes:
-        goal: what the customer wants.
-        rich: observations mark buttons.
-        done: bought; nothing can be done any more.
+        goal: the customer's goal.
+        rich: mark buttons in observations.
+        done: True after the purchase; no further actions are possible.
         options: chosen values by option name.
     """
 
@@ -114,7 +114,7 @@ class ShopSession:
         return {"has_search_bar": searching, "clickables": ["search"] * searching + buttons}
 
     def observation(self) -> str:
-        """The page as text: fields joined by `` [SEP] ``; in the rich form with its buttons marked."""
+        """The page as text: its fields joined by `` [SEP] ``, or one per line with marked buttons if ``rich``."""
         if not self.rich:
             return SEPARATOR.join(text for _, text in self._fields())
         marks = {"button": "[button] {} [button_]", "clicked": "[clicked button] {} [clicked button_]", "text": "{}"}
@@ -123,7 +123,7 @@ class ShopSession:
     def step(self, action: str) -> StepResult:
         """Do ``search[words]`` or ``click[target]``.
 
-        An action that is malformed or not available here changes nothing and gives reward 0; ``info["valid"]`` is then false.
+        A malformed or unavailable action changes nothing and has reward 0; ``info["valid"]`` is then False.
 
         Returns:
             The observation after it, the reward (only a purchase has one), whether the session is over, and ``info``.
@@ -165,7 +165,7 @@ class ShopSession:
         return 0.0
 
     def _fields(self) -> list[tuple[str, str]]:
-        """Kind (text, button, clicked) and text of each field of the page, from top to bottom."""
+        """Kind (text, button or clicked) and text of each field of the page, from top to bottom."""
         if self.done:
             return [("text", "Thank you for shopping with us!")]
         fields = [("text", f"Instruction: {self.goal.instruction}")]
@@ -233,8 +233,8 @@ class WebShopPackageSession:
 
     Args:
         session_id: the goal, as the environment's ``reset(session=...)`` takes it.
-        rich: observations mark buttons (``text_rich``).
-        environment: an environment to use; None: one is made with ``options``.
+        rich: mark buttons in observations (``text_rich``).
+        environment: environment to use. None creates one with ``options``.
         options: arguments of ``WebAgentTextEnv``, such as ``num_products``.
 
     Raises:

@@ -1,4 +1,4 @@
-"""Tasks of the shop, the worked episodes of a clerk who sees what a customer sees, and a small vocabulary for both."""
+"""Tasks of the shop, worked episodes by a scripted clerk, and a small vocabulary for both."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import Any
 
 from rollwright.environments.shop import catalogue as goods
 from rollwright.environments.shop.catalogue import Goal, Product
-from rollwright.environments.shop.shop import BACK, BUY, NEXT, PREVIOUS, SUB_PAGES, purchase_reward, shop
+from rollwright.environments.shop.shop import BACK, BUY, NEXT, PREVIOUS, SUB_PAGES, Shop, purchase_reward, shop
 from rollwright.errors import DataError
 
 #: Share of a catalogue's goals, from its end, that are held out.
@@ -30,7 +30,10 @@ def tasks(
     Args:
         split: train, valid or test.
         size: number of tasks. None gives all of the split.
-        seed, products, goals, page_size: arguments of the shop; the workflow needs the same.
+        seed: argument of the shop; the workflow needs the same.
+        products: likewise.
+        goals: likewise.
+        page_size: likewise.
         worked: add ``segments``, a worked episode, for supervised training.
         careless: share of the clerk's words, products and options that are drawn at random. A model that learns from such a clerk
             knows the shop but not yet its job.
@@ -38,7 +41,7 @@ def tasks(
             small model learns to copy words sooner than from the few copied words of the actions.
 
     Raises:
-        DataError: no such split, or it has fewer tasks than ``size``.
+        DataError: there is no such split, or it has fewer tasks than ``size``.
     """
     held_out = int(goals * HELD_OUT_SHARE)
     first_held_out = goals - held_out
@@ -52,10 +55,10 @@ def tasks(
     sessions = ranges[split]
     if size is not None and size > len(sessions):
         raise DataError(f"shop: {size} tasks of split {split!r} were asked for, it has {len(sessions)}; raise goals.")
-    place = shop(seed, products, goals, page_size)
+    opened = shop(seed, products, goals, page_size)
     rows = []
     for session_id in sessions[:size]:
-        goal = place.catalogue.goals[session_id]
+        goal = opened.catalogue.goals[session_id]
         row = {
             "session_id": session_id,
             "messages": [{"role": "user", "content": goal.instruction}],
@@ -63,20 +66,20 @@ def tasks(
             "query_id": f"shop-{seed}-{session_id}",
         }
         if worked:
-            row["segments"] = _segments(worked_steps(place, session_id, careless), pages)
+            row["segments"] = _segments(worked_steps(opened, session_id, careless), pages)
         rows.append(row)
     return rows
 
 
-def worked_steps(place: Any, session_id: int, careless: float = 0.0) -> list[tuple[str, str]]:
-    """The clerk's ``(observation, action)`` pairs: search, take the best of the first page, choose, buy.
+def worked_steps(shop: Shop, session_id: int, careless: float = 0.0) -> list[tuple[str, str]]:
+    """The clerk's ``(observation, action)`` pairs: search, pick the best product of the first page, choose options, buy.
 
     Args:
-        place: the shop.
+        shop: the shop.
         session_id: session of the customer.
         careless: probability that a choice is made at random.
     """
-    session = place.session(session_id)
+    session = shop.session(session_id)
     goal = session.goal
     draw = random.Random(f"clerk {session_id}")
     steps = []
@@ -86,15 +89,15 @@ def worked_steps(place: Any, session_id: int, careless: float = 0.0) -> list[tup
         result = session.step(action)
         assert result.info["valid"], action
 
-    sought = draw.choice(place.catalogue.goals) if draw.random() < careless else goal
+    sought = draw.choice(shop.catalogue.goals) if draw.random() < careless else goal
     act(f"search[{' '.join(sought.attributes)} {sought.product.kind}]")
-    first_page = place.search(session.query)[: place.page_size]
-    taken = max(first_page, key=lambda product: purchase_reward(product, _choices(product, goal), goal))
+    first_page = shop.search(session.query)[: shop.page_size]
+    product = max(first_page, key=lambda each: purchase_reward(each, _choices(each, goal), goal))
     if draw.random() < careless:
-        taken = draw.choice(first_page)
-    act(f"click[{taken.id}]")
-    wanted = _choices(taken, goal)
-    for name, values in taken.options.items():
+        product = draw.choice(first_page)
+    act(f"click[{product.id}]")
+    wanted = _choices(product, goal)
+    for name, values in product.options.items():
         if draw.random() < careless:
             act(f"click[{draw.choice(values)}]")
         elif name in wanted:
@@ -108,7 +111,7 @@ def _choices(product: Product, goal: Goal) -> dict[str, str]:
 
 
 def _segments(steps: list[tuple[str, str]], pages: bool) -> list[dict[str, Any]]:
-    """The episode in the chat form of ``data.tokenizer.CHAT_TEMPLATE``: an observation a user message, an action a reply."""
+    """Render an episode as ``data.tokenizer.CHAT_TEMPLATE`` does: observations are user messages, actions are replies."""
     segments = []
     for observation, action in steps:
         segments.append({"text": f"<|user|>{observation}<|end|><|assistant|>", "train": pages})
@@ -123,7 +126,7 @@ def _thought(action: str) -> str:
 
 
 def vocabulary() -> list[str]:
-    """Strings that are one token each for a small model: the catalogue's words, buttons, fields and tags."""
+    """Strings that should be single tokens of a small model: the catalogue's words, buttons, fields and tags."""
     kinds = [kind for aisles in goods.DEPARTMENTS.values() for kinds in aisles.values() for kind in kinds]
     words = [*kinds, *goods.ATTRIBUTES, *goods.COLORS, *goods.SIZES, *goods.BRANDS, "color", "size"]
     fields = [
