@@ -66,8 +66,14 @@ def create_application(engine: BuiltinEngine, settings: ServerSettings, *, model
     if engine.tokenizer is not None:
         openai = OpenAIProtocol(engine, engine.tokenizer, settings.model_name, **limits, image_hosts=settings.image_hosts)
         routers.append(openai.router)
-    gate = partial(Gate, metrics=metrics)
-    return make_service("rollwright serve-model", routers, settings, guard=gate, refused=_REFUSED, lifespan=lifespan)
+    return make_service(
+        "rollwright serve-model",
+        routers,
+        settings,
+        guard=partial(Gate, metrics=metrics),
+        refused=_REFUSED,
+        lifespan=lifespan,
+    )
 
 
 def serve(

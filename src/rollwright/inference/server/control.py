@@ -296,8 +296,9 @@ class Control:
         return {"weight_version": str(self._engine.get_version())}
 
     async def _metrics_text(self) -> Response:
-        text = prometheus_client.generate_latest(self._metrics.registry)
-        return PlainTextResponse(text, media_type="text/plain; version=0.0.4")
+        return PlainTextResponse(
+            prometheus_client.generate_latest(self._metrics.registry), media_type="text/plain; version=0.0.4"
+        )
 
     # -- generation ----------------------------------------------------------------------------------------------------
 
@@ -507,8 +508,9 @@ class Control:
                 await asyncio.to_thread(self._engine.abort)
             if version is None and not self._holds:  # requests wait for the new weights
                 await self._hold("parts")
-            is_flat = body.load_format == "flattened_bucket"
-            named = await asyncio.to_thread(group.receive, body.names, body.dtypes, body.shapes, flat=is_flat)
+            named = await asyncio.to_thread(
+                group.receive, body.names, body.dtypes, body.shapes, flat=body.load_format == "flattened_bucket"
+            )
             self._parts.update((name, tensor.cpu()) for name, tensor in named)  # a second copy would not fit on the GPU
             if version is not None:
                 await self._load_parts(version, or_wait=True)
@@ -538,6 +540,5 @@ class Control:
 
     async def _weights_checker(self) -> dict[str, Any]:
         async with self._update:
-            state = dict(self._engine.model.named_parameters())
-            digest = await asyncio.to_thread(content_digest, state.items())
+            digest = await asyncio.to_thread(content_digest, dict(self._engine.model.named_parameters()).items())
         return {"success": True, "message": "", "payload": [{"per_gpu_checksum": digest, "checksums": {}}]}

@@ -281,9 +281,15 @@ def chat_tools(tools: Sequence[OfferedTool], param: str = "tools") -> list[dict[
     return [{"type": "function", "function": tool.function} for tool in tools] or None
 
 
-def refuse_tool_choice(given: Any, tools: Iterable[str], forms: str) -> RequestError:
+def chat_function(name: str, description: Any, parameters: Any, strict: Any) -> dict[str, Any]:
+    """Build the ``function`` field of a tool in a chat request, without fields that are None."""
+    given = {"name": name, "description": description, "parameters": parameters, "strict": strict}
+    return {key: value for key, value in given.items() if value is not None}
+
+
+def refuse_tool_choice(given: Any, tools: Sequence[OfferedTool], forms: str) -> RequestError:
     """Build the error for a ``tool_choice`` that has none of the ``forms``, or that requests a tool that is not offered."""
-    offered = ", ".join(tools) or "(none)"
+    offered = ", ".join(tool.name for tool in tools) or "(none)"
     return RequestError(
         f"tool_choice={given!r:.200} cannot be honoured with the tools {offered}: use {forms} with the name of one of them.",
         param="tool_choice",

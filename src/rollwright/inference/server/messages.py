@@ -21,6 +21,7 @@ from rollwright.inference.server.dialects import (
     Event,
     OfferedTool,
     StoredAnswer,
+    chat_function,
     chat_tools,
     count_tokens,
     object_arguments,
@@ -31,6 +32,7 @@ from rollwright.inference.server.dialects import (
 from rollwright.inference.server.exchange import RequestError, as_request_error
 from rollwright.inference.server.openai_answer import OpenAICall, usage_of
 from rollwright.inference.server.prompts import check_function
+from rollwright.inference.server.tool_calls import openai_tool_call
 
 #: Finish reason of a chat -> stop reason of this API. A stop string is ``stop_sequence`` instead.
 _STOP_REASONS = {"stop": "end_turn", "length": "max_tokens", "tool_calls": "tool_use"}
@@ -141,10 +143,11 @@ class MessagesDialect(Dialect):
             self.warnings.append("output_config.task_budget is left out: chat templates do not support it.")
         system = [{"role": "system", "content": _texts(fields.system, "system")}] if fields.system else []
         new: list[dict[str, Any]] = []
-        self.places = [*(["system"] * len(system)), *(["thread"] * len(before))]
+        self.places = ["system"] * len(system) + ["thread"] * len(before)
         for index, message in enumerate(fields.messages):
-            new += _chat_messages(message, f"messages[{index}]")
-            self.places += [f"messages[{index}]"] * (len(system) + len(before) + len(new) - len(self.places))
+            converted = _chat_messages(message, f"messages[{index}]")
+            new += converted
+            self.places += [f"messages[{index}]"] * len(converted)
         #: The conversation without the system prompt.
         self.messages = [*before, *new]
         is_prefilled = bool(new) and new[-1]["role"] == "assistant"  # the request holds the beginning of the reply
@@ -214,8 +217,8 @@ class MessagesDialect(Dialect):
         yield {"type": "message_start", "message": self.answer}
 
     def open_piece(self, kind: str) -> Iterator[Event]:
-        reasoning = {"type": "thinking", "thinking": "", "signature": ""}
-        yield self._open(reasoning if kind == "reasoning" else {"type": "text", "text": ""})
+        thinking = {"type": "thinking", "thinking": "", "signature": ""}
+        yield self._open(thinking if kind == "reasoning" else {"type": "text", "text": ""})
 
     def grow(self, kind: str, more: str, logprobs: list[Any]) -> Iterator[Event]:
         name = "thinking" if kind == "reasoning" else "text"
@@ -288,12 +291,16 @@ def _chat_messages(message: dict[str, Any], where: str) -> list[dict[str, Any]]:
             case "text" | "image":
                 parts.append(_chat_part(block, at))
             case "tool_result" if role == "user":
-                text = _texts(block.get("content") or "", at)
-                results.append({"role": "tool", "tool_call_id": block.get("tool_use_id", ""), "content": text})
+                results.append(
+                    {
+                        "role": "tool",
+                        "tool_call_id": block.get("tool_use_id", ""),
+                        "content": _texts(block.get("content") or "", at),
+                    }
+                )
             case "tool_use" if role == "assistant":
                 arguments = json.dumps(block.get("input") or {}, ensure_ascii=False)
-                function = {"name": block.get("name"), "arguments": arguments}
-                calls.append({"id": block.get("id", ""), "type": "function", "function": function})
+                calls.append(openai_tool_call(block.get("id", ""), block.get("name"), arguments))
             case "thinking" if role == "assistant":
                 reasoning.append(str(block.get("thinking", "")))
             case kind:
@@ -316,8 +323,7 @@ def _chat_part(block: Any, where: str) -> dict[str, Any]:
     if isinstance(source, dict) and source.get("type") == "url":
         return {"type": "image_url", "image_url": {"url": source.get("url")}}
     if isinstance(source, dict) and source.get("type") == "base64":
-        url = f"data:{source.get('media_type')};base64,{source.get('data')}"
-        return {"type": "image_url", "image_url": {"url": url}}
+        return {"type": "image_url", "image_url": {"url": f"data:{source.get('media_type')};base64,{source.get('data')}"}}
     raise RequestError(f"{where} has a part of type {kind!r}; it has to be text, or an image as base64 or url.", param=where)
 
 
@@ -347,8 +353,7 @@ def offered_tools(tools: list[dict[str, Any]]) -> tuple[list[OfferedTool], list[
                 param="tools",
             )
         check_function(tool.get("name"), tool.get("input_schema"), where, "input_schema")
-        names = {"name": "name", "description": "description", "parameters": "input_schema", "strict": "strict"}
-        function = {ours: tool[theirs] for ours, theirs in names.items() if tool.get(theirs) is not None}
+        function = chat_function(tool["name"], tool.get("description"), tool.get("input_schema"), tool.get("strict"))
         offered.append(OfferedTool(tool["name"], function))
     return offered, warnings
 
@@ -357,8 +362,7 @@ def _refuse_other_edits(management: dict[str, Any]) -> None:
     """Refuse edits of the history, except one that keeps everything."""
     for edit in management.get("edits") or []:
         keep = edit.get("keep") if isinstance(edit, dict) else None
-        keeps_all = keep in ("all", {"type": "all"}) and str(edit.get("type")).startswith("clear_thinking_")
-        if not keeps_all:
+        if keep not in ("all", {"type": "all"}) or not str(edit.get("type")).startswith("clear_thinking_"):
             raise RequestError(
                 f"context_management={management!r:.200} cannot be honoured: this server does not change the history, and accepts "
                 "only clear_thinking with keep='all'. Leave the other edits out, or edit the messages.",
@@ -374,8 +378,9 @@ def _chat_tool_choice(choice: dict[str, Any], tools: list[OfferedTool]) -> Any:
             return "required"
         case "tool" if choice.get("name") in [tool.name for tool in tools]:
             return {"type": "function", "function": {"name": choice["name"]}}
-    forms = "{'type': 'auto'}, {'type': 'none'}, {'type': 'any'}, or {'type': 'tool', 'name': …}"
-    raise refuse_tool_choice(choice, (tool.name for tool in tools), forms)
+    raise refuse_tool_choice(
+        choice, tools, "{'type': 'auto'}, {'type': 'none'}, {'type': 'any'}, or {'type': 'tool', 'name': …}"
+    )
 
 
 def _chat_format(given: Any) -> dict[str, Any] | None:

@@ -66,9 +66,8 @@ class NativeProtocol:
         completions, as_list = await beside_the_loop(request, size, self._parse, body)
         if completions[0].body.stream:
             return await event_stream(request, self._events(completions[0]))
-        requests = [completion.request for completion in completions]
-        responses = await while_connected(request, self.engine.agenerate_batch(requests))
-        answers = [self._answer(*pair) for pair in zip(completions, responses, strict=True)]
+        work = self.engine.agenerate_batch([completion.request for completion in completions])
+        answers = list(map(self._answer, completions, await while_connected(request, work)))
         return JSONResponse(answers if as_list else answers[0])
 
     def _parse(self, given: dict[str, Any]) -> tuple[list[_Completion], bool]:
@@ -91,8 +90,8 @@ class NativeProtocol:
             rids = [f"{rid}_{index}" for index, rid in enumerate(rids)]
         completions = []
         names = ("return_logprob", "top_logprobs_num", "logprob_start_len")
-        scores = zip(*(_one_each(body, name, len(prompts)) for name in names), strict=True)
-        for prompt, sampling, rid, (return_logprob, top, start) in zip(prompts, samplings, rids, scores, strict=True):
+        options = (_one_each(body, name, len(prompts)) for name in names)
+        for prompt, sampling, rid, return_logprob, top, start in zip(prompts, samplings, rids, *options, strict=True):
             gconfig, start = sampling.gconfig(), -1 if start is None else start
             if gconfig.max_new_tokens == 0 and start < 0:
                 raise RequestError(
@@ -116,8 +115,9 @@ class NativeProtocol:
                     top_logprobs=top if return_logprob else None,
                     prompt_logprobs_from=start if return_logprob and start >= 0 else None,
                 )
-                samples = gconfig.max_new_tokens > 0
-                completions.append(_Completion(request, sampling.no_stop_trim, bool(return_logprob), body, samples))
+                completions.append(
+                    _Completion(request, sampling.no_stop_trim, bool(return_logprob), body, samples=gconfig.max_new_tokens > 0)
+                )
         return completions, as_list
 
     def _prompts(self, body: Generate) -> tuple[list[list[int]], bool]:

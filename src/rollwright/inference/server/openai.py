@@ -201,8 +201,7 @@ class OpenAIProtocol:
         asked = (Chat if endpoint == CHAT else Completion).of(body)
         fields = asked.given()
         self._check_model(fields)
-        prompts = await self.read_prompts(request, endpoint, fields, size)
-        call = self._call(endpoint, body, fields, prompts, prefix)
+        call = self._call(endpoint, body, fields, await self.read_prompts(request, endpoint, fields, size), prefix)
         if said := [*warnings, *asked.warnings]:
             for each in call.requests:
                 each.metadata["warnings"] = said
@@ -287,15 +286,16 @@ class OpenAIProtocol:
         self, messages: list[dict[str, Any]], tools: list[Any] | None, fields: dict[str, Any], variables: dict[str, Any]
     ) -> list[int]:
         continues = bool(fields.get("continue_final_message"))
-        text = render(
-            self.tokenizer,
-            messages,
-            tools,
-            add_generation_prompt=fields.get("add_generation_prompt", not continues),
-            continue_final_message=continues,
-            **variables,
+        return self._encode(
+            render(
+                self.tokenizer,
+                messages,
+                tools,
+                add_generation_prompt=fields.get("add_generation_prompt", not continues),
+                continue_final_message=continues,
+                **variables,
+            )
         )
-        return self._encode(text)
 
     def _encode(self, text: str) -> list[int]:
         return self._reader.encode(text, "messages", add_special_tokens=False)
@@ -387,12 +387,12 @@ class OpenAIProtocol:
 
     def _grammar(self, fields: dict[str, Any], begins_reasoning: bool) -> dict[str, str]:
         """Generation argument that enforces ``response_format`` or ``structured_outputs``."""
-        wanted = [each for name in ("response_format", "structured_outputs") if (each := fields.get(name)) is not None]
-        if not wanted:
-            return {}
-        structure = wanted[0]
-        if len(wanted) > 1:
+        first, second = fields.get("response_format"), fields.get("structured_outputs")
+        if first is not None and second is not None:
             raise RequestError("structured_outputs cannot be combined with response_format.", param="structured_outputs")
+        structure = second if first is None else first
+        if structure is None:
+            return {}
         if beginning_of_reply(fields, self.convention):
             raise RequestError(f"{structure.param} cannot be honoured if tool_choice forces a call.", param=structure.param)
         convention = self.convention if tools_of(fields) else None
@@ -434,9 +434,8 @@ class OpenAIProtocol:
             async for index, partial in partials:
                 if not latest and call.is_chat:  # every choice begins with its role
                     ids = {"prompt_token_ids": call.requests[0].input_ids} if call.return_token_ids else {}
-                    delta = {"role": "assistant", "content": ""}
-                    roles = [{"index": at, "delta": delta, "finish_reason": None} for at in range(len(streams))]
-                    yield {"choices": roles} | ids
+                    role = {"delta": {"role": "assistant", "content": ""}, "finish_reason": None}
+                    yield {"choices": [{"index": at, **role} for at in range(len(streams))]} | ids
                 latest[index] = partial = partial.of_the_prompt() if call.samples_nothing else partial
                 chunk = streams[index].advance(partial)
                 if chunk is not None:

@@ -93,8 +93,9 @@ def usage_of(call: OpenAICall) -> dict[str, Any]:
         "total_tokens": prompt_tokens + completion_tokens,
     }
     if call.separates_reasoning:
-        reasoning = sum(map(_reasoning_tokens, call.requests, call.responses, call.choices))
-        usage["completion_tokens_details"] = {"reasoning_tokens": reasoning}
+        usage["completion_tokens_details"] = {
+            "reasoning_tokens": sum(map(_reasoning_tokens, call.requests, call.responses, call.choices))
+        }
     return usage
 
 

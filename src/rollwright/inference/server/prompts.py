@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from rollwright.inference.server.exchange import CONTEXT_LENGTH_EXCEEDED, RequestError
-from rollwright.inference.server.tool_calls import ToolConvention
+from rollwright.inference.server.tool_calls import ToolConvention, openai_tool_call
 
 #: Characters of a long text that are encoded at a time, to find out whether it can fit.
 _PIECE = 1 << 15
@@ -148,8 +148,12 @@ def template_messages(messages: list[Any], image_text: ImageText = no_image) -> 
 def has_images(messages: list[Any]) -> bool:
     """Whether any message contains an image."""
     contents = [message.get("content") for message in messages if isinstance(message, dict)]
-    parts = [part for content in contents if isinstance(content, list) for part in content]
-    return any(isinstance(part, dict) and part.get("type") == "image_url" for part in parts)
+    return any(
+        isinstance(part, dict) and part.get("type") == "image_url"
+        for content in contents
+        if isinstance(content, list)
+        for part in content
+    )
 
 
 def tools_of(fields: dict[str, Any]) -> list[dict[str, Any]] | None:
@@ -265,4 +269,4 @@ def _tool_call(call: Any, where: str) -> dict[str, Any]:
             arguments = json.loads(arguments)
         except json.JSONDecodeError:
             arguments = {"": arguments}  # the model itself may have written broken JSON; the history keeps it
-    return {"id": call.get("id", ""), "type": "function", "function": {"name": function["name"], "arguments": arguments}}
+    return openai_tool_call(call.get("id", ""), function["name"], arguments)

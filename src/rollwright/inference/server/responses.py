@@ -22,6 +22,7 @@ from rollwright.inference.server.dialects import (
     Event,
     OfferedTool,
     StoredAnswer,
+    chat_function,
     chat_tools,
     count_tokens,
     refuse_tool_choice,
@@ -31,6 +32,7 @@ from rollwright.inference.server.dialects import (
 from rollwright.inference.server.exchange import RequestError
 from rollwright.inference.server.openai_answer import OpenAICall, usage_of
 from rollwright.inference.server.prompts import check_function
+from rollwright.inference.server.tool_calls import openai_tool_call
 
 #: Types of tools that the API's own servers run.
 _HOSTED = frozenset(
@@ -324,12 +326,11 @@ def messages_of(items: list[dict[str, Any]], answers: AnswerStore) -> tuple[list
             case "message":
                 messages.append({"role": item.get("role"), "content": _content(item.get("content"), where)})
             case "reasoning":
-                parts = item.get("content") or item.get("summary") or []
-                assistant("reasoning_content")["reasoning_content"] = _content(parts, where)
+                content = _content(item.get("content") or item.get("summary") or [], where)
+                assistant("reasoning_content")["reasoning_content"] = content
             case "function_call":
                 name = _shown_name(item.get("namespace"), item.get("name"))
-                function = {"name": name, "arguments": item.get("arguments", "")}
-                call = {"id": item.get("call_id", ""), "type": "function", "function": function}
+                call = openai_tool_call(item.get("call_id", ""), name, item.get("arguments", ""))
                 assistant("tool_calls").setdefault("tool_calls", []).append(call)
             case "function_call_output":
                 content = _content(item.get("output"), where)
@@ -392,8 +393,9 @@ def offered_tools(tools: list[dict[str, Any]]) -> tuple[list[OfferedTool], list[
             if not name or not isinstance(name, str) or not isinstance(inside, list):
                 raise RequestError(f"{where} has to be a namespace with a name and a list of tools.", param="tools")
             about = tool.get("description") or ""
-            for place, each in enumerate(inside):
-                offered.append(_offered(each, f"{where}.tools[{place}]", name, about if place == 0 else ""))
+            offered += [
+                _offered(each, f"{where}.tools[{number}]", name, "" if number else about) for number, each in enumerate(inside)
+            ]
         else:
             offered.append(_offered(tool, where))
     return offered, warnings
@@ -410,8 +412,7 @@ def _offered(tool: Any, where: str, namespace: str = "", about: str = "") -> Off
     name = check_function(tool.get("name"), parameters, where, "parameters")
     shown = _shown_name(namespace, name)
     described = "\n\n".join(text for text in (about, tool.get("description")) if text)
-    given = {"name": shown, "description": described or None, "parameters": parameters, "strict": tool.get("strict")}
-    function = {key: value for key, value in given.items() if value is not None}
+    function = chat_function(shown, described or None, parameters, tool.get("strict"))
     return OfferedTool(shown, function, namespace, name)
 
 
@@ -426,8 +427,7 @@ def _chat_tool_choice(choice: str | dict[str, Any], tools: list[OfferedTool]) ->
             named = [tool for tool in tools if name in (tool.own_name, tool.name) and wanted in ("", tool.namespace)]
             if len(named) == 1:
                 return {"type": "function", "function": {"name": named[0].name}}
-    forms = "auto, none, required, or {'type': 'function', 'name': …}"
-    raise refuse_tool_choice(choice, (tool.name for tool in tools), forms)
+    raise refuse_tool_choice(choice, tools, "auto, none, required, or {'type': 'function', 'name': …}")
 
 
 def _chat_format(given: Any) -> Any:

@@ -31,8 +31,12 @@ class ToolCall:
 
     def as_openai(self) -> dict[str, Any]:
         """Convert to the form of the OpenAI protocol; an id is made up if the model wrote none."""
-        function = {"name": self.name, "arguments": self.arguments}
-        return {"id": self.id or f"call_{uuid.uuid4().hex[:24]}", "type": "function", "function": function}
+        return openai_tool_call(self.id or f"call_{uuid.uuid4().hex[:24]}", self.name, self.arguments)
+
+
+def openai_tool_call(identity: str, name: Any, arguments: Any) -> dict[str, Any]:
+    """Build a tool call in the form of the OpenAI protocol."""
+    return {"id": identity, "type": "function", "function": {"name": name, "arguments": arguments}}
 
 
 class ReadReply(NamedTuple):
