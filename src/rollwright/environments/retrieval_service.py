@@ -174,15 +174,17 @@ def create_app(
         yield
         batcher.close()
 
-    table = [("POST", "/retrieve", retrieve, Retrieve), ("POST", "/access", access, Access), ("GET", "/health", health, None)]
-    return make_service("rollwright retrieve", [Routes(table)], settings, lifespan=lifespan)
+    routes = Routes(
+        [("POST", "/retrieve", retrieve, Retrieve), ("POST", "/access", access, Access), ("GET", "/health", health, None)]
+    )
+    return make_service("rollwright retrieve", [routes], settings, lifespan=lifespan)
 
 
 def _document_list(corpus: Corpus, hits: SearchHits, with_scores: bool) -> bytes:
     documents = [corpus.document_json(row) for row in hits.rows.tolist()]
     if with_scores:
-        scores = hits.scores.tolist()
         documents = [
-            b'{"document":%b,"score":%b}' % (doc, repr(score).encode()) for doc, score in zip(documents, scores, strict=True)
+            b'{"document":%b,"score":%b}' % (document, repr(score).encode())
+            for document, score in zip(documents, hits.scores.tolist(), strict=True)
         ]
     return b"[" + b",".join(documents) + b"]"

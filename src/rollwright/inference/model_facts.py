@@ -158,7 +158,7 @@ def _frequency_limits(text_config: Any) -> tuple[list[int], int | None]:
 
 
 def ordinary_tokens(config: Any) -> list[int]:
-    """Some tokens that are not special (a special one is, for example, the image token)."""
+    """Return some token ids that are not special (the image token, for example, is special)."""
     text = config.get_text_config()
     named = [value for part in (config, text) for key, value in vars(part).items() if key.endswith("_token_id")]
     special = {token for value in named for token in (value if isinstance(value, list) else [value])}
@@ -167,9 +167,9 @@ def ordinary_tokens(config: Any) -> list[int]:
 
 @torch.no_grad()
 def refuse_unless_causal(model: Any, scores: Callable[[Tensor], Tensor] | None = None) -> None:
-    """Check that other tokens at the end of a row, and more of them, change nothing before them.
+    """Check that a model's outputs do not depend on later tokens.
 
-    Rows of a batch are padded on the right without a mask, which is right only for such a model.
+    Rows of a batch are padded on the right without a mask, which is correct only for causal models.
 
     Args:
         model: a Hugging Face model.
@@ -191,8 +191,9 @@ def refuse_unless_causal(model: Any, scores: Callable[[Tensor], Tensor] | None =
         except RollwrightError:
             raise
         except Exception as error:  # a foreign forward may raise anything
-            name = type(model).__name__
-            raise ConfigError(f"{name} fails on a row of {_PROBE_TOKENS} tokens: {type(error).__name__}: {error}") from error
+            raise ConfigError(
+                f"{type(model).__name__} fails on a row of {_PROBE_TOKENS} tokens: {type(error).__name__}: {error}"
+            ) from error
         one, two = (scored[:, : _PROBE_TOKENS - 2].float() for scored in found)
         scale, changed = float((one - one.mean()).abs().max()), float((one - two).abs().max())
         is_half = parameter.dtype.itemsize < 4 or torch.is_autocast_enabled(parameter.device.type)

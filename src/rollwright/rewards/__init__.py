@@ -1,1 +1,1 @@
-"""Reward functions, their registry, and the wrapper that runs them apart under a time limit."""
+"""Reward functions, their registry, and the wrapper that runs them in isolation with a time limit."""

@@ -97,14 +97,17 @@ class AgentScopeReactMathWorkflow(Workflow):
         from agentscope.tool import FunctionTool, Toolkit
 
         episode = self.model.openai_episode  # applies the task's generation arguments, which the agent does not send
-        http_client = openai.DefaultAsyncHttpxClient(verify=False, trust_env=False, timeout=None)
         model = OpenAIChatModel(
             credential=OpenAICredential(api_key=episode.api_key, base_url=episode.base_url),
             model=episode.model_name,
             stream=False,
             max_retries=0,
             context_size=CONTEXT_SIZE,
-            client_kwargs={"max_retries": 0, "timeout": None, "http_client": http_client},  # only the sample has a time limit
+            client_kwargs={
+                "max_retries": 0,
+                "timeout": None,  # only the sample has a time limit
+                "http_client": openai.DefaultAsyncHttpxClient(verify=False, trust_env=False, timeout=None),
+            },
         )
         allow = PermissionDecision(behavior=PermissionBehavior.ALLOW, message="a tool of the task")
         agent = Agent(

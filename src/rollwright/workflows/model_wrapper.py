@@ -89,9 +89,9 @@ class ModelWrapper:
         """
         texts = [prompts] if isinstance(prompts, str) else list(prompts)
         gconfig = self._generation(generation)
-        ids = [self.tokenizer.encode(text, add_special_tokens=False) for text in texts]
-        calls = [self._sample(prompt, gconfig, uuid.uuid4().hex) for prompt in ids for _ in range(gconfig.n_samples)]
-        return [self._experience(response) for response in await asyncio.gather(*calls)]
+        prompts = [self.tokenizer.encode(text, add_special_tokens=False) for text in texts]
+        calls = [self._sample(prompt, gconfig, uuid.uuid4().hex) for prompt in prompts for _ in range(gconfig.n_samples)]
+        return list(map(self._experience, await asyncio.gather(*calls)))
 
     async def chat_async(
         self,
@@ -164,7 +164,7 @@ class ModelWrapper:
     async def convert_messages_to_experience_async(
         self, messages: Sequence[Mapping[str, Any]], tools: list[dict[str, Any]] | None = None
     ) -> Experience:
-        """Async form of ``convert_messages_to_experience``, which does not wait for anything."""
+        """Async form of ``convert_messages_to_experience``; it never waits."""
         return self.convert_messages_to_experience(messages, tools)
 
     @property
@@ -269,8 +269,9 @@ class ModelWrapper:
         return self.gconfig.new(**{"n_samples": 1, **{k: v for k, v in changes.items() if v is not None}})
 
     async def _sample(self, prompt: list[int], gconfig: GenerationHyperparameters, rid: str) -> ModelResponse:
-        request = ModelRequest(input_ids=prompt, gconfig=gconfig.new(n_samples=1), rid=rid, tokenizer=self.tokenizer)
-        return await self.engine.agenerate(request)
+        return await self.engine.agenerate(
+            ModelRequest(input_ids=prompt, gconfig=gconfig.new(n_samples=1), rid=rid, tokenizer=self.tokenizer)
+        )
 
     def _experience(self, response: ModelResponse) -> Experience:
         return Experience(

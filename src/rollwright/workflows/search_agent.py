@@ -148,7 +148,7 @@ class SearchAgentWorkflow(EpisodeWorkflow):
             if action is None or action.kind == "answer" or turns.is_last:  # nobody would read the result after the last turn
                 break
             tool_calls += 1
-            information, failed = await self._look_up(action)
+            information, failed = await durable("search tool").awaited(self._look_up, action.kind, action.argument)
             tool_failures += failed
             turns.append_filled(self.information_template, documents=information)
         if turns.is_aborted:
@@ -172,11 +172,8 @@ class SearchAgentWorkflow(EpisodeWorkflow):
             )
         return max(f1_score(answer, truth) for truth in references(accepted)) if answer else 0.0
 
-    async def _look_up(self, action: Action) -> tuple[str, bool]:
+    async def _look_up(self, kind: str, argument: str) -> tuple[str, bool]:
         """Text that the model reads after a search or an access, and whether it failed."""
-        return await durable("search tool").awaited(self._found, action.kind, action.argument)
-
-    async def _found(self, kind: str, argument: str) -> tuple[str, bool]:
         if self.tool is None:
             return "No search engine is connected.", True
         if not argument:

@@ -71,7 +71,7 @@ class SimpleWorkflow(ResettableWorkflow):
 
 @WORKFLOWS.register_module("math_workflow")
 class MathWorkflow(SimpleWorkflow):
-    """Mathematics with think and answer tags: 1 for a right answer, ±0.1 for keeping to the format or not."""
+    """Mathematics with think and answer tags: 1 for a correct answer, plus or minus 0.1 for the format."""
 
     default_system_prompt = THINK_ANSWER_PROMPT
     default_reward_fn = "math_reward"

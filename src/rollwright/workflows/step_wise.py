@@ -31,8 +31,8 @@ class _Steps(Workflow):
 
     @property
     def max_step_num(self) -> int:
-        """Most steps of a run."""
-        raise WorkflowError(f"{type(self).__name__} defines no max_step_num, the most steps of a run.")
+        """Maximum number of steps in a run."""
+        raise WorkflowError(f"{type(self).__name__} defines no max_step_num, the maximum number of steps.")
 
     def step(self, step_num: int) -> bool:
         """Run one step, counted from 0; return False to end the run."""
@@ -57,7 +57,7 @@ class StepWiseRewardWorkflow(_Steps):
         raise WorkflowError(f"{type(self).__name__} defines no reward(exps, step_num).")
 
     def run(self) -> list[Experience]:
-        """Make the steps, and reward each."""
+        """Run the steps, and reward each."""
         made: list[Experience] = []
         for step in range(self.max_step_num):
             goes_on, experiences = self.step(step_num=step), self._experiences_of(step)
@@ -75,7 +75,7 @@ class AsyncStepWiseRewardWorkflow(StepWiseRewardWorkflow):
         raise WorkflowError(f"{type(self).__name__} defines no reward_async(exps, step_num).")
 
     async def run_async(self) -> list[Experience]:
-        """Make the steps, and reward each."""
+        """Run the steps, and reward each."""
         made: list[Experience] = []
         for step in range(self.max_step_num):
             goes_on, experiences = await self.step_async(step_num=step), self._experiences_of(step)
@@ -93,7 +93,7 @@ class RewardPropagationWorkflow(_Steps):
         raise WorkflowError(f"{type(self).__name__} defines no reward(exps).")
 
     def run(self) -> list[Experience]:
-        """Make the steps, and reward all of them."""
+        """Run the steps, and reward all of them."""
         made: list[Experience] = []
         steps = 0
         for steps in range(1, self.max_step_num + 1):
@@ -112,7 +112,7 @@ class AsyncRewardPropagationWorkflow(RewardPropagationWorkflow):
         raise WorkflowError(f"{type(self).__name__} defines no reward_async(exps).")
 
     async def run_async(self) -> list[Experience]:
-        """Make the steps, and reward all of them."""
+        """Run the steps, and reward all of them."""
         made: list[Experience] = []
         steps = 0
         for steps in range(1, self.max_step_num + 1):

@@ -367,11 +367,10 @@ class TaskReward:
             response: text to score instead of the experience's.
             columns: further columns for the function; the row's own columns win.
         """
-        row = {key: value for key, value in self.task.raw_task.items() if key != "answer"}
         return await self.function(
             experience.prompt_text,
             experience.response_text if response is None else response,
             experience.prompt_tokens.tolist(),
             experience.response_tokens.tolist(),
-            **{**(columns or {}), **row, "answer": self.task.truth, **self.task.reward_fn_args},
+            **{**(columns or {}), **self.task.raw_task, "answer": self.task.truth, **self.task.reward_fn_args},
         )

@@ -78,8 +78,8 @@ class VisionRLVRWorkflow(RLVRWorkflow):
         self.processor = load_processor(processor, self.tokenizer)
         self.placeholder = image_placeholder(self.processor)
         known = self.tokenizer.get_vocab()
-        pieces = [piece for piece in (*VISION_PIECES, getattr(self.processor, "image_token", IMAGE)) if piece in known]
-        image_tokens = [known[piece] for piece in pieces]
+        pieces = (*VISION_PIECES, getattr(self.processor, "image_token", IMAGE))
+        image_tokens = [known[piece] for piece in pieces if piece in known]
         self.gconfig = self.gconfig.new(stop_token_ids=list(dict.fromkeys([*self.gconfig.stop_token_ids, *image_tokens])))
         self.image_key = image_key
 

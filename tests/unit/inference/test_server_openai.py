@@ -378,5 +378,5 @@ def test_a_template_that_reads_the_effort_is_given_it(engine):
     tokenizer.chat_template = "{{ reasoning_effort | default('none') }}{{ messages[0].content }}"
     protocol = OpenAIProtocol(Scripted(tokenizer, ["x"]), tokenizer, "tiny")
     fields = {"messages": [{"role": "user", "content": "q"}]}
-    assert tokenizer.decode(protocol.chat_prompt({**fields, "reasoning_effort": "low"})) == "lowq"
-    assert tokenizer.decode(protocol.chat_prompt(fields)) == "noneq"
+    assert tokenizer.decode(protocol.chat_prompts({**fields, "reasoning_effort": "low"}).ids[0]) == "lowq"
+    assert tokenizer.decode(protocol.chat_prompts(fields).ids[0]) == "noneq"

@@ -222,9 +222,9 @@ def purchase_reward(bought: Product, chosen: dict[str, str], goal: Goal) -> floa
         goal: what was wanted.
     """
     text = set(terms(f"{bought.title} {bought.description}")) | set(bought.attributes)
-    attribute_hits = sum(attribute in text for attribute in goal.attributes)
-    option_hits = sum(chosen.get(name) == value for name, value in goal.options.items())
-    hits = attribute_hits + option_hits + (bought.price <= goal.price_limit)
+    hits = sum(attribute in text for attribute in goal.attributes)
+    hits += sum(chosen.get(name) == value for name, value in goal.options.items())
+    hits += bought.price <= goal.price_limit
     return type_score(bought, goal.product) * hits / (len(goal.attributes) + len(goal.options) + 1)
 
 

@@ -170,11 +170,10 @@ async def read_object(request: Request) -> tuple[dict[str, Any], int]:
         RequestError: the body is not a JSON object, or does not arrive in time.
     """
     length = request.headers.get("content-length", "")
-    if length.isdecimal() and int(length) < LARGE:
+    is_small = length.isdecimal() and int(length) < LARGE
+    large_bodies = _large_bodies.setdefault(asyncio.get_running_loop(), asyncio.Semaphore(2))
+    async with contextlib.nullcontext() if is_small else large_bodies:
         value, size = await _read(request)
-    else:
-        async with _large_bodies.setdefault(asyncio.get_running_loop(), asyncio.Semaphore(2)):
-            value, size = await _read(request)
     if not isinstance(value, dict):
         raise RequestError(f"The body is a JSON {type(value).__name__}, not an object with named parameters.")
     return value, size

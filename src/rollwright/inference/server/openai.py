@@ -185,7 +185,7 @@ class OpenAIProtocol:
     async def open_call(
         self, request: Request, endpoint: str, body: dict[str, Any], size: int, prefix: str, warnings: Sequence[str] = ()
     ) -> OpenAICall:
-        """Check a request, read its prompts, and make a call of it.
+        """Validate a request, read its prompts, and create the call.
 
         Args:
             request: the HTTP request.
@@ -253,10 +253,6 @@ class OpenAIProtocol:
             given.setdefault("reasoning_effort", effort)
         return given
 
-    def chat_prompt(self, fields: dict[str, Any]) -> list[int]:
-        """Token ids of a chat request's prompt; see ``chat_prompts``."""
-        return self.chat_prompts(fields).ids[0]
-
     def chat_prompts(self, fields: dict[str, Any]) -> Prompts:
         """Render the prompt of a chat request with the model's chat template, including its images.
 
@@ -303,7 +299,7 @@ class OpenAIProtocol:
     def _call(self, endpoint: str, body: dict[str, Any], fields: dict[str, Any], prompts: Prompts, prefix: str) -> OpenAICall:
         samples = fields.get("n", 1)
         self._reader.check_number(samples * len(prompts.ids), "n")
-        requests = []
+        requests: list[ModelRequest] = []
         given = fields.get("logprobs", False)
         returns_logprobs = given is not False  # 0 requests those of the sampled tokens, without alternatives
         top = fields.get("top_logprobs", 0) if endpoint == CHAT else int(given) if given is not True else 0
@@ -311,20 +307,22 @@ class OpenAIProtocol:
             raise RequestError("top_logprobs needs logprobs=true.", param="top_logprobs")
         end = self.tokenizer.decode(prompts.ids[0][-8:]) if endpoint == CHAT else ""
         begins_reasoning = end.rstrip().endswith(ReasoningSplit.OPENING)
+        begun = beginning_of_reply(fields, self.convention)
+        template_reasons = ReasoningSplit.OPENING in str(getattr(self.tokenizer, "chat_template", None))
         for prompt in prompts.ids:
             gconfig = self._gconfig(fields, endpoint, len(prompt), begins_reasoning)
-            for index in range(samples):
-                requests.append(
-                    ModelRequest(
-                        input_ids=prompt,
-                        gconfig=gconfig.new(seed=fields["seed"] + index if "seed" in fields else None),
-                        rid=fields.get("rid") or uuid.uuid4().hex,
-                        tokenizer=self.tokenizer,
-                        top_logprobs=top,
-                        prompt_logprobs_from=0 if fields.get("echo") and returns_logprobs else None,
-                        **prompts.inputs,
-                    )
+            requests += [
+                ModelRequest(
+                    input_ids=prompt,
+                    gconfig=gconfig.new(seed=fields["seed"] + index if "seed" in fields else None),
+                    rid=fields.get("rid") or uuid.uuid4().hex,
+                    tokenizer=self.tokenizer,
+                    top_logprobs=top,
+                    prompt_logprobs_from=0 if fields.get("echo") and returns_logprobs else None,
+                    **prompts.inputs,
                 )
+                for index in range(samples)
+            ]
         return OpenAICall(
             endpoint,
             body,
@@ -332,23 +330,15 @@ class OpenAIProtocol:
             messages=prompts.messages,
             prefix=prefix,
             samples=samples,
-            tools=bool(endpoint == CHAT and tools_of(fields)),
-            begun=beginning_of_reply(fields, self.convention) if endpoint == CHAT else "",
+            tools=bool(tools_of(fields)),
+            begun=begun,
             logprobs=returns_logprobs,
             echo=bool(fields.get("echo")),
             samples_nothing=fields.get("max_tokens") == 0,
             return_token_ids=bool(fields.get("return_token_ids")),
             keep_stop=bool(fields.get("include_stop_str_in_output")),
-            separates_reasoning=endpoint == CHAT and self._separates_reasoning(fields),
+            separates_reasoning=endpoint == CHAT and template_reasons and fields.get("separate_reasoning", True) and not begun,
             begins_reasoning=begins_reasoning,
-        )
-
-    def _separates_reasoning(self, fields: dict[str, Any]) -> bool:
-        """Whether reasoning is returned separately: if the template uses it, unless the request disables that or forces a tool call."""
-        return (
-            ReasoningSplit.OPENING in str(getattr(self.tokenizer, "chat_template", None))
-            and fields.get("separate_reasoning", True)
-            and not beginning_of_reply(fields, self.convention)
         )
 
     def _gconfig(

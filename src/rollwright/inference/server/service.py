@@ -1,4 +1,4 @@
-"""What all HTTP services share: the guard in front of them, errors in one form, their sockets, and serving them.
+"""The common parts of all HTTP services: the guard in front of them, their error responses, their sockets, and serving them.
 
 The inference server, the retrieval service, the OpenAI front, the viewer and ``serve`` mode are all made by ``make_service``, so they all
 have the same checks.
@@ -38,7 +38,7 @@ _BACKLOG = 2048  # connections that may wait to be accepted when many clients st
 
 
 class Guard:
-    """ASGI middleware: which names a service answers to, who may ask, the key, and the form and size of bodies.
+    """ASGI middleware that checks a request's host, origin and key, and the type and size of its body.
 
     A web page that is open in a user's browser can send requests to this machine. Therefore Host and Origin must be names of the service
     (against DNS rebinding), and a body must be declared as JSON, which browsers send to another origin only after a preflight request.

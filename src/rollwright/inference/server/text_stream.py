@@ -28,14 +28,14 @@ class TextStream:
 
     New text is the difference between decoding the last tokens with and without the new ones. Decoding tokens one by one would lose
     spaces with some tokenizers, and break characters that span tokens.
-    """
 
-    def __init__(self, tokenizer: Any, *, skip_special_tokens: bool = True, stop: list[str] | None = None) -> None:
-        """Args:
+    Args:
         tokenizer: decodes ids.
         skip_special_tokens: omit special tokens.
         stop: stop strings; the one that ends the completion is omitted.
-        """
+    """
+
+    def __init__(self, tokenizer: Any, *, skip_special_tokens: bool = True, stop: list[str] | None = None) -> None:
         self._tokenizer = tokenizer
         self._skip_special_tokens = skip_special_tokens
         self._stop = list(stop or [])
