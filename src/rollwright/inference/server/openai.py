@@ -239,10 +239,9 @@ class OpenAIProtocol:
         if endpoint == CHAT:
             return self.chat_prompts(fields)
         given: Any = fields["prompt"]
-        items = [given] if isinstance(given, str) or isinstance(given[0], int) else given
-        return Prompts(
-            [(self._reader.encode if isinstance(item, str) else self._reader.checked)(item, "prompt") for item in items]
-        )
+        items: list[Any] = [given] if isinstance(given, str) or isinstance(given[0], int) else given
+        encode, check = self._reader.encode, self._reader.checked
+        return Prompts([encode(item, "prompt") if isinstance(item, str) else check(item, "prompt") for item in items])
 
     def _variables(self, fields: dict[str, Any]) -> dict[str, Any]:
         """Variables of the chat template, with ``reasoning_effort`` if the template uses it."""
