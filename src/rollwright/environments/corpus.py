@@ -67,14 +67,14 @@ class SearchHits:
 
     Attributes:
         rows: row numbers in the corpus, ``[K]`` int.
-        scores: ``[K]`` float, higher is better; the scale is the retriever's own.
+        scores: ``[K]`` float; higher is better. The scale depends on the retriever.
     """
 
     rows: np.ndarray
     scores: np.ndarray
 
     def first(self, count: int) -> SearchHits:
-        """The best ``count`` of them."""
+        """The best ``count`` results."""
         return SearchHits(self.rows[:count], self.scores[:count])
 
 
