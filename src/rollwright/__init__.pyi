@@ -3,6 +3,9 @@
 from rollwright.algorithms.losses import PolicyLoss as PolicyLoss
 from rollwright.compat import perf_tracer as perf_tracer
 from rollwright.compat import stats_tracker as stats_tracker
+from rollwright.compat import workflow_context as workflow_context
+from rollwright.compat.areal_client import ArealOpenAI as ArealOpenAI
+from rollwright.compat.areal_client import InteractionWithTokenLogpReward as InteractionWithTokenLogpReward
 from rollwright.compat.areal_names import get_custom_dataset as get_custom_dataset
 from rollwright.compat.areal_names import image2base64 as image2base64
 from rollwright.compat.areal_names import import_from_string as import_from_string
@@ -96,9 +99,6 @@ from rollwright.rewards.math import MathRewardFn as MathRewardFn
 from rollwright.rewards.registry import REWARD_FUNCTIONS as REWARD_FUNCTIONS
 from rollwright.rewards.registry import RewardFn as RewardFn
 from rollwright.rewards.wrapper import AsyncRewardWrapper as AsyncRewardWrapper
-from rollwright.rollout import workflow_context as workflow_context
-from rollwright.rollout.areal_client import ArealOpenAI as ArealOpenAI
-from rollwright.rollout.areal_client import InteractionWithTokenLogpReward as InteractionWithTokenLogpReward
 from rollwright.rollout.engines import LocalRolloutEngine as LocalRolloutEngine
 from rollwright.rollout.engines import RemoteEngine as RemoteEngine
 from rollwright.rollout.engines import RemoteSGLangEngine as RemoteSGLangEngine

@@ -136,21 +136,14 @@ RENDERING = re.compile(
     re.MULTILINE,
 )
 RENDERS = ("viewer", "cli", "tracking")
-#: Files elsewhere that still render. Only ever remove lines.
-RENDERING_ELSEWHERE = {"trainers/modes/bench.py", "trainers/stages.py"}
 
 #: Other systems, whose names only ``compat`` knows.
 FOREIGN = re.compile(r"(?<![\w/])(?:areal|trinity|verl|trl)(?!\w)", re.IGNORECASE)
-#: ``config/source.py`` has the registry that finds the dialects of ``compat``. Only ever remove lines.
+#: Files elsewhere that still name one. Only ever remove lines.
 FOREIGN_ELSEWHERE = {
-    "config/source.py",
-    "algorithms/losses.py",
-    "experience/experience.py",
     "inference/parameters.py",
     "inference/remote.py",
     "inference/request.py",
-    "rollout/areal_client.py",
-    "rollout/workflow_context.py",
 }
 
 
@@ -166,8 +159,7 @@ def _files_with(pattern: re.Pattern[str], packages: tuple[str, ...]) -> dict[str
 
 
 def test_only_what_shows_things_renders():
-    found = _files_with(RENDERING, RENDERS)
-    assert {name: match for name, match in found.items() if name not in RENDERING_ELSEWHERE} == {}
+    assert _files_with(RENDERING, RENDERS) == {}
 
 
 def test_other_systems_are_named_in_compat_alone():
@@ -180,7 +172,6 @@ def test_exceptions_are_needed():
     needed = {
         "DEEP_CLASSES": (DEEP_CLASSES, _deep_classes().keys()),
         "REPEATED_CLASSES": (REPEATED_CLASSES, _repeated_classes().keys()),
-        "RENDERING_ELSEWHERE": (RENDERING_ELSEWHERE, _files_with(RENDERING, RENDERS).keys()),
         "FOREIGN_ELSEWHERE": (FOREIGN_ELSEWHERE, _files_with(FOREIGN, ("compat",)).keys()),
     }
     assert {name: sorted(listed - found) for name, (listed, found) in needed.items() if listed - found} == {}

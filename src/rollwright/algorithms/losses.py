@@ -152,7 +152,7 @@ def clip_loss(
     """PPO's clipped surrogate (arXiv 1707.06347, eq. 7), with DAPO's separate upper clip and the dual clip.
 
     With ``level="sequence"`` it is GSPO (arXiv 2507.18071, eq. 5; with advantages per token GSPO-token, section 4.3), with
-    ``level="turn"`` the same over a turn's tokens. Leave-one-out advantages and ``level="sequence_product"`` make TRL's RLOO.
+    ``level="turn"`` the same over a turn's tokens. Leave-one-out advantages and ``level="sequence_product"`` make RLOO.
 
     Args:
         level: level of the ratio, see ``importance_ratio``.
@@ -258,10 +258,10 @@ def opmd_loss(
     weight_high: Positive | None = 2.0,
     tau: NotNegative = 1.0,
 ) -> PolicyLoss:
-    """Online policy mirror descent in its simple form: ``-A log π / (1 + τ)`` (Trinity-RFT, arXiv 2505.17826, appendix A).
+    """Online policy mirror descent in its simple form: ``-A log π / (1 + τ)`` (arXiv 2505.17826, appendix A).
 
     Args:
-        behaviour_logp_BL, level, weight_high: as for ``reinforce_loss``; Trinity-RFT uses no weights (None).
+        behaviour_logp_BL, level, weight_high: as for ``reinforce_loss``; the paper uses no weights (None).
         tau: strength of the pull towards the current policy.
     """
     result = reinforce_loss(
@@ -420,7 +420,7 @@ def behaviour_weight(
 ) -> tuple[Tensor, Tensor]:
     """Importance weight of the proximal policy over the behaviour policy.
 
-    It is the factor outside the clip of decoupled PPO (AReaL, arXiv 2505.24298, eq. 5). If the two policies differ only because engine and
+    It is the factor outside the clip of decoupled PPO (arXiv 2505.24298, eq. 5). If the two policies differ only because engine and
     trainer compute different numbers, it is truncated (``clamp``) or masked (``mask``) importance sampling of that mismatch. No gradient
     flows through it.
 
@@ -430,7 +430,7 @@ def behaviour_weight(
         mask_BL: 1 where a token trains.
         cap: largest weight; None disables the cap.
         mode: above the cap, ``mask`` sets the weight to 0 and ``clamp`` sets it to the cap.
-        level: see ``importance_ratio``. verl's and TRL's sequence weight is ``sequence_product``; ``sequence`` is its geometric mean over
+        level: see ``importance_ratio``. ``sequence_product`` is the weight of the whole sequence; ``sequence`` is its geometric mean over
             tokens.
 
     Returns:
@@ -451,7 +451,7 @@ def behaviour_weight(
 def interpolated_prox_logp(logp_BL: Tensor, behaviour_logp_BL: Tensor, versions_BL: Tensor, current_version: int) -> Tensor:
     """Log-probabilities of the proximal policy after a step on the batch, without a forward pass of their own.
 
-    As in AReaL, they are interpolated between behaviour and current policy by version: ``log μ + α (log π - log μ)`` with
+    They are interpolated between behaviour and current policy by version: ``log μ + α (log π - log μ)`` with
     ``α = (v - 1 - v_b) / (v - v_b)``, for the trainer's version ``v`` and the version ``v_b`` that sampled the token. A token of
     the current version, or of the one before, keeps its behaviour log-probability.
 

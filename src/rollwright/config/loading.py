@@ -28,11 +28,11 @@ from rollwright.config.overrides import merge, merge_overrides, parse_override
 from rollwright.config.recipes import apply_recipe
 from rollwright.config.rules import faults_of
 from rollwright.config.source import (
-    DIALECTS,
     Document,
     KeyPath,
     Origins,
     Override,
+    dialects,
     dump_yaml,
     plain,
     read_yaml,
@@ -211,8 +211,8 @@ def load_stages(file: str | Path, overrides: Sequence[str] = ()) -> list[Stage]:
 
 def _translated(document: Document, overrides: Sequence[Override]) -> tuple[Document, list[Override]]:
     """A file of another system's shape in the project's own; overrides may be written in either."""
-    dialects = [DIALECTS.get(name)() for name in DIALECTS]
-    dialect = next((each for each in dialects if each.recognises(document.data)), None)
+    known = (each() for each in dialects())
+    dialect = next((each for each in known if each.recognises(document.data)), None)
     if dialect is None:
         return document, list(overrides)
     ours = {field.name for field in dataclasses.fields(GRPOConfig)} - set(document.data) - {"mode", "cluster"}

@@ -8,8 +8,9 @@ from __future__ import annotations
 import dataclasses
 import enum
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cache
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -17,7 +18,7 @@ import yaml
 
 from rollwright.config.secrets import is_secret_name, shown
 from rollwright.errors import ConfigError
-from rollwright.registry import Registry
+from rollwright.registry import import_path
 
 KeyPath = tuple[str | int, ...]
 
@@ -173,12 +174,10 @@ class ConfigDialect:
         raise NotImplementedError
 
 
-#: Systems whose files and key names are understood.
-DIALECTS: Registry[type[ConfigDialect]] = Registry(
-    "dialect",
-    variable="DIALECTS",
-    built_in={"areal": "rollwright.compat:AReaL", "trinity": "rollwright.compat.trinity:Trinity"},
-)
+@cache
+def dialects() -> Sequence[type[ConfigDialect]]:
+    """Dialects of the systems whose files and key names are understood."""
+    return import_path("rollwright.compat.dialects:DIALECTS", "table")
 
 
 def read_yaml(file: str | Path) -> Document:

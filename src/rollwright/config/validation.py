@@ -23,7 +23,7 @@ from typing_extensions import TypedDict
 from rollwright.config.faults import Faults
 from rollwright.config.generation import ALIASES, GenerationHyperparameters
 from rollwright.config.secrets import HIDDEN, Secret
-from rollwright.config.source import DIALECTS, KeyPath, Written, default_of, dotted, plain
+from rollwright.config.source import KeyPath, Written, default_of, dialects, dotted, plain
 from rollwright.errors import ConfigError, RollwrightError
 from rollwright.registry import Registry, import_path, nearest, suggestion
 
@@ -87,10 +87,9 @@ class _Section(dict):
 
 def names_besides(cls: type) -> dict[Any, tuple[str, bool]]:
     """Other names of a dataclass's keys: the field that each means, and whether to warn."""
-    dialects = [DIALECTS.get(name) for name in DIALECTS.built_in]
     tables = [
-        *((each.renamed, True) for each in dialects),
-        *((each.second_names, False) for each in dialects),
+        *((each.renamed, True) for each in dialects()),
+        *((each.second_names, False) for each in dialects()),
         ({GenerationHyperparameters.__name__: ALIASES}, False),
     ]
     return {

@@ -107,7 +107,7 @@ class Experience:
 
     @property
     def truncate_status(self) -> str | None:
-        """``response_truncated`` if a limit cut the response; Trinity-RFT's name for ``truncated``."""
+        """``response_truncated`` if a limit cut the response; another form of ``truncated``."""
         return "response_truncated" if self.truncated else None
 
     def check(self) -> None:

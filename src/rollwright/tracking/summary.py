@@ -1,18 +1,23 @@
-"""Results of a run: ``summary.json``, the table of before and after, and sample completions."""
+"""Results of a run: ``summary.json``, and what the terminal shows of them at the end."""
 
 from __future__ import annotations
 
 import math
+import shutil
+import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from rich.console import Group, RenderableType
+from rich.markup import escape
 from rich.padding import Padding
-from rich.table import Table
+from rich.table import Column, Table
 from rich.text import Text
 
 from rollwright.atomic import write_json
+from rollwright.tracking.logging import console, output_is_terminal
+from rollwright.tracking.run_directory import RunDirectory
 
 
 def _plain(value: Any) -> Any:
@@ -35,6 +40,80 @@ def write_summary(path: str | Path, summary: Mapping[str, Any]) -> Path:
     Tensors, arrays and paths become plain values; numbers that are not finite become null.
     """
     return write_json(path, _plain(summary))
+
+
+def print_stage(title: str | None, plan: str) -> None:
+    """Print the heading of a stage, unless the title is None, and what the stage will do."""
+    terminal = console()
+    if title is not None:
+        terminal.print()
+        terminal.rule(f"[bold]{escape(title)}[/bold]", align="left", style="dim")
+    terminal.print(plan, style="dim", highlight=False, markup=False, soft_wrap=not output_is_terminal())
+
+
+def measures_of(scores: Mapping[str, Any]) -> dict[str, float]:
+    """The accuracies among the scores of an evaluation: ``greedy`` and ``mean@k``."""
+    return {name: value for name, value in scores.items() if name == "greedy" or name.startswith("mean@")}
+
+
+def print_summary(summary: Mapping[str, Any], directory: RunDirectory) -> None:
+    """Print sample completions, the scores of the evaluations, and the paths of the results."""
+    terminal = console()
+    measures = {label: measures_of(scores) for label, scores in summary["eval"].items()}
+    if summary["completions"]:
+        terminal.print(sample_completions(summary["completions"]))
+    if {"before", "after"} <= set(measures):
+        terminal.print(before_after_table(measures["before"], measures["after"], title="tasks never seen in training"))
+    elif measures:
+        table = Table("model", *next(iter(measures.values())), title="evaluation")
+        for label, scores in measures.items():
+            table.add_row(label, *(f"{value:.3f}" for value in scores.values()))
+        terminal.print(table)
+    terminal.print("[bold]where to look[/]")
+    for name, text in _places(summary["stages"], directory):
+        terminal.print(f"[dim]{name:<15}[/]  {escape(text)}", soft_wrap=True, highlight=False)  # unwrapped, to be copied
+
+
+def _places(stages: Mapping[str, Any], directory: RunDirectory) -> list[tuple[str, str]]:
+    """Names and paths of a run's results."""
+    policies = {name: result for name, result in stages.items() if result["kind"] == "rl"}
+    trained = [result["checkpoint"] for result in policies.values() if "checkpoint" in result]
+    dumps = sorted({file.parent for file in directory.path.glob("**/rollouts/*.txt")})
+    found = {
+        "run directory": [directory.path],
+        "summary": [directory.summary_file],
+        "reward curve": sorted(directory.path.glob("**/reward.png")),
+        "samples to read": [path for path in dumps if path.parent.name in policies] or dumps[-1:],
+        "checkpoint": trained,
+    }
+    lines = [("see it all", f"{_command()} view {directory.path}")]
+    lines += [(name, str(path)) for name, paths in found.items() for path in paths]
+    return lines + ([("", "for transformers.AutoModelForCausalLM.from_pretrained")] if trained else [])
+
+
+def _command() -> str:
+    """The ``rollwright`` command as the user called it; its full path if it is not on PATH."""
+    called = Path(sys.argv[0])
+    return str(called) if called.name == "rollwright" and shutil.which("rollwright") is None else "rollwright"
+
+
+def checkpoint_table(benchmarks: Sequence[tuple[str, Mapping[str, Mapping[str, float]]]]) -> Table:
+    """One line for each checkpoint and taskset; the best of each column is bold.
+
+    Args:
+        benchmarks: label of each checkpoint, and its scores by taskset.
+    """
+    _, first = benchmarks[0]
+    names = [name for name in next(iter(first.values())) if "@" in name]
+    label = Column("checkpoint", overflow="fold")  # truncated paths would look alike
+    table = Table(label, "tasks", *names, title="benchmark")
+    for taskset in first:
+        best = {name: max(scores[taskset][name] for _, scores in benchmarks) for name in names}
+        for checkpoint, by_taskset in benchmarks:
+            scores = by_taskset[taskset]
+            cells = (f"[bold]{scores[n]:.3f}[/bold]" if scores[n] == best[n] else f"{scores[n]:.3f}" for n in names)
+            table.add_row(checkpoint, f"{taskset} ({scores['tasks']:.0f})", *cells)
+    return table
 
 
 def before_after_table(before: Mapping[str, float], after: Mapping[str, float], title: str | None = None) -> Table:

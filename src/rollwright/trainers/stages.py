@@ -3,16 +3,12 @@
 from __future__ import annotations
 
 import os
-import shutil
-import sys
 import time
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
-from rich.markup import escape
-from rich.table import Table
 
 from rollwright.config.experiment import EvalConfig, NewModelConfig, PPOConfig
 from rollwright.config.loading import Stage
@@ -24,7 +20,7 @@ from rollwright.placement.placement import placement_of_stages
 from rollwright.tracking import logging
 from rollwright.tracking.logging import getLogger
 from rollwright.tracking.run_directory import RunDirectory, RunFinishedError
-from rollwright.tracking.summary import before_after_table, sample_completions, write_summary
+from rollwright.tracking.summary import measures_of, print_stage, print_summary, write_summary
 from rollwright.trainers.checks.unknown_names import refuse_unknown_names
 from rollwright.training import parallel
 from rollwright.workflows.registry import WORKFLOWS
@@ -63,7 +59,6 @@ def run_config(stages: Sequence[Stage], *, source_path: Path | None = None) -> i
     if source_path is not None:
         secrets = {secret for stage in stages for secret in secrets_of(stage.config)}
         copy_without_secrets(source_path, directory.path / "source.yaml", secrets)
-    console = logging.console()
     with directory, directory.explaining_failures():
         done = directory.finished_stages() if directory.resumed else {}
         done = _still_done(stages, done, directory)
@@ -71,11 +66,8 @@ def run_config(stages: Sequence[Stage], *, source_path: Path | None = None) -> i
             if stage.name in done:
                 logger.info("stage %s was finished before; going on", stage.name)
                 continue
-            if len(stages) > 1:
-                console.print()
-                console.rule(f"[bold]{number}/{len(stages)} {escape(stage.name)}[/bold]", align="left", style="dim")
-            words = in_words(stage).replace(f"{directory.path}/", "")
-            console.print(words, style="dim", highlight=False, markup=False, soft_wrap=not logging.output_is_terminal())
+            title = f"{number}/{len(stages)} {stage.name}" if len(stages) > 1 else None
+            print_stage(title, in_words(stage).replace(f"{directory.path}/", ""))
             _set_threads(stage.config)
             if stage.kind in rank_processes.TRAINS:
                 rank_processes.tell_stage(stage.name)
@@ -89,7 +81,7 @@ def run_config(stages: Sequence[Stage], *, source_path: Path | None = None) -> i
         directory.finish()
     rank_processes.tell_stage(None)
     parallel.leave_processes()
-    _show(summary, directory)
+    print_summary(summary, directory)
     return 0
 
 
@@ -268,7 +260,7 @@ def _evaluate(stage: Stage, directory: RunDirectory) -> dict[str, Any]:
 
     config: EvalConfig = stage.config
     scores = evaluate_model(config, directory.rollouts)
-    said = ", ".join(f"{name} {value:.3f}" for name, value in _measures(scores).items())
+    said = ", ".join(f"{name} {value:.3f}" for name, value in measures_of(scores).items())
     logging.console().print(f"{said} over {scores['tasks']} tasks", highlight=False)
     return {"label": config.label or stage.name, **scores}
 
@@ -280,9 +272,6 @@ _CARRY_OUT = {
     "rl": _train_policy,
     "eval": _evaluate,
 }
-
-
-# -- what the user sees at the end ------------------------------------------------------------------------------------
 
 
 def _summarise(done: dict[str, Any], directory: RunDirectory) -> dict[str, Any]:
@@ -297,45 +286,3 @@ def _summarise(done: dict[str, Any], directory: RunDirectory) -> dict[str, Any]:
         },
         "completions": next((r["completions"] for r in reversed(evaluations.values()) if r.get("completions")), []),
     }
-
-
-def _measures(scores: dict[str, Any]) -> dict[str, float]:
-    return {name: value for name, value in scores.items() if name == "greedy" or name.startswith("mean@")}
-
-
-def _show(summary: dict[str, Any], directory: RunDirectory) -> None:
-    console = logging.console()
-    measures = {label: _measures(scores) for label, scores in summary["eval"].items()}
-    if summary["completions"]:
-        console.print(sample_completions(summary["completions"]))
-    if {"before", "after"} <= set(measures):
-        console.print(before_after_table(measures["before"], measures["after"], title="tasks never seen in training"))
-    elif measures:
-        table = Table("model", *next(iter(measures.values())), title="evaluation")
-        for label, scores in measures.items():
-            table.add_row(label, *(f"{value:.3f}" for value in scores.values()))
-        console.print(table)
-    dumps = sorted({file.parent for file in directory.path.glob("**/rollouts/*.txt")})
-    policies = [name for name, result in summary["stages"].items() if result["kind"] == "rl"]
-    trained = [
-        result["checkpoint"] for result in summary["stages"].values() if "checkpoint" in result and result["kind"] == "rl"
-    ]
-    found = {
-        "run directory": [directory.path],
-        "summary": [directory.summary_file],
-        "reward curve": sorted(directory.path.glob("**/reward.png")),
-        "samples to read": [path for path in dumps if path.parent.name in policies] or dumps[-1:],
-        "checkpoint": trained,
-    }
-    console.print("[bold]where to look[/]")  # in lines that nothing folds, so that they can be copied
-    lines = [("see it all", f"{_command()} view {directory.path}")]
-    lines += [(name, str(path)) for name, paths in found.items() for path in paths]
-    lines += [("", "for transformers.AutoModelForCausalLM.from_pretrained")] if trained else []
-    for name, said in lines:
-        console.print(f"[dim]{name:<15}[/]  {escape(said)}", soft_wrap=True, highlight=False)
-
-
-def _command() -> str:
-    """``rollwright`` as this process was called: a virtual environment's may be on no path."""
-    called = Path(sys.argv[0])
-    return str(called) if called.name == "rollwright" and shutil.which("rollwright") is None else "rollwright"

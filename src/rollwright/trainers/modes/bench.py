@@ -12,7 +12,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from rich.table import Column, Table
 
 from rollwright.atomic import write_json
 from rollwright.config.experiment import PPOConfig
@@ -28,6 +27,7 @@ from rollwright.tracking.logging import getLogger
 from rollwright.tracking.metrics_file import read_metrics
 from rollwright.tracking.plots import plot_curves
 from rollwright.tracking.run_directory import RunDirectory
+from rollwright.tracking.summary import checkpoint_table
 from rollwright.trainers.drawn_tasks import held_out_tasks, refuse_missing_chat_template
 from rollwright.trainers.loops.evaluation import evaluate, scores_of
 from rollwright.trainers.loops.reporting import sample_means
@@ -72,7 +72,7 @@ def bench(config: PPOConfig, directory: RunDirectory) -> dict[str, Any]:
     results = [dataclasses.asdict(each) for each in benchmarks]
     file = directory.path / "bench.json"
     write_json(file, {"samples": config.bench.samples, "benchmarks": results})
-    logging.console().print(table_of(benchmarks))
+    logging.console().print(checkpoint_table([(each.label, each.scores) for each in benchmarks]))
     picture = draw(directory.path / "bench.png", benchmarks, config)
     return {"benchmarks": results, "table": str(file), "plot": None if picture is None else str(picture)}
 
@@ -158,25 +158,8 @@ def _rewards_by_task(trajectory: Trajectory) -> list[list[float]]:
     return sample_means(trajectory, trajectory["rewards"]).view(len(counts), -1).tolist()
 
 
-# -- what is shown -----------------------------------------------------------------------------------------------------
-
-
-def table_of(benchmarks: Sequence[Benchmark]) -> Table:
-    """One line for each checkpoint and taskset; the best of each column is bold."""
-    names = [name for name in next(iter(benchmarks[0].scores.values())) if "@" in name]
-    label = Column("checkpoint", overflow="fold")  # cut off, one path looks like the other
-    table = Table(label, "tasks", *names, title="benchmark")
-    for taskset in benchmarks[0].scores:
-        best = {name: max(each.scores[taskset][name] for each in benchmarks) for name in names}
-        for each in benchmarks:
-            scores = each.scores[taskset]
-            cells = (f"[bold]{scores[n]:.3f}[/bold]" if scores[n] == best[n] else f"{scores[n]:.3f}" for n in names)
-            table.add_row(each.label, f"{taskset} ({scores['tasks']:.0f})", *cells)
-    return table
-
-
 def draw(path: Path, benchmarks: Sequence[Benchmark], config: PPOConfig) -> Path | None:
-    """Scores over steps, one curve for each score and taskset; what has no step comes one after the last."""
+    """Plot the scores over steps, one curve for each score and taskset. Checkpoints without a step follow the last step."""
     last = max((each.step for each in benchmarks if each.step is not None), default=0)
     curves: dict[str, list[tuple[float, float]]] = defaultdict(list)
     for each in benchmarks:

@@ -14,7 +14,8 @@ from rollwright.config.sections import PPOActorConfig
 from rollwright.config.tasksets import DatasetConfig, TasksetConfig
 from rollwright.errors import ConfigError
 from rollwright.tracking.run_directory import RunDirectory
-from rollwright.trainers.modes.bench import Benchmark, bench, draw, find_checkpoints, step_of, table_of
+from rollwright.tracking.summary import checkpoint_table
+from rollwright.trainers.modes.bench import Benchmark, bench, draw, find_checkpoints, step_of
 
 
 def config_of(tmp_path) -> GRPOConfig:
@@ -90,7 +91,7 @@ def test_listed_checkpoints_are_taken_as_they_are(tmp_path):
 def test_the_table_and_the_plot_show_every_score(tmp_path):
     scores = {"held_out": {"mean@2": 0.25, "pass@1": 0.25, "pass@2": 0.5, "tasks": 4.0}}
     benchmarks = [Benchmark("start", "m", 0, scores), Benchmark("final", "n", None, scores)]
-    assert [str(column.header) for column in table_of(benchmarks).columns] == [
+    assert [str(column.header) for column in checkpoint_table([(each.label, each.scores) for each in benchmarks]).columns] == [
         "checkpoint",
         "tasks",
         "mean@2",
@@ -104,7 +105,7 @@ def test_no_checkpoint_s_name_is_cut_in_the_table():
     labels = ["trainer/checkpoints/step-000003", "trainer/checkpoints/step-000006"]
     scores = {"held_out": {f"pass@{k}": 0.5 for k in (1, 2, 4, 8, 16)} | {"tasks": 4.0}}
     console = Console(width=60, record=True, file=io.StringIO())
-    console.print(table_of([Benchmark(label, label, 3, scores) for label in labels]))
+    console.print(checkpoint_table([(label, scores) for label in labels]))
     shown = "".join(line.split("│")[1].strip() if "│" in line else "" for line in console.export_text().splitlines())
     assert "".join(labels) in shown
 
