@@ -16,7 +16,9 @@ from rollwright.config.experiment import PPOConfig
 from rollwright.config.generation import GenerationHyperparameters
 from rollwright.config.sections import ClusterConfig, NormConfig, OptimizerConfig, PPOActorConfig, RolloutConfig
 from rollwright.config.tasksets import DatasetConfig
-from rollwright.errors import WeightUpdateError
+from rollwright.errors import EngineError, RollwrightError, WeightUpdateError
+from rollwright.inference.launcher import Launcher
+from rollwright.inference.request import ModelRequest
 from rollwright.training.actor import FSDPPPOActor
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(1500)]
@@ -99,47 +101,85 @@ def test_a_run_starts_several_servers_and_publishes_to_them_by_files_where_it_is
         assert sorted(path.name for path in weights.iterdir()) == ["v2", "v3"]
 
 
-def test_a_run_goes_on_when_one_of_its_servers_is_killed(tmp_path):
-    """Whatever it was doing: nothing is dropped, no group is trained twice, and the other server is published to and audited."""
-    config = config_of(tmp_path, servers=2)
+def server_at(address: str) -> psutil.Process:
+    """The process of the server that listens at an address, without its guard."""
+    (server,) = [
+        child
+        for child in servers_of_this_process()
+        if command_of(child)[1:3] == ["-m", "rollwright"] and address.rpartition(":")[2] in command_of(child)
+    ]
+    return server
+
+
+def train_while(trainer: PPOTrainer, killed: threading.Thread, version: int) -> dict:
+    """Train; what comes after a version is published when the thread that kills has ended."""
+
+    def publish_when_killed() -> None:
+        if trainer.actor.version == version:
+            killed.join(60)
+        publish()
+
+    publish, trainer.actor.update_weights = trainer.actor.update_weights, publish_when_killed
+    killed.start()
+    summary = trainer.train("rollwright.workflows.rlvr.RLVRWorkflow", {"reward_fn": reward})
+    assert not killed.is_alive()
+    return summary
+
+
+def assert_nothing_was_lost(trainer: PPOTrainer, steps: int) -> None:
+    counters = trainer.rollout.counters()
+    assert counters["samples/failed"] == 0
+    assert not [name for name in counters if name.startswith("groups/dropped")]
+    state = trainer.rollout.state_dict()
+    # Each task that was trained is one of the first that were drawn.
+    assert state["frontier"] + len(state["beyond"]) == steps * 4
+
+
+@pytest.mark.parametrize("count", [2, 1])
+def test_a_run_goes_on_when_one_of_its_servers_is_killed_or_its_only_one(tmp_path, count):
+    """Whatever it was doing: nothing is dropped, no group is trained twice, and the server comes back with the current weights."""
+    config = config_of(tmp_path, servers=count)
     config.total_train_steps = 8
     with PPOTrainer(config, ROWS) as trainer:
         client = trainer.rollout.client
-        (first, _) = client.addresses
-
-        (server,) = [
-            child
-            for child in servers_of_this_process()
-            if command_of(child)[1:3] == ["-m", "rollwright"] and first.rpartition(":")[2] in command_of(child)
-        ]
+        first = client.addresses[0]
+        server = server_at(first)
 
         def kill_the_first() -> None:
             while client.get_version() < 2:
                 time.sleep(0.01)
             server.kill()
 
-        killing = threading.Thread(target=kill_the_first, daemon=True)
-
-        def publish_the_fifth_when_it_is_killed() -> None:
-            if trainer.actor.version == 4:
-                killing.join(60)
-            publish()
-
-        publish, trainer.actor.update_weights = trainer.actor.update_weights, publish_the_fifth_when_it_is_killed
-        killing.start()
-        summary = trainer.train("rollwright.workflows.rlvr.RLVRWorkflow", {"reward_fn": reward})
-        assert not killing.is_alive()
+        summary = train_while(trainer, threading.Thread(target=kill_the_first, daemon=True), 4)
         assert summary["steps"] == 8
         assert client.get_version() == 8
-        assert [server.address for server in client.router.servers if not server.in_service] == [first]
-        assert len(trainer.actor._publisher.agreements) == 1
-        counters = trainer.rollout.counters()
-        assert counters["samples/failed"] == 0
-        assert not [name for name in counters if name.startswith("groups/dropped")]
-        state = trainer.rollout.state_dict()
-        assert (
-            state["frontier"] + len(state["beyond"]) == 8 * 4
-        )  # each task that was trained is one of the first that were drawn
+        assert_nothing_was_lost(trainer, 8)
+        deadline = time.monotonic() + 120
+        while len(client.router.in_service()) < count or first in client.addresses:
+            assert time.monotonic() < deadline, client.router.describe()
+            time.sleep(0.05)
+        answers = trainer.rollout.sampler.probe(ModelRequest(input_ids=[6, 7, 8], gconfig=config.gconfig))
+        assert len(answers) == count
+        assert {version for answer in answers.values() for version in answer.output_versions} == {8}
+    wait_gone(servers_of_this_process())
+
+
+def test_a_server_that_cannot_be_restarted_ends_the_run_with_the_cause(tmp_path, monkeypatch):
+    config = config_of(tmp_path)
+    config.total_train_steps = 8
+    with PPOTrainer(config, ROWS) as trainer:
+        client = trainer.rollout.client
+        server = server_at(client.addresses[0])
+        monkeypatch.setattr(Launcher, "restart", cannot_restart)
+        killed = threading.Thread(target=server.kill, daemon=True)
+        with pytest.raises(
+            RollwrightError, match=r"No inference server is left: server 0 was started 4 times[\s\S]*out of memory"
+        ):
+            train_while(trainer, killed, 1)
+
+
+def cannot_restart(self, place: int, timeout: float) -> None:
+    raise EngineError("The server ended with status 1: out of memory")
 
 
 def test_a_run_that_cannot_begin_leaves_no_server_and_its_directory_free(tmp_path, monkeypatch):

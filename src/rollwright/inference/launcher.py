@@ -17,14 +17,15 @@ import threading
 import time
 import weakref
 from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Future
 from pathlib import Path
-from typing import Self
+from typing import Any, Self
 from urllib.parse import urlsplit
 
 import httpx2
 
 from rollwright.config.servers import BUILT_COMMANDS
-from rollwright.errors import EngineError
+from rollwright.errors import EngineError, LostProcessError
 from rollwright.inference.network import find_free_ports, is_loopback, server_url
 from rollwright.processes.ends_with_parent import supervised
 from rollwright.processes.tree import descendants
@@ -212,15 +213,42 @@ class Launcher:
 
     def _wait_healthy(self, place: int, deadline: float) -> None:
         for ports_left in reversed(range(_PORTS_TRIED)):
-            server = self.servers[place]
+            server = self.server(place)
             try:
                 return server.wait_healthy(deadline)
             except EngineError:
                 if not ports_left or not server.found_its_port_taken:
                     raise
                 logger.warning("The port of %s was taken by another process; the server is started on another.", server.address)
-            with self._lock:
+            self._replace(place)
+
+    def server(self, place: int) -> ServerProcess:
+        """The server in a place, counted from 0.
+
+        Raises:
+            LostProcessError: the servers were ended.
+        """
+        with self._lock:
+            if not self._starters:
+                raise LostProcessError("the servers have been ended")
+            return self.servers[place]
+
+    def _replace(self, place: int) -> None:
+        """End a server and start another one in its place, on another port."""
+        with self._lock:
+            if self._starters:
+                self.servers[place].stop()
                 self.servers[place] = self._starters[place](find_free_ports(1)[0])
+
+    def restart(self, place: int, timeout: float) -> None:
+        """End a server, start it again on another port, and wait until it is healthy.
+
+        Raises:
+            EngineError: it ended, or was not healthy within ``timeout`` seconds.
+            LostProcessError: the servers were ended.
+        """
+        self._replace(place)
+        self._wait_healthy(place, time.monotonic() + timeout)
 
     def check(self, address: str | None = None) -> None:
         """See that a server lives.
@@ -249,6 +277,55 @@ class Launcher:
 
     def __exit__(self, *error: object) -> None:
         self.close()
+
+
+class RestartableServer:
+    """A server of a launcher as a process that is supervised (``processes.supervisor``).
+
+    Args:
+        launcher: started the server, which is healthy.
+        place: of the server, counted from 0.
+        timeout: seconds that it may take to restart.
+    """
+
+    def __init__(self, launcher: Launcher, place: int, timeout: float) -> None:
+        self.name = f"server {place}"
+        self._launcher, self._place, self._timeout = launcher, place, timeout
+        self.started = Future[None]()
+        self.started.set_result(None)
+
+    def wait_started(self, timeout: float) -> None:
+        """See ``Process``."""
+        self.started.result(timeout)
+
+    def restart(self) -> None:
+        """See ``Process``; returns when the server is healthy, or could not be restarted."""
+        self.started = Future()
+        try:
+            self._launcher.restart(self._place, self._timeout)
+        except EngineError as error:
+            self.started.set_exception(error)
+        else:
+            self.started.set_result(None)
+
+    def call(self, method: str, *arguments: Any) -> Future[Any]:
+        """See ``Process``; the methods are those of this object, and they answer at once."""
+        answer = Future[Any]()
+        try:
+            answer.set_result(getattr(self, method)(*arguments))
+        except (EngineError, LostProcessError) as error:
+            answer.set_exception(error)
+        return answer
+
+    def address(self) -> str:
+        """``host:port``."""
+        return self._launcher.server(self._place).address
+
+    def check(self) -> None:
+        """Raise an ``EngineError`` if the server has ended."""
+        server = self._launcher.server(self._place)
+        if server.exit_status is not None:
+            raise server.error(f"ended with status {server.exit_status}")
 
 
 def _stop_all(servers: list[ServerProcess]) -> None:

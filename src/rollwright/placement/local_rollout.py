@@ -57,7 +57,8 @@ def copy_to_sample(section: TrainEngineConfig) -> Any:
 def make_rollout_engine(config: PPOConfig, actor: Any, tokenizer: Any, directory: RunDirectory) -> RolloutEngine:
     """The engine that ``config.rollout.backend`` names.
 
-    Servers are those that run already, by config or environment; else they are started here, and end with the engine.
+    Servers are those that run already, by config or environment. Otherwise they are started here, restarted if they are lost, and end
+    with the engine.
 
     It writes the journal that ``config.journal`` asks for.
 
@@ -116,9 +117,12 @@ def _rollout_engine(config: PPOConfig, actor: Any, tokenizer: Any, directory: Ru
         )
         addresses = servers.addresses
     client = backend(rollout, addresses=addresses)
+    engine = RemoteEngine(config.rollout, client=client, seed=config.seed, deterministic=config.deterministic)
     if servers is not None:
         client.own(servers)
-    return RemoteEngine(config.rollout, client=client, seed=config.seed, deterministic=config.deterministic)
+        client.are_replaced = True
+        engine.watch = servers.watch(client.use_servers, engine.in_service)
+    return engine
 
 
 def servers_of(rollout: RolloutConfig) -> type[RemoteClient] | None:

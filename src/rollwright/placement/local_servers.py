@@ -1,4 +1,4 @@
-"""This machine: starts the inference servers that a config asks for, and says where they listen."""
+"""Inference servers on this machine: started as the config says, restarted if they are lost, and ended with the run."""
 
 from __future__ import annotations
 
@@ -9,14 +9,16 @@ import re
 import shutil
 import tempfile
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 from rollwright.atomic import write_json
 from rollwright.config.sections import RolloutConfig
-from rollwright.errors import ConfigError
+from rollwright.errors import ConfigError, RollwrightError
 from rollwright.inference.backends import BACKENDS, ServerLaunch
-from rollwright.inference.launcher import Launcher
+from rollwright.inference.launcher import Launcher, RestartableServer
+from rollwright.inference.server_watch import ServerWatch
 from rollwright.inference.weights.publication import RemoteClient
 from rollwright.tracking.logging import getLogger
 
@@ -31,8 +33,8 @@ class LocalServers(Launcher):
     """Inference servers on this machine, ended with this object or with this process.
 
     Attributes:
-        addresses: ``host:port`` of each, healthy.
-        weights_root: a directory that the servers may load weights from; removed at the end, whatever it is.
+        addresses: ``host:port`` of each when all were healthy for the first time.
+        weights_root: a directory that the servers may load weights from; removed at the end.
     """
 
     def __init__(
@@ -54,15 +56,15 @@ class LocalServers(Launcher):
 
         Args:
             rollout: backend, limits of the engine and ``setup_timeout``.
-            model_path: of the model, where the server's config names none.
+            model_path: of the model, if the server's config names none.
             logs: directory for their logs.
             count: servers.
             tensor_parallel: GPUs of each.
             base_gpu: the first GPU.
             threads: compute threads of each ``rollwright serve-model``.
             weights_roots: further directories that ``rollwright serve-model`` may load weights from.
-            deterministic: what a request is answered must not depend on what else is computed.
-            host: address that they listen on; requests to any but the loopback's should carry ``rollout.api_key``.
+            deterministic: answers must not depend on what else is in the batch.
+            host: address that they listen on; set ``rollout.api_key`` if it is not a loopback address.
             sections: the sections of the experiment that describe servers, by backend: ``sglang``, ``vllm``.
 
         Raises:
@@ -82,6 +84,9 @@ class LocalServers(Launcher):
         fcntl.flock(self._owned, fcntl.LOCK_EX)
         self.weights_root = made.rename(made.with_name(made.name[1:]))  # under the name that others look for it is locked
         super().__init__(logs, host=host)
+        self._timeout = rollout.setup_timeout
+        self._is_watched = False
+        self._failure: RollwrightError | None = None
         roots = [str(self.weights_root), *weights_roots]
         key_file: Path | None = None
         if rollout.api_key:
@@ -105,6 +110,32 @@ class LocalServers(Launcher):
         except BaseException:
             self.close()
             raise
+
+    def watch(self, changed: Callable[[list[str]], object], in_service: Callable[[], tuple[list[str], int]]) -> ServerWatch:
+        """A watch that restarts servers that are lost; it has to be started.
+
+        Args:
+            changed, in_service: see ``ServerWatch``.
+        """
+        self._is_watched = True
+        places = [RestartableServer(self, place, self._timeout) for place in range(len(self.addresses))]
+        return ServerWatch(
+            places, self.addresses, changed=changed, in_service=in_service, failed=self._fail, timeout=self._timeout
+        )
+
+    def _fail(self, failure: RollwrightError) -> None:
+        self._failure = failure
+
+    def check(self, address: str | None = None) -> None:
+        """See ``Launcher.check``. A server that ended is only an error if it is not restarted.
+
+        Raises:
+            RolloutError: every server was given up; the message has the last cause.
+        """
+        if self._failure is not None:
+            raise self._failure
+        if not self._is_watched:
+            super().check(address)
 
     def close(self) -> None:
         """End the servers and remove what was shared with them."""

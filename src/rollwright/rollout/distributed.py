@@ -6,7 +6,6 @@ from collections.abc import Callable, Collection
 from typing import Any
 
 from rollwright.config.sections import RolloutConfig
-from rollwright.inference.server_watch import ServerWatch
 from rollwright.inference.weights.publication import RemoteClient
 from rollwright.processes.supervisor import Process
 from rollwright.rollout.engines import RemoteEngine
@@ -40,14 +39,11 @@ class DistributedRolloutEngine(RemoteEngine):
     ) -> None:
         super().__init__(config, client=client, seed=seed)
         self.elsewhere = self.pool = pool
-        self.watch: ServerWatch | None = None
         self._publisher = publisher
         self._workers_run = False
 
     def initialize(self, *args: Any, **kwargs: Any) -> None:
         """See ``RolloutEngine.initialize``; returns when the workers run."""
-        if self.watch is not None:
-            self.watch.start()  # a server may be lost before it is connected to
         super().initialize(*args, **kwargs)
         self._servers.publisher = self._publisher
         self.pool.wait_started()
@@ -63,8 +59,6 @@ class DistributedRolloutEngine(RemoteEngine):
     def destroy(self) -> None:
         """See ``RolloutEngine.destroy``. The processes are ended by whoever placed them."""
         self.pool.close()
-        if self.watch is not None:
-            self.watch.close()
         super().destroy()
 
     def pause(self) -> None:
@@ -89,13 +83,6 @@ class DistributedRolloutEngine(RemoteEngine):
         if is_new and not self._pauses:
             self.pool.release(*self.in_service())
 
-    @property
-    def _servers(self) -> RemoteClient:
-        assert isinstance(self.client, RemoteClient)
-        return self.client
-
     def in_service(self) -> tuple[list[str], int]:
-        """Addresses of the servers that requests may go to, and their version; empty until the workers run, because they are the ones notified."""
-        if not self._workers_run:
-            return [], 0
-        return [server.address for server in self._servers.router.in_service()], self._servers.get_version()
+        """See ``RemoteEngine``; empty until the workers run, because they are the ones notified."""
+        return super().in_service() if self._workers_run else ([], 0)

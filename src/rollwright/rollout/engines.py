@@ -18,6 +18,7 @@ from rollwright.experience.journal.writing import Journal
 from rollwright.inference.backends import BACKENDS
 from rollwright.inference.engine import InferenceEngine, WeightReceiver
 from rollwright.inference.request import ModelRequest, ModelResponse
+from rollwright.inference.server_watch import ServerWatch
 from rollwright.inference.weights.publication import RemoteClient
 from rollwright.rollout.executor import RolloutExecutor
 from rollwright.rollout.runner import Elsewhere
@@ -313,10 +314,24 @@ class RemoteEngine(RolloutEngine):
     """Servers of a backend, found by ``config.addresses`` or by the addresses in the environment.
 
     Attributes:
-        backend: a name of the table or an import path; empty: ``config.backend``.
+        backend: a name of the table or an import path; if empty, ``config.backend``.
+        watch: restarts servers that are lost; to be set before ``initialize``. None if somebody else started them.
     """
 
     backend = ""
+    watch: ServerWatch | None = None
+
+    def initialize(self, *args: Any, **kwargs: Any) -> None:
+        """See ``RolloutEngine.initialize``."""
+        if self.watch is not None and self._executor is None:
+            self.watch.start()  # a server may be lost before it is connected to
+        super().initialize(*args, **kwargs)
+
+    def destroy(self) -> None:
+        """See ``RolloutEngine.destroy``."""
+        if self.watch is not None:
+            self.watch.close()
+        super().destroy()
 
     def make_client(self) -> InferenceEngine:
         """A client of the servers; connected by ``initialize``."""
@@ -326,10 +341,20 @@ class RemoteEngine(RolloutEngine):
         return backend(self.config)
 
     @property
+    def _servers(self) -> RemoteClient:
+        assert isinstance(self.client, RemoteClient)
+        return self.client
+
+    @property
     def addresses(self) -> list[str]:
         """``host:port`` of the servers."""
-        assert isinstance(self.client, RemoteClient)
-        return self.client.addresses
+        return self._servers.addresses
+
+    def in_service(self) -> tuple[list[str], int]:
+        """Addresses of the servers that requests may go to, and their version; empty before ``initialize`` has returned."""
+        if self._executor is None:
+            return [], 0
+        return self._servers.weight_holders, self._servers.get_version()
 
 
 class RemoteSGLangEngine(RemoteEngine):

@@ -25,7 +25,8 @@ def started(monkeypatch):
 
     def record(*_, **settings):
         arguments.update(settings)
-        return SimpleNamespace(addresses=["127.0.0.1:1"], close=lambda: None)
+        watch = SimpleNamespace(start=lambda: None, close=lambda: None)
+        return SimpleNamespace(addresses=["127.0.0.1:1"], close=lambda: None, watch=lambda *_: watch)
 
     monkeypatch.setattr(local_rollout, "LocalServers", record)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: PRESENT)

@@ -7,8 +7,8 @@ import pytest
 from rollwright.config.sections import RolloutConfig
 from rollwright.errors import EngineError, LostProcessError
 from rollwright.processes.supervisor import wait_running
-from rollwright.rollout import distributed
 from rollwright.rollout.distributed import DistributedRolloutEngine
+from rollwright.rollout.engines import RolloutEngine
 from rollwright.rollout.workers import RolloutWorkers
 
 
@@ -80,7 +80,7 @@ def test_servers_are_watched_from_before_they_are_connected_to(monkeypatch):
         assert watch.began == [([], 0)]  # workers, which do not run yet, are told nothing
         raise EngineError("no server answers")
 
-    monkeypatch.setattr(distributed.RemoteEngine, "initialize", connect)
+    monkeypatch.setattr(RolloutEngine, "initialize", connect)
     engine = DistributedRolloutEngine(RolloutConfig(), None, RolloutWorkers([], None, 1.0), publisher=lambda: (0, []), seed=1)
     engine.watch = watch = Watch()
     watch.engine, watch.began = engine, []
