@@ -1,11 +1,11 @@
-"""What the controller of a run on a Ray cluster holds of a batch: 512 rows, one of them of 100,000 tokens.
+"""Memory of a Ray controller that holds one batch: 512 rows, one or all of 100,000 tokens.
 
-    python benchmarks/controller_memory.py [--rows 512] [--long 100000] [--json FILE]
+    python benchmarks/controller_memory.py [--rows 512] [--short 100] [--long 100000] [--padded] [--json FILE]
 
-Two workers in processes of their own run the episodes, with an engine inside that answers at once; their rows stay in Ray's object
-store. Shown is this process's anonymous memory (``RssAnon``) above that before the batch, read every two milliseconds: while the batch
-comes, when it is there, and for comparison while the same rows are fetched and padded here. Ray's own store is shared memory, and is not
-counted.
+Two workers in processes of their own run the episodes with an engine that answers at once. Their rows come to this process packed, which
+sends them to one rank. Shown is this process's anonymous memory (``RssAnon``) above that before the batch, read every two milliseconds:
+while the batch comes, once it is there, while it is sent, and with ``--padded`` also while it is unpacked and padded here. Ray's object
+store is shared memory and not counted.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 from instant_engine import InstantEngine
 from rank_memory import RETURNED_AT_ONCE, Peaks, anonymous
 from report import Report
@@ -22,7 +23,8 @@ from report import Report
 from rollwright.config.generation import GenerationHyperparameters
 from rollwright.config.sections import ClusterConfig, RolloutConfig
 from rollwright.experience.journal.writing import Journal
-from rollwright.experience.kept_rows import fetched
+from rollwright.experience.packed_batch import parts_of, unpacked
+from rollwright.experience.trajectory import row_lengths
 from rollwright.inference.engine import InferenceEngine
 from rollwright.inference.request import ModelRequest, ModelResponse
 from rollwright.rollout.executor import RolloutExecutor
@@ -55,17 +57,29 @@ def open_worker(where: Any, directory: str) -> RolloutWorker:
     return RolloutWorker(LongAnswers(), RolloutConfig(), Answer(), group_size=GROUP, journal=Journal(Path(directory)))
 
 
+class Taker:
+    """Stands for a rank in a placed process."""
+
+    def __init__(self, where: Any) -> None:
+        pass
+
+    def take(self, parts: list[np.ndarray]) -> int:
+        """Count the bytes that came."""
+        return sum(map(len, parts))
+
+
 def main() -> None:
     """Measure and report."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rows", type=int, default=512)
     parser.add_argument("--short", type=int, default=100, help="tokens of all answers but one")
     parser.add_argument("--long", type=int, default=100_000, help="tokens of that one")
+    parser.add_argument("--padded", action="store_true", help="also unpack and pad the batch")
     parser.add_argument("--json", type=Path, help="also write results to this file")
     arguments = parser.parse_args()
     from rollwright.placement.ray_cluster import RayCluster
 
-    report = Report("what a controller holds of a batch")
+    report = Report("memory of a controller that holds one batch")
     with tempfile.TemporaryDirectory() as directory:
         cluster = RayCluster(ClusterConfig(kind="ray"), directory)
         try:
@@ -74,7 +88,9 @@ def main() -> None:
                 cluster.process(f"worker {number}", path, lambda: (directory,), cpus=0.5, gpus=0, concurrency=600)
                 for number in range(2)
             ]
-            pool = RolloutWorkers(workers, cluster, 120.0, journal=directory)
+            rank = cluster.process("rank", "controller_memory:Taker", lambda: (), cpus=0.5, gpus=0)
+            rank.wait_started(120.0)
+            pool = RolloutWorkers(workers, 120.0, journal=directory)
             pool.wait_started()
             executor = RolloutExecutor(LongAnswers(), RolloutConfig(), elsewhere=pool)
             short = [arguments.short] * GROUP
@@ -85,12 +101,18 @@ def main() -> None:
             peaks = Peaks()
             with peaks.phase("while the batch comes"):
                 batch = executor.rollout_batch(tasks, Answer(), group_size=GROUP)
-            peaks.found["when it is there"] = (anonymous() - peaks.base) / 2**20, 0.0
-            with peaks.phase("fetched and padded here"):
-                padded = fetched(batch)
+            peaks.found["once it is there"] = (anonymous() - peaks.base) / 2**20, 0.0
+            parts, _ = parts_of(batch)
+            with peaks.phase("while it is sent to a rank"):
+                sent = rank.call("take", [np.frombuffer(part, np.uint8) for part in parts]).result(600)
+            report.row(phase="packed rows", MiB=round(sent / 2**20, 1))
+            report.row(phase="bytes per token", bytes=round(sent / int(row_lengths(batch).sum()), 1))
+            if arguments.padded:
+                with peaks.phase("while it is unpacked and padded"):
+                    padded = unpacked(batch)
+                report.row(phase="padded tensors", MiB=round(sum(value.nbytes for value in padded.values()) / 2**20, 1))
             for phase, (mebibytes, seconds) in peaks.found.items():
                 report.row(phase=phase, MiB=round(mebibytes, 1), seconds=round(seconds, 2))
-            report.row(phase="tensors, padded", MiB=round(sum(value.nbytes for value in padded.values()) / 2**20, 1))
             executor.destroy()
         finally:
             cluster.close()

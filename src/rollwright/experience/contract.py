@@ -29,8 +29,8 @@ LARGEST_LOGPROB = 1e-3
 #: Column with the multi-modal processor outputs of each row: a dict of tensors or None.
 MULTI_MODAL = "multi_modal_inputs"
 
-#: Name of the per-row list of an outline: where each row's tokens are (``kept_rows``).
-KEPT = "kept_rows"
+#: List of a packed batch with the packed row behind each row (``packed_batch``).
+PACKED = "packed_rows"
 
 
 @dataclass(frozen=True)

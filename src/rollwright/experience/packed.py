@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import struct
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -191,34 +192,68 @@ def pack_rows(trajectory: Mapping[str, Any], rows: Sequence[int] | None = None) 
     return pack_bytes(tensors, {"has_mask": attention is not None, "lists": lists})
 
 
+@dataclass(frozen=True)
+class PackedColumns:
+    """Columns of packed rows, still without padding.
+
+    Attributes:
+        lengths: tokens of each row.
+        by_token: columns with one entry per token, all rows after each other.
+        by_row: columns with one entry per row.
+        lists: lists with one entry per row; of images, whether the row has any.
+        images: tensors of images by row.
+        has_mask: whether the packed trajectory had an ``attention_mask``.
+    """
+
+    lengths: torch.Tensor
+    by_token: dict[str, torch.Tensor]
+    by_row: dict[str, torch.Tensor]
+    lists: dict[str, Any]
+    images: dict[int, dict[str, torch.Tensor]]
+    has_mask: bool
+
+    @classmethod
+    def read(cls, data: bytes) -> PackedColumns:
+        """Read the columns of ``pack_rows``.
+
+        Raises:
+            TrajectoryError: the bytes are damaged or hold no rows.
+        """
+        tensors, rest = unpack_bytes(data)
+        if _LENGTHS not in tensors or "lists" not in rest:
+            raise TrajectoryError("the bytes are no packed rows of a trajectory: they have no lengths.")
+        columns = cls(tensors.pop(_LENGTHS), {}, {}, rest["lists"], {}, rest["has_mask"])
+        for name, tensor in tensors.items():
+            kind, key = name.split(".", 1)
+            if kind == "image":
+                row, part = key.split(".", 1)
+                columns.images.setdefault(int(row), {})[part] = tensor
+            else:
+                (columns.by_token if kind == "token" else columns.by_row)[key] = tensor
+        return columns
+
+    def padded(self) -> Trajectory:
+        """The rows, right-padded to the longest of them (to one column at least)."""
+        lengths = self.lengths.tolist()
+        rows, width = len(lengths), max([1, *lengths])
+        out: Trajectory = {**self.by_row, **self.lists}
+        for key, tensor in self.by_token.items():
+            out[key] = tensor.new_full((rows, width, *tensor.shape[1:]), COLUMNS[key].pad if key in COLUMNS else 0)
+            for row, part in enumerate(tensor.split(lengths)):
+                out[key][row, : len(part)] = part
+        if self.has_mask:
+            out["attention_mask"] = torch.arange(width) < self.lengths[:, None]
+        if MULTI_MODAL in out:
+            out[MULTI_MODAL] = [
+                self.images.get(row, {}) if has_images else None for row, has_images in enumerate(out[MULTI_MODAL])
+            ]
+        return out
+
+
 def unpack_rows(data: bytes) -> Trajectory:
-    """The rows that ``pack_rows`` was given, right-padded to the longest of them (to one column at least).
+    """Unpack the rows of ``pack_rows``, right-padded to the longest of them (to one column at least).
 
     Raises:
         TrajectoryError: the bytes are damaged or hold no rows.
     """
-    tensors, rest = unpack_bytes(data)
-    if _LENGTHS not in tensors or "lists" not in rest:
-        raise TrajectoryError("the bytes are no packed rows of a trajectory: they have no lengths.")
-    lengths_B = tensors.pop(_LENGTHS)
-    rows, lengths = len(lengths_B), lengths_B.tolist()
-    width = max([1, *lengths])
-    out: Trajectory = {}
-    images: dict[int, dict[str, torch.Tensor]] = {}
-    for name, tensor in tensors.items():
-        kind, key = name.split(".", 1)
-        if kind == "token":
-            out[key] = tensor.new_full((rows, width, *tensor.shape[1:]), COLUMNS[key].pad if key in COLUMNS else 0)
-            for row, part in enumerate(tensor.split(lengths)):
-                out[key][row, : len(part)] = part
-        elif kind == "row":
-            out[key] = tensor
-        else:
-            row, part = key.split(".", 1)
-            images.setdefault(int(row), {})[part] = tensor
-    if rest["has_mask"]:
-        out["attention_mask"] = torch.arange(width) < lengths_B[:, None]
-    out |= rest["lists"]
-    if MULTI_MODAL in out:
-        out[MULTI_MODAL] = [images.get(row, {}) if seen else None for row, seen in enumerate(out[MULTI_MODAL])]
-    return out
+    return PackedColumns.read(data).padded()

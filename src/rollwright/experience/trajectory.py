@@ -14,7 +14,7 @@ import torch
 from torch.nn.utils.rnn import pad_sequence
 
 from rollwright.errors import TrajectoryError
-from rollwright.experience.contract import COLUMNS, KEPT, MULTI_MODAL, NEUTRAL, Origin, Trajectory, is_token_column
+from rollwright.experience.contract import COLUMNS, MULTI_MODAL, NEUTRAL, PACKED, Origin, Trajectory, is_token_column
 
 #: Alternative names that workflows use for a column.
 ALIASES = {"reward": "rewards", "multi_modal_input": MULTI_MODAL, "temperatures": "temperature"}
@@ -31,14 +31,19 @@ PROCESSOR_KEYS = (
 
 
 def row_lengths(trajectory: Mapping[str, Any]) -> torch.Tensor:
-    """Tokens of each row without padding, ``[B]`` int64."""
-    if KEPT in trajectory:
+    """Tokens of each row without padding, ``[B]`` int64; also of a packed batch."""
+    if PACKED in trajectory:
         return trajectory["row_lengths"]
     mask = trajectory.get("attention_mask")
     if mask is None:
         ids = trajectory["input_ids"]
         return torch.full((ids.shape[0],), ids.shape[1], dtype=torch.int64, device=ids.device)
     return mask.sum(dim=1)
+
+
+def sampled_tokens(trajectory: Mapping[str, Any]) -> torch.Tensor:
+    """Sampled tokens of each row, ``[B]``; also of a packed batch."""
+    return trajectory["sampled_tokens"] if PACKED in trajectory else trajectory["loss_mask"].sum(1)
 
 
 def concat_padded_tensors(trajectories: Sequence[Mapping[str, Any]], pad_value: float = 0) -> Trajectory:

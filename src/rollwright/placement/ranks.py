@@ -23,14 +23,14 @@ import torch
 from torch import Tensor
 
 from rollwright.errors import ConfigError
-from rollwright.experience.contract import KEPT, MULTI_MODAL
+from rollwright.experience.contract import MULTI_MODAL, PACKED
 from rollwright.experience.packed import pack_rows, unpack_rows
 from rollwright.experience.trajectory import Trajectory, select_rows, tensor_container_to
 from rollwright.inference.weights.names import as_published
 from rollwright.inference.weights.stream import WeightStream
 from rollwright.training import parallel
 from rollwright.training.fsdp import is_sharded, with_whole_weights
-from rollwright.training.micro_batches import MINIBATCH_IDS, rows_of_ranks, split_minibatches
+from rollwright.training.micro_batches import MINIBATCH_IDS, distinct_tokens, rows_of_ranks, split_minibatches
 from rollwright.training.recovery_checkpoint import RecoverCheckpoints
 
 _DONE = "done"
@@ -204,19 +204,13 @@ class TrainRanks:
 
 
 def sent_columns(batch: Trajectory, minibatches: int) -> Trajectory:
-    """What ranks compute with: tensors and images. With several minibatches, also which of them each row belongs to."""
-    sent = {key: value for key, value in batch.items() if isinstance(value, Tensor) or key == MULTI_MODAL}
-    return sent | minibatch_ids(batch, minibatches)
-
-
-def minibatch_ids(batch: Trajectory, minibatches: int) -> dict[str, Tensor]:
-    """The column that says which minibatch each row belongs to; none where there is one."""
-    if minibatches == 1:
-        return {}
-    ids_B = torch.zeros(len(batch["input_ids"]), dtype=torch.int64)
-    for number, rows in enumerate(split_minibatches(batch, minibatches)):
-        ids_B[rows.cpu()] = number
-    return {MINIBATCH_IDS: ids_B}
+    """Columns that ranks compute with: tensors, images, packed rows and, with several minibatches, the minibatch of each row."""
+    sent = {key: value for key, value in batch.items() if isinstance(value, Tensor) or key in (MULTI_MODAL, PACKED)}
+    if minibatches > 1:
+        sent[MINIBATCH_IDS] = torch.zeros(len(batch["input_ids"]), dtype=torch.int64)
+        for number, rows in enumerate(split_minibatches(batch, minibatches)):
+            sent[MINIBATCH_IDS][rows.cpu()] = number
+    return sent
 
 
 def merge_written(batch: Trajectory, batch_rows: Sequence[Sequence[int]], parts: Sequence[Trajectory]) -> None:
@@ -294,21 +288,29 @@ def ignore_signals() -> None:
 # -- who trains on what ------------------------------------------------------------------------------------------------
 
 
-def shares(batch: Trajectory, units_B: Tensor, ranks: int, minibatches: int = 1) -> list[list[int]]:
-    """The rows of each rank: whole units, with about as many distinct tokens on each rank in every optimizer step.
+def shares(
+    batch: Trajectory,
+    units_B: Tensor,
+    ranks: int,
+    minibatches: int = 1,
+    count_tokens: Callable[[Trajectory], dict[int, int]] = distinct_tokens,
+) -> list[list[int]]:
+    """Divide rows over ranks by whole units, with about the same number of tokens on each rank in every optimizer step.
 
     Args:
         batch: all rows.
-        units_B: number of the unit that each row belongs to; units are not divided.
-        ranks: among which they are divided; one may get no row where there are fewer units.
+        units_B: unit of each row; units are not divided.
+        ranks: number of ranks; with fewer units than ranks, some get no rows.
         minibatches: optimizer steps, see ``split_minibatches``.
+        count_tokens: see ``rows_of_ranks``.
+
+    Returns:
+        The row indices of each rank.
     """
-    columns = {key: value.cpu() for key, value in batch.items() if isinstance(value, Tensor)} | {"group_ids": units_B}
-    if KEPT in batch:
-        columns[KEPT] = batch[KEPT]
+    columns = tensor_container_to({**sent_columns(batch, 1), "group_ids": units_B}, "cpu")
     of_rank: list[list[int]] = [[] for _ in range(ranks)]
     for rows in split_minibatches(batch, minibatches):
-        part = select_rows(columns, rows.cpu())
-        for own, chosen in zip(of_rank, rows_of_ranks(part, ranks, at_least=0), strict=True):
-            own += rows.cpu()[chosen].tolist()
+        part, rows = select_rows(columns, rows.cpu()), rows.cpu()
+        for own, chosen in zip(of_rank, rows_of_ranks(part, ranks, at_least=0, count_tokens=count_tokens), strict=True):
+            own += rows[chosen].tolist()
     return of_rank

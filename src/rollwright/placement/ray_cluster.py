@@ -29,7 +29,6 @@ try:
     from ray.util.placement_group import placement_group, remove_placement_group
     from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
-    from rollwright.placement.ray_host import get
     from rollwright.placement.ray_process import SPARE_SECONDS, PlacedProcess
 except ModuleNotFoundError as error:
     raise ConfigError(
@@ -174,14 +173,6 @@ class RayCluster:
             return cluster.nodes
         finally:
             cluster.close()
-
-    def put(self, data: bytes) -> Any:
-        """Keep bytes in the cluster's object store, which may move them to disk; returns a reference, by which processes fetch them."""
-        return ray.put(data)
-
-    def get(self, references: Sequence[Any]) -> list[bytes | None]:
-        """Fetch what references stand for (``PlacedProcess.call_keeping``); None for what is lost with its node."""
-        return get(references)
 
     def process(
         self,

@@ -9,12 +9,10 @@ import os
 import pkgutil
 import sys
 import traceback
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import ray
-from ray.exceptions import ObjectLostError, RayError
 
 from rollwright.tracking.logging import attach_file, getLogger
 
@@ -32,25 +30,6 @@ class Place:
 
     address: str
     gpus: tuple[int, ...]
-
-    def get(self, references: Sequence[Any]) -> list[bytes | None]:
-        """What the references stand for; None for what is lost with its node."""
-        return get(references)
-
-
-def get(references: Sequence[Any]) -> list[bytes | None]:
-    """Fetch from Ray's object store; see ``Place.get``."""
-    try:
-        return ray.get(list(references))
-    except RayError:  # of one of them
-        return [_one(reference) for reference in references]
-
-
-def _one(reference: Any) -> bytes | None:
-    try:
-        return ray.get(reference)
-    except ObjectLostError:
-        return None
 
 
 class Host:
@@ -86,12 +65,6 @@ class Host:
             return await asyncio.to_thread(function, *arguments)
 
         return await _answered(make())
-
-    async def call_keeping(self, method: str, *arguments: Any) -> tuple[tuple[Any, Any], Any]:
-        """As ``call``, of a method that answers with a pair, of which the second is an object of its own in Ray's store."""
-        answer, failure = await self.call(method, *arguments)
-        value, kept = (None, None) if failure is not None else answer
-        return (value, failure), kept
 
 
 async def _answered(work: Any) -> tuple[Any, Any]:

@@ -86,10 +86,6 @@ class PlacedProcess:
         """
         return self._asked("call", method, *arguments)
 
-    def call_keeping(self, method: str, *arguments: Any) -> Future[tuple[Any, Any]]:
-        """As ``call``, of a method that answers with a pair: its second part stays on its node, and what comes is a reference."""
-        return self._asked("call_keeping", method, *arguments)
-
     def restart(self) -> None:
         """End the process and place another one, which begins anew.
 
@@ -141,13 +137,12 @@ class PlacedProcess:
         if self._lost is not None:
             answer.set_exception(self._lost)
             return answer
-        method = getattr(self._actor, word)
-        got, *kept = method.options(num_returns=2).remote(*arguments) if word == "call_keeping" else [method.remote(*arguments)]
-        got.future().add_done_callback(lambda future: _settle(answer, self.name, self._log_path, future, *kept))
+        asked = getattr(self._actor, word).remote(*arguments)
+        asked.future().add_done_callback(lambda future: _settle(answer, self.name, self._log_path, future))
         return answer
 
 
-def _settle(answer: Future[Any], name: str, log_path: str, got: Future[Any], *kept: Any) -> None:
+def _settle(answer: Future[Any], name: str, log_path: str, got: Future[Any]) -> None:
     with contextlib.suppress(concurrent.futures.InvalidStateError):
         try:
             value, failure = got.result()
@@ -160,7 +155,7 @@ def _settle(answer: Future[Any], name: str, log_path: str, got: Future[Any], *ke
             answer.set_exception(RolloutError(f"{name}: {type(error).__name__}: {error}"))
         else:
             if failure is None:
-                answer.set_result((value, *kept) if kept else value)
+                answer.set_result(value)
             else:
                 answer.set_exception(_error_of(*failure))
 

@@ -19,8 +19,8 @@ from rollwright.config.experiment import FinetuneSpec, section_of
 from rollwright.config.sections import RolloutConfig
 from rollwright.data.tokenizer import load_tokenizer
 from rollwright.experience.contract import MULTI_MODAL
-from rollwright.experience.kept_rows import rows_at
 from rollwright.experience.packed import unpack_bytes
+from rollwright.experience.packed_batch import rows_of
 from rollwright.experience.trajectory import Trajectory, tensor_container_to
 from rollwright.inference.backends import BACKENDS
 from rollwright.inference.engine import WeightReceiver
@@ -35,6 +35,8 @@ from rollwright.training.publish_and_audit import Publication
 
 #: Version of the weights, and how they were published.
 RankState = tuple[int, Publication | None]
+#: A rank's rows: packed parts, where each row is in them (``packed_batch.rows_of``), and columns that the controller wrote, packed.
+PackedShare = tuple[list[Any], list[tuple[int, int]], bytes]
 
 
 class TrainRank:
@@ -45,12 +47,11 @@ class TrainRank:
     """
 
     def __init__(self, where: Any) -> None:
-        self._address, self._get = where.address, where.get
+        self._address = where.address
         self._thread = ThreadPoolExecutor(1)  # all calls in one thread, as torch keeps state in threads
         self._ranks: TrainRanks
         self._config: Any
         self._client: RemoteClient | None = None
-        self._share: Trajectory = {}  # the rows of the next call
 
     def meeting_place(self) -> tuple[str, int]:
         """Where the ranks can find each other, if this one is the first."""
@@ -101,56 +102,47 @@ class TrainRank:
         """On the first rank: the version that was published, and the servers that hold it; answered beside calls."""
         return None if self._client is None else (self._client.get_version(), self._client.weight_holders)
 
-    def take(self, references: list[Any], places: list[tuple[int, int]], written: bytes) -> list[int]:
-        """Fetch the rows of the next call.
-
-        Args:
-            references: of packed rows.
-            places: of this rank's rows: number of the reference, and of the row in it.
-            written: columns of these rows that the controller wrote.
-
-        Returns:
-            Numbers of the references whose rows are lost; with none, the rows are here.
-        """
-        parts = self._get(references)
-        if lost := [number for number, part in enumerate(parts) if part is None]:
-            return lost
-        rows = rows_at(places, [part for part in parts if part is not None])
-        self._share = {key: value for key, value in rows.items() if isinstance(value, torch.Tensor) or key == MULTI_MODAL}
-        self._share |= unpack_bytes(written)[0]
-        return []
-
-    async def call(self, name: str, takes: bool, arguments: dict[str, Any]) -> tuple[Any, list[TrainedRow], RankState]:
+    async def call(
+        self, name: str, share: PackedShare | None, arguments: dict[str, Any]
+    ) -> tuple[Any, list[TrainedRow], RankState]:
         """Make a call of ``CALLS``.
 
         Args:
             name: of the call.
-            takes: it is made with the rows that were taken.
+            share: this rank's rows; None for a call that takes no rows.
             arguments: of the call.
 
         Returns:
-            What it returned, what it computed of the tokens of each row, and the version of the weights and how they were published.
+            The call's result, what it computed of the tokens of each row, and the weights' version and publication.
         """
-        return await asyncio.get_running_loop().run_in_executor(self._thread, self._make, name, takes, arguments)
+        return await asyncio.get_running_loop().run_in_executor(self._thread, self._make, name, share, arguments)
 
-    def _make(self, name: str, takes: bool, arguments: dict[str, Any]) -> tuple[Any, list[TrainedRow], RankState]:
+    def _make(self, name: str, share: PackedShare | None, arguments: dict[str, Any]) -> tuple[Any, list[TrainedRow], RankState]:
         call, result, computed = CALLS[name], None, list[TrainedRow]()
         if name == "save" and parallel.rank() == 0:
             trained = section_of(self._config)
             arguments["tokenizer"] = load_tokenizer(self._config.tokenizer_path or trained.path, trained.trust_remote_code)
         with parallel.watched():
-            if not takes:
+            if share is None:
                 result = call.make(self._ranks, **arguments)
             else:
-                share, self._share = tensor_container_to(self._share, self._ranks.engine.device), {}
-                result = call.make(self._ranks, share, **arguments)
-                computed = trained_rows(share) if name == "policy_step" else []
+                rows = tensor_container_to(_unpacked(*share), self._ranks.engine.device)
+                result = call.make(self._ranks, rows, **arguments)
+                computed = trained_rows(rows) if name == "policy_step" else []
         if name == "load_recover":  # the engine's part stays here
             step, state = result
             result = step, {key: value for key, value in state.items() if key != arguments["part"]}
         engine = self._ranks.engine
         publication = engine.publication if isinstance(engine, FSDPPPOActor) else None
         return result if parallel.rank() == 0 else None, computed, (engine.version, publication)
+
+
+def _unpacked(parts: list[Any], places: list[tuple[int, int]], written: bytes) -> Trajectory:
+    """The columns that a rank computes with."""
+    rows = rows_of(parts, places)
+    return {key: value for key, value in rows.items() if isinstance(value, torch.Tensor) or key == MULTI_MODAL} | unpack_bytes(
+        written
+    )[0]
 
 
 def _interface_of(address: str) -> str | None:

@@ -1,8 +1,8 @@
 """The ranks of a training on a cluster, as the process that is none of them sees them and tells them what to do.
 
 The ranks make the same calls as those that torchrun starts (``rollwright.placement.ranks``), told by the controller instead of the first
-of them. The controller divides a batch, of which it has no tokens (``experience.kept_rows``), and each rank fetches its own rows, packed,
-before any of them begins. What the step computed of each token comes back as the journal has it.
+of them. The controller divides a packed batch (``experience.packed_batch``) and sends each rank its rows with the call. What the step
+computed of each token comes back as the journal has it.
 
 A rank that is lost takes the gang with it: all are placed again, load the newest recover checkpoint, and make the calls since then once
 more, on the same rows. Servers, workers and running episodes do not notice; no version is published twice.
@@ -22,25 +22,25 @@ from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 
+import numpy as np
 import torch
 
 from rollwright.config.experiment import FinetuneSpec, section_of
 from rollwright.config.sections import RolloutConfig
 from rollwright.errors import CheckpointError, EngineError, LostProcessError, LostRankError, RollwrightError
-from rollwright.experience.contract import KEPT
-from rollwright.experience.kept_rows import WRITTEN, KeptRows, places_of
-from rollwright.experience.packed import pack_bytes, pack_rows
+from rollwright.experience.packed import pack_bytes
+from rollwright.experience.packed_batch import WRITTEN, as_packed, parts_of
 from rollwright.experience.trajectory import Trajectory, select_rows
 from rollwright.inference.weights.files import read_weights, write_files
 from rollwright.placement.capacity import demands_of
-from rollwright.placement.ranks import CALLS, TRAINED, TrainedRow, minibatch_ids, sent_columns
+from rollwright.placement.ranks import CALLS, TRAINED, TrainedRow, sent_columns
 from rollwright.placement.ranks import shares as divided
 from rollwright.placement.ray_cluster import RayCluster
-from rollwright.placement.ray_rank import RankState
+from rollwright.placement.ray_rank import PackedShare, RankState
 from rollwright.processes.supervisor import RESTARTS
 from rollwright.tracking.logging import getLogger
 from rollwright.tracking.run_directory import RunDirectory
-from rollwright.training.micro_batches import MINIBATCH_IDS
+from rollwright.training.micro_batches import MINIBATCH_IDS, all_tokens
 from rollwright.training.publish_and_audit import Publication
 from rollwright.training.recovery_checkpoint import RecoverCheckpoints
 
@@ -89,7 +89,6 @@ class PlacedRanks:
         model: None: no engine in this process can share it.
         cluster: where the ranks are; the rollout engine places its processes there, too.
         recover: the recover checkpoints of the run, which the ranks write.
-        restore: makes rows again that were lost with their node (``RolloutWorkers.restore``).
     """
 
     model = None
@@ -100,12 +99,11 @@ class PlacedRanks:
         self.recover = RecoverCheckpoints(directory.recover, keep=config.recover.keep)
         self.engine = PlacedPolicy(self)
         self._since: list[
-            tuple[str, list[Trajectory]]
+            tuple[str, list[PackedShare]]
         ] = []  # calls since the newest recover checkpoint, and what each rank took
         self._checkpoint: int | None = None  # its step; None: there is none
         self._published: tuple[int, list[str]] | None = None  # the version, and the servers that took it
         self._has_trained = self._is_closed = self._connects = False
-        self.restore: Callable[[Sequence[KeptRows]], None] = _refuse
         self._connection: Callable[[], tuple[RolloutConfig, list[str]]] | None = None
         self._gang: list[Any] = []
         self.cluster = RayCluster(config.cluster, directory.logs)
@@ -156,22 +154,14 @@ class PlacedRanks:
         call = CALLS[name]
         assert call.units is not None
         minibatches = call.minibatches(section_of(self._config))
-        batch_rows = divided(batch, call.units(batch), len(self._gang), minibatches)
-        if KEPT in batch:
-            outline = {**batch, **minibatch_ids(batch, minibatches)}
-            shares = [select_rows(outline, rows) for rows in batch_rows]
-        else:  # rows of a dataset, which were made here
-            sent = sent_columns(batch, minibatches)
-            shares = [self._put(pack_rows(sent, rows), len(rows)) for rows in batch_rows]
-        result, computed = self._call(name, shares, own, arguments)
+        sent = sent_columns(batch, minibatches)
+        batch_rows = divided(sent, call.units(batch), len(self._gang), minibatches, all_tokens)
+        shares = [as_packed(select_rows(sent, rows)) for rows in batch_rows]
+        result, computed = self._call(name, _packed_shares(shares), own, arguments)
         if any(computed):
             of_row = dict(zip(itertools.chain(*batch_rows), itertools.chain(*computed), strict=True))
             batch[TRAINED] = [of_row[row] for row in range(len(of_row))]
         return result
-
-    def _put(self, packed: bytes, count: int) -> Trajectory:
-        kept = KeptRows(self.cluster.put(packed), self.cluster, "")
-        return {"input_ids": torch.empty(count, 0), KEPT: [(kept, row) for row in range(count)]}
 
     def connect(self, rollout: Any) -> None:
         """Connect the first rank to the servers that ``rollout`` asks."""
@@ -236,7 +226,7 @@ class PlacedRanks:
         return _together([process.call(method, *arguments) for process in self._gang])
 
     def _call(
-        self, name: str, shares: Sequence[Trajectory], own: dict[str, Any], arguments: dict[str, Any]
+        self, name: str, shares: Sequence[PackedShare], own: dict[str, Any], arguments: dict[str, Any]
     ) -> tuple[Any, list[list[TrainedRow]]]:
         """Make a call; where the gang is lost, with another one, which first gets to where this one was."""
         answers = self._unless_lost(
@@ -285,44 +275,14 @@ class PlacedRanks:
         return result
 
     def _make(
-        self, name: str, shares: Sequence[Trajectory], own: dict[str, Any], arguments: dict[str, Any]
+        self, name: str, shares: Sequence[PackedShare], own: dict[str, Any], arguments: dict[str, Any]
     ) -> list[tuple[Any, list[TrainedRow], RankState]]:
-        """Make a call on all ranks; ``shares``, where it takes rows, are the outlines of those of each."""
-        self._give(shares)
+        """Make a call on all ranks; ``shares`` are the rows of each, if the call takes rows."""
         return _together(
             [
-                process.call("call", name, bool(shares), {**arguments, **(own if rank == 0 else {})})
-                for rank, process in enumerate(self._gang)
+                process.call("call", name, share, {**arguments, **(own if rank == 0 else {})})
+                for rank, (process, share) in enumerate(zip(self._gang, shares or [None] * len(self._gang), strict=True))
             ]
-        )
-
-    def _give(self, shares: Sequence[Trajectory]) -> None:
-        """Have each rank fetch its rows; those that were lost with a node are made again."""
-        if not shares:
-            return
-        for _ in range(RESTARTS + 1):
-            places = [places_of(share) for share in shares]
-            some = [parts[0] for parts, _ in places if parts][:1]  # tells a rank without rows their columns
-            places = [(parts or some, rows) for parts, rows in places]
-            lost = _together(
-                [
-                    process.call("take", [part.reference for part in parts], rows, _written(share))
-                    for process, share, (parts, rows) in zip(self._gang, shares, places, strict=True)
-                ]
-            )
-            missing = dict.fromkeys(
-                parts[number] for (parts, _), numbers in zip(places, lost, strict=True) for number in numbers
-            )
-            if not missing:
-                return
-            try:
-                self.restore(list(missing))
-            except RollwrightError as error:
-                raise CheckpointError(
-                    f"{error}: start the run again, which goes on from the newest recover checkpoint."
-                ) from error
-        raise CheckpointError(
-            "rows were lost again and again as they were made: start the run again, which goes on from its checkpoint."
         )
 
     def _replace_gang(self, name: str, being_saved: int | None = None) -> None:
@@ -353,13 +313,18 @@ class PlacedRanks:
             self._make("republish", [], {}, {})  # so that a server that comes back can be given them
 
 
-def _refuse(lost: Sequence[KeptRows]) -> None:
-    raise LostProcessError(f"{len(lost)} parts of a batch are lost from the object store")
-
-
-def _written(share: Trajectory) -> bytes:
-    """The columns of a rank's rows that were written here, packed."""
-    return pack_bytes({key: share[key] for key in (*WRITTEN, MINIBATCH_IDS) if key in share}, {})
+def _packed_shares(shares: Sequence[Trajectory]) -> list[PackedShare]:
+    """The rows of each rank in the form that is sent; a rank without rows gets a part of another one, for its columns."""
+    divided = [parts_of(share) for share in shares]
+    example = next((parts[:1] for parts, _ in divided if parts), [])
+    return [
+        (
+            [np.frombuffer(part, np.uint8) for part in parts or example],  # arrays are sent without a copy
+            places,
+            pack_bytes({key: share[key] for key in (*WRITTEN, MINIBATCH_IDS) if key in share}, {}),
+        )
+        for share, (parts, places) in zip(shares, divided, strict=True)
+    ]
 
 
 def _together(answers: Sequence[Any]) -> list[Any]:

@@ -101,7 +101,6 @@ def make_placed_rollout(
         client,
         RolloutWorkers(
             workers,
-            ranks.cluster,
             rollout.setup_timeout,
             rollout.request_timeout,
             directory.journal if config.journal.enabled else None,
@@ -131,7 +130,6 @@ def make_placed_rollout(
     )
     if config.journal.enabled:  # what becomes of groups; episodes are in the journals of the workers, beside it
         engine.journal = Journal(directory.journal, config.journal, hidden_texts(config))
-    ranks.restore = engine.pool.restore
     return engine
 
 

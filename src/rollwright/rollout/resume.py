@@ -17,7 +17,6 @@ from pathlib import Path
 from typing import Any
 
 from rollwright.errors import RolloutError
-from rollwright.experience.contract import KEPT
 from rollwright.experience.journal.episodes import RecordedEpisode, read_episodes
 from rollwright.experience.journal.reading import Gap, RecordPosition, TaskFiles, lost_files
 from rollwright.experience.journal.records import (
@@ -123,7 +122,7 @@ def state_of(runner: Runner, factory: GroupFactory, drawn: Iterable[dict[str, An
     """The executor's part of a recover checkpoint: a consistent cut. ``drawn`` are tasks of which no group was made yet."""
     delivery = runner.delivery
     complete = [group for group in delivery.ready if not group.is_eval]
-    elsewhere = {group for group in complete if KEPT in group.join()}  # their tasks run again, as the journal has them
+    elsewhere = set(complete) if runner.elsewhere is not None else set()  # their tasks run again, from the journal
     untrained = {*delivery.running, *runner.stream, *delivery.in_training, *elsewhere}
     return {
         "version": delivery.staleness.version,
@@ -153,7 +152,7 @@ def load_state(runner: Runner, factory: GroupFactory, state: dict[str, Any]) -> 
     runner.failures.outcomes.extend(state.get("failed_lately", ()))
     factory.next_ordinal, factory.next_task_id = state["next_ordinal"], state["next_task_id"]
     finished, again = state["finished"], list[dict[str, Any]]()
-    if runner.elsewhere is not None:  # whose rows stay where they are made: these run again there, as the journal has them
+    if runner.elsewhere is not None:  # workers run these again from the journal
         finished, again = [], [entry["task"] for entry in finished]
     restored = [factory.restored(entry) for entry in finished]
     delivery.restore(state["version"], state["frontier"], state["beyond"], restored)

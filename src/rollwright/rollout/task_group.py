@@ -22,11 +22,11 @@ from typing import Any
 import torch
 
 from rollwright.errors import DataError, RolloutError, WorkflowError
-from rollwright.experience.contract import COLUMNS, KEPT
+from rollwright.experience.contract import COLUMNS, PACKED
 from rollwright.experience.journal.episodes import RecordedEpisode
 from rollwright.experience.journal.records import GroupEnd, pack_task
 from rollwright.experience.journal.writing import EpisodeWriter, Journal
-from rollwright.experience.kept_rows import check_joinable, fetched, keep
+from rollwright.experience.packed_batch import as_packed, check_joined, unpacked
 from rollwright.experience.trajectory import Trajectory, concat_padded_tensors
 from rollwright.rollout.failure_budget import Failure
 from rollwright.rollout.sample_engine import SampleEngine
@@ -183,7 +183,7 @@ class Group:
             rows["sample_ids"] = local + first_id
             rows["group_ids"] = torch.full((count,), self.task_id, dtype=torch.int64)
             first_id += int(local.max()) + 1
-        versions = torch.cat([rows["oldest_versions" if KEPT in rows else "versions"].flatten() for rows in self.rows])
+        versions = torch.cat([rows["oldest_versions" if PACKED in rows else "versions"].flatten() for rows in self.rows])
         sampled = versions[versions >= 0]
         self.head_version = int(sampled.min()) if sampled.numel() else None
         if any(_layout(rows) != _layout(self.rows[0]) for rows in self.rows[1:]):
@@ -197,8 +197,7 @@ class Group:
         """
         if len(self.rows) > 1:
             self.rows = [concat_padded_tensors(self.rows)]
-            if KEPT in self.rows[0]:
-                check_joinable(self.rows[0])
+            check_joined(self.rows[0])
         return self.rows[0]
 
     def refused_by(self, dynamic_filter: str | None) -> str | None:
@@ -208,7 +207,7 @@ class Group:
             WorkflowError: ``should_accept_fn`` returned something that is no truth value.
         """
         if self.should_accept is not None:
-            kept, rows = self.join(), fetched(self.join())
+            joined, rows = self.join(), unpacked(self.join())
             verdict = self.should_accept(rows)
             if not isinstance(verdict, bool | int) and not hasattr(verdict, "__bool__"):
                 raise WorkflowError(
@@ -216,8 +215,8 @@ class Group:
                 )
             if not verdict:
                 return "should_accept_fn"
-            if rows is not kept:  # which it may have changed
-                self.rows = [keep(rows, kept[KEPT][0][0].store)]
+            if rows is not joined:  # the filter may have changed its copy
+                self.rows = [as_packed(rows)]
         if dynamic_filter == "no_variance" and not self.is_eval:
             rewards, samples = (torch.cat([rows[key] for rows in self.rows]) for key in ("rewards", "sample_ids"))
             if samples.unique().numel() > 1 and bool((rewards == rewards[0]).all()):  # no advantage tells the samples apart
@@ -227,8 +226,8 @@ class Group:
 
 def _layout(rows: Trajectory) -> dict[str, Any]:
     """The keys of a sample's rows, each with what decides whether it can be joined; columns of the contract always can."""
-    if KEPT in rows:
-        return {KEPT: {kept.columns for kept, _ in rows[KEPT]}}
+    if PACKED in rows:
+        return {PACKED: {packed.layout for packed, _ in rows[PACKED]}}
     return {
         key: None if key in COLUMNS else value.shape[1:] if isinstance(value, torch.Tensor) else type(value)
         for key, value in rows.items()

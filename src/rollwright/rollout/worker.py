@@ -1,7 +1,7 @@
 """A process that runs episodes for another one: the executor's runner and a client of the servers, asked for one episode at a time.
 
-Who asks leases (ordinal, index, attempt) and decides on retries; what comes back is the outline of the episode's rows, and the rows
-themselves, packed, which stay in this process's part of an object store. Nothing here knows how the two processes reach each other.
+The other process names the episode (ordinal, index, attempt) and decides on retries; it gets the episode's rows, packed. Nothing here
+knows how the two processes reach each other.
 """
 
 from __future__ import annotations
@@ -17,7 +17,6 @@ from rollwright.errors import BrokenRewardError, RolloutError
 from rollwright.experience.journal.episodes import RecordedEpisode
 from rollwright.experience.journal.records import unpack_value
 from rollwright.experience.journal.writing import Journal
-from rollwright.experience.kept_rows import pack_outline
 from rollwright.experience.packed import pack_rows
 from rollwright.experience.trajectory import Trajectory
 from rollwright.inference.engine import InferenceEngine
@@ -29,8 +28,8 @@ from rollwright.rollout.seeds import SampleName
 from rollwright.rollout.task_group import Group, GroupFactory, GroupState
 from rollwright.tracking.metrics import get_tracker
 
-#: The outline of an episode's rows, packed (None: it was rejected), and the metrics that it reported meanwhile; then its rows, packed.
-Answer = tuple[tuple[bytes | None, list[Any]], bytes | None]
+#: An episode's rows, packed (None if it was rejected), and the metrics reported since the last answer.
+Answer = tuple[bytes | None, list[Any]]
 
 
 class RolloutWorker:
@@ -91,9 +90,7 @@ class RolloutWorker:
         ended: Future[Trajectory | None] = Future()
         self._thread.loop.call_soon_threadsafe(self._runner.begin, group, sample, ended)
         rows = await asyncio.wrap_future(ended)
-        if rows is None:
-            return (None, get_tracker().take()), None
-        return (pack_outline(rows), get_tracker().take()), pack_rows(rows)
+        return None if rows is None else pack_rows(rows), get_tracker().take()
 
     def cancel(self, name: tuple[Any, ...]) -> None:
         """End an episode whose rows are not wanted any more."""

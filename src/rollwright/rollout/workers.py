@@ -4,7 +4,7 @@ Invariants:
 
 * an episode is leased to one worker at a time; if the worker is lost, the episode is leased again as the same attempt, and continues from
   what the lost worker wrote to the journal;
-* its rows stay on the worker's node; if the node is lost, the episode runs once more from its record, without asking a model;
+* its rows come back packed and stay in this process, so a worker that is lost later takes no rows with it;
 * workers only ask servers that this process has in service, and ask nothing while weights change.
 """
 
@@ -14,18 +14,16 @@ import asyncio
 import concurrent.futures
 import contextlib
 import threading
-import time
 from collections.abc import Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 from rollwright.errors import JournalError, LostProcessError, ReplayError, RolloutError, RollwrightError
-from rollwright.experience.contract import KEPT
 from rollwright.experience.journal.episodes import RecordedEpisode
 from rollwright.experience.journal.reading import TaskFiles
 from rollwright.experience.journal.records import pack_value
-from rollwright.experience.kept_rows import KeptRows, ObjectStore, unpack_outline
+from rollwright.experience.packed_batch import packed_batch
 from rollwright.experience.trajectory import Trajectory
 from rollwright.processes.supervisor import Process, Supervisor, wait_running
 from rollwright.rollout.resume import PastEpisodes, read_past
@@ -38,24 +36,12 @@ from rollwright.workflows.task_runner import TaskRunner
 
 logger = getLogger("rollout")
 
-#: Lost episodes that are run again at once.
-_RERUN_TOGETHER = 16
-
-
-class Worker(Process, Protocol):
-    """A process that holds a ``RolloutWorker``."""
-
-    def call_keeping(self, method: str, *arguments: Any) -> Future[tuple[Any, Any]]:
-        """Call a method that returns a pair, whose second part stays in the process: the future has a reference to it."""
-        ...
-
 
 class RolloutWorkers:
     """The workers of a run, each a ``RolloutWorker`` in a process of its own.
 
     Args:
         processes: of the workers; they may still be starting.
-        store: keeps the rows of their episodes.
         timeout: seconds that a worker may take to start.
         drain_timeout: seconds that requests in flight may take to be answered.
         journal: directory of the workers' journals. Without it, an episode that is leased again starts from the beginning.
@@ -63,13 +49,12 @@ class RolloutWorkers:
 
     def __init__(
         self,
-        processes: Sequence[Worker],
-        store: ObjectStore,
+        processes: Sequence[Process],
         timeout: float,
         drain_timeout: float = 3600.0,
         journal: str | Path | None = None,
     ) -> None:
-        self._processes, self._store = list(processes), store
+        self._processes = list(processes)
         self._timeout, self._drain_timeout = timeout, timeout + drain_timeout
         self.supervisor = Supervisor(
             processes, purpose="running an episode", timeout=timeout, failed=self.fail, take_in=self._take_in
@@ -104,12 +89,12 @@ class RolloutWorkers:
         lease, past = (tuple(name), task, group.runs[name.index]), group.past.get(name.index)
         while True:
             process = await self._process_of(name.ordinal)
-            start, answer = process.started, process.call_keeping("run", *lease, past)
+            start, answer = process.started, process.call("run", *lease, past)
             self._leases.add(answer)
             if self._failure is not None:  # it came while this lease was made
                 self.fail(self._failure)
             try:
-                (outline, metrics), reference = await asyncio.wrap_future(answer)
+                data, metrics = await asyncio.wrap_future(answer)
             except LostProcessError as error:
                 logger.warning("%s; %s is leased again", error, name)
                 self._lose(process, start)
@@ -125,65 +110,10 @@ class RolloutWorkers:
                 self._leases.discard(answer)
             self.supervisor.proven(process)
             get_tracker().merge(metrics)
-            rows = None if outline is None else unpack_outline(outline, reference, self._store, lease)
+            rows = None if data is None else packed_batch(data)
             if rows is not None and isinstance(group.workflow, TaskRunner):
                 group.workflow.ran_elsewhere(group.data, group.runs[name.index], rows)
             return rows
-
-    def restore(self, lost: Sequence[KeptRows]) -> None:
-        """Recompute rows that were lost with their node, by running their episodes from the record, without requests to a model.
-
-        Raises:
-            LostProcessError: the journal does not have a whole episode.
-            RolloutError: an episode gives other rows than before.
-        """
-        if self._journal is None:
-            raise LostProcessError(
-                f"the rows of {len(lost)} episodes are lost with their node, and without a journal there is no copy"
-            )
-        names = [None if kept.lease is None else SampleName(*kept.lease[0]) for kept in lost]
-        recorded = self._read_past({name.ordinal for name in names if name is not None}).episodes
-
-        def rerun(kept: KeptRows, name: SampleName | None) -> Any:
-            past = None if name is None else recorded.get(name.ordinal, {}).get(name.index)
-            if past is None or name is None or past.begin.attempt != name.attempt or not past.is_finished:
-                raise LostProcessError(
-                    f"the rows of {name or 'a group'} are lost with their node, and the journal does not have them whole"
-                )
-            assert kept.lease is not None
-            return self._rerun(name, (*kept.lease, past), kept.digest)
-
-        with ThreadPoolExecutor(_RERUN_TOGETHER) as threads:
-            for kept, reference in zip(lost, threads.map(rerun, lost, names), strict=True):
-                kept.reference = reference
-        logger.info("the rows of %d episodes were lost with their node, and were made again from the journal", len(lost))
-
-    def _rerun(self, name: SampleName, arguments: tuple[Any, ...], digest: str) -> Any:
-        deadline = time.monotonic() + self._timeout
-        while self._failure is None:
-            for process in self.supervisor.running:
-                start = process.started
-                try:
-                    (outline, metrics), reference = process.call_keeping("run", *arguments).result(self._timeout)
-                    get_tracker().merge(metrics)  # they include those of other episodes in that process
-                except LostProcessError as error:
-                    logger.warning("%s; %s is run again elsewhere", error, name)
-                    self._lose(process, start)  # no other episode there may notice
-                    continue
-                except TimeoutError:
-                    raise RolloutError(
-                        f"{name} did not end within {self._timeout:g} s as it was run again from the journal"
-                    ) from None
-                if outline is None or unpack_outline(outline, reference, self._store)[KEPT][0][0].digest != digest:
-                    raise RolloutError(
-                        f"the rows of {name} are lost with their node, and other ones came as it was run again: its workflow or its reward "
-                        "depends on something that is neither seeded nor durable"
-                    )
-                return reference
-            if time.monotonic() > deadline:
-                raise LostProcessError(f"no worker ran for {self._timeout:g} s that could make the rows of {name} again")
-            time.sleep(0.1)
-        raise self._failure
 
     async def _recorded(self, name: SampleName) -> RecordedEpisode | None:
         """What the journal has of an episode. One reading serves all episodes that were lost together."""
@@ -209,18 +139,18 @@ class RolloutWorkers:
         with self._file_lock:  # a cancelled call leaves a thread behind that reads on
             return read_past([self._journal], ordinals.__contains__, None, self._task_files)
 
-    async def _process_of(self, ordinal: int) -> Worker:
+    async def _process_of(self, ordinal: int) -> Process:
         while self._failure is None:
             if running := self.supervisor.running:
                 return running[ordinal % len(running)]
             await asyncio.sleep(0.1)
         raise self._failure
 
-    def add(self, process: Worker) -> None:
+    def add(self, process: Process) -> None:
         """Add a worker, which runs episodes when it has started, however long it waits for room."""
         self.supervisor.add(process)
 
-    def _lose(self, process: Worker, start: Future[None]) -> None:
+    def _lose(self, process: Process, start: Future[None]) -> None:
         self.supervisor.lost(process, start, "lost before it had run an episode")
 
     def fail(self, failure: RollwrightError) -> None:
@@ -258,7 +188,7 @@ class RolloutWorkers:
                 return  # workers get the addresses when they are released
         self._send_to_all()
 
-    def _take_in(self, process: Worker) -> None:
+    def _take_in(self, process: Process) -> None:
         """Send the current instruction to a worker that has started, and use it unless the instruction changed meanwhile."""
         is_current = False
         while not is_current:
@@ -280,12 +210,12 @@ class RolloutWorkers:
                 self._lose(process, starts[process.name])
 
     def _send(
-        self, processes: Sequence[Worker], is_held: bool, serving: tuple[list[str], int]
-    ) -> list[tuple[Worker, LostProcessError]]:
+        self, processes: Sequence[Process], is_held: bool, serving: tuple[list[str], int]
+    ) -> list[tuple[Process, LostProcessError]]:
         """Have workers hold, or use these servers; returns those that were lost."""
         method, timeout = ("hold", self._drain_timeout) if is_held else ("release", self._timeout)
         arguments = () if is_held else serving
-        lost = list[tuple[Worker, LostProcessError]]()
+        lost = list[tuple[Process, LostProcessError]]()
         for process, answer in [(process, process.call(method, *arguments)) for process in processes]:
             try:
                 answer.result(timeout)

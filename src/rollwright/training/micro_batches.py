@@ -10,7 +10,7 @@ window, chunk or set of rotary frequencies are checked again. A check costs a fe
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -20,7 +20,7 @@ from torch import Tensor
 from rollwright.config.sections import MicroBatchSpec, TrainEngineConfig
 from rollwright.errors import TrainingError
 from rollwright.experience.branches import sees
-from rollwright.experience.contract import KEPT, MULTI_MODAL
+from rollwright.experience.contract import MULTI_MODAL
 from rollwright.experience.trajectory import Trajectory, row_lengths, select_rows
 from rollwright.inference.model_facts import Proofs, frequency_groups
 from rollwright.tracking.logging import getLogger
@@ -204,18 +204,34 @@ def ranks_of_groups(tokens: Sequence[int], ranks: int, *, at_least: int = 1) -> 
     return result
 
 
-def rows_of_ranks(batch: Trajectory, ranks: int, *, at_least: int = 1) -> list[torch.Tensor]:
-    """The rows that each rank trains, by ``ranks_of_groups``, in their order; a row is a group where there are no ``group_ids``."""
-    rows = batch["input_ids"].shape[0]
-    groups = range(rows) if batch.get("group_ids") is None else batch["group_ids"].tolist()
-    if KEPT in batch:  # what rows share is not known here
-        tokens: dict[int, int] = {}
-        for group, length in zip(groups, row_lengths(batch).tolist(), strict=True):
-            tokens[group] = tokens.get(group, 0) + length
-    else:
-        tokens = SortedRows({**batch, "group_ids": torch.as_tensor(groups)}).tokens_of_groups()
+def distinct_tokens(batch: Trajectory) -> dict[int, int]:
+    """Tokens of each group, counting those that its rows share once."""
+    return SortedRows(batch).tokens_of_groups()
+
+
+def all_tokens(batch: Trajectory) -> dict[int, int]:
+    """Tokens of each group, without a look at what its rows share; also of a packed batch."""
+    tokens: dict[int, int] = {}
+    for group, length in zip(batch["group_ids"].tolist(), row_lengths(batch).tolist(), strict=True):
+        tokens[group] = tokens.get(group, 0) + length
+    return tokens
+
+
+def rows_of_ranks(
+    batch: Trajectory, ranks: int, *, at_least: int = 1, count_tokens: Callable[[Trajectory], dict[int, int]] = distinct_tokens
+) -> list[torch.Tensor]:
+    """Rows that each rank trains, in order: whole groups (rows without ``group_ids``) by ``ranks_of_groups``.
+
+    Args:
+        batch: the rows.
+        ranks: number of ranks.
+        at_least: groups that each rank needs.
+        count_tokens: returns the tokens of each group, which ranks should have about the same number of.
+    """
+    groups_B = torch.arange(len(batch["input_ids"])) if batch.get("group_ids") is None else batch["group_ids"]
+    tokens = count_tokens({**batch, "group_ids": groups_B})
     chosen = dict(zip(tokens, ranks_of_groups(list(tokens.values()), ranks, at_least=at_least), strict=True))
-    rank_B = torch.tensor([chosen[group] for group in groups], device=batch["input_ids"].device)
+    rank_B = torch.tensor([chosen[group] for group in groups_B.tolist()], device=batch["input_ids"].device)
     return [torch.nonzero(rank_B == rank).flatten() for rank in range(ranks)]
 
 

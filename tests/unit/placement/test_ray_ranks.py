@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from concurrent.futures import Future
-from functools import partial
 from types import SimpleNamespace
 
 import pytest
@@ -11,9 +10,9 @@ import torch
 
 from rollwright.config.experiment import FinetuneSpec, GRPOConfig
 from rollwright.config.sections import ClusterConfig, RolloutConfig
-from rollwright.errors import CheckpointError, EngineError, LostProcessError, LostRankError, ReplayError, RolloutError
-from rollwright.experience.contract import KEPT
-from rollwright.experience.kept_rows import KeptRows
+from rollwright.errors import EngineError, LostProcessError, LostRankError, RolloutError
+from rollwright.experience.packed_batch import as_packed, rows_of
+from rollwright.experience.trajectory import concat_padded_tensors
 from rollwright.placement import ray_ranks
 from rollwright.placement.capacity import Node
 from rollwright.placement.ranks import TRAINED
@@ -37,11 +36,9 @@ class Rank:
         name = arguments[0] if method == "call" else method
         self.asked.append(name)
         answer = Future()
-        if method == "take":
-            references = arguments[0]
-            self.taken.append(references)
-            answer.set_result([number for number, reference in enumerate(references) if reference == "lost"])
-            return answer
+        if method == "call" and arguments[1] is not None:
+            parts, places, _ = arguments[1]
+            self.taken.append(rows_of(parts, places)["input_ids"].tolist())
         if (error := self._fails.get(name)) is None:
             answer.set_result(self._answer(name))
         elif error != "nothing":  # it waits for ever for the one that was lost
@@ -148,51 +145,53 @@ def test_without_checkpoints_a_gang_is_replaced_until_it_has_trained(make):
         ranks.call("publish")
 
 
-def outline():
+def packed():
     """Two rows of two groups, of which a rank has one each."""
-    rows = {"input_ids": torch.empty(2, 0, dtype=torch.int64), "row_lengths": torch.tensor([3, 4]), "rewards": torch.rand(2)}
-    rows["group_ids"] = torch.tensor([4, 5])
-    return {**rows, KEPT: [(KeptRows(name, None, ""), 0) for name in ("kept", "lost")]}
+    rows = [
+        {
+            "input_ids": torch.tensor([[number] * 3]),
+            "loss_mask": torch.ones(1, 3, dtype=torch.int32),
+            "versions": torch.zeros(1, 3, dtype=torch.int32),
+            "rewards": torch.rand(1),
+        }
+        for number in (4, 5)
+    ]
+    batch = concat_padded_tensors([as_packed(row) for row in rows])
+    return {**batch, "group_ids": torch.tensor([4, 5])}
 
 
-def test_rows_that_were_lost_are_made_again_before_any_rank_begins(make):
+def test_each_rank_gets_its_rows_with_the_call(make):
     ranks = make()
     ranks.connect(ROLLOUT)
-    ranks.restore = lambda lost: [setattr(kept, "reference", f"{kept.reference} and found") for kept in lost]
-    batch = outline()
+    batch = packed()
     ranks.call("policy_step", batch)
     gang = ranks.cluster.gangs[0]
-    assert sorted(rank.taken for rank in gang) == [[["kept"], ["kept"]], [["lost"], ["lost and found"]]]
+    assert sorted(rank.taken for rank in gang) == [[[[4, 4, 4]]], [[[5, 5, 5]]]]
     assert [rank.asked.count("policy_step") for rank in gang] == [1, 1]
     assert batch[TRAINED] == [(0.5, 1, b"", b"")] * 2
     assert not ranks.cluster.removed
 
 
-def test_rows_that_cannot_be_made_again_end_the_run_with_the_cause(make):
-    def restore(error, lost):
-        raise error("the rows of 1 episodes are lost with their node")
-
+def test_rows_of_a_dataset_are_packed_for_the_ranks(make):
     ranks = make()
     ranks.connect(ROLLOUT)
-    for error in (LostProcessError, RolloutError, ReplayError):
-        ranks.restore = partial(restore, error)
-        with pytest.raises(CheckpointError, match=r"lost with their node: start the run again, which goes on from the newest"):
-            ranks.call("policy_step", outline())
-    ranks.restore = lambda lost: None
-    with pytest.raises(CheckpointError, match="lost again and again"):
-        ranks.call("policy_step", outline())
+    batch = {
+        "input_ids": torch.tensor([[1, 2], [3, 0]]),
+        "attention_mask": torch.tensor([[True, True], [True, False]]),
+        "loss_mask": torch.tensor([[0, 1], [1, 0]]),
+    }
+    ranks.call("supervised_step", batch)
+    assert sorted(rank.taken for rank in ranks.cluster.gangs[0]) == [[[[1, 2]]], [[[3]]]]
 
 
 def test_a_gang_that_is_placed_again_takes_the_rows_of_its_steps_again(make):
     ranks = make({"publish": LOST})
     ranks.connect(ROLLOUT)
-    batch = outline()
-    batch[KEPT][1][0].reference = "kept, too"
-    ranks.call("policy_step", batch)
+    ranks.call("policy_step", packed())
     ranks.call("publish")
     again = ranks.cluster.gangs[1]
-    assert sorted(rank.taken for rank in again) == [[["kept"]], [["kept, too"]]]
-    assert again[0].asked[:4] == ["meeting_place", "open", "take", "policy_step"]
+    assert sorted(rank.taken for rank in again) == [[[[4, 4, 4]]], [[[5, 5, 5]]]]
+    assert again[0].asked[:3] == ["meeting_place", "open", "policy_step"]
 
 
 def test_holders_of_weights_are_known_while_the_first_rank_is_not_there(make):

@@ -59,7 +59,7 @@ def test_one_that_cannot_start_is_not_placed_elsewhere():
 
 def test_workers_that_are_lost_while_they_start_are_placed_again():
     workers = [Starts(None, name="worker 0"), Starts(lost(1), None, name="worker 1")]
-    RolloutWorkers(workers, None, 1.0).wait_started()
+    RolloutWorkers(workers, 1.0).wait_started()
     assert [worker.restarts for worker in workers] == [0, 1]
 
 
@@ -81,7 +81,7 @@ def test_servers_are_watched_from_before_they_are_connected_to(monkeypatch):
         raise EngineError("no server answers")
 
     monkeypatch.setattr(RolloutEngine, "initialize", connect)
-    engine = DistributedRolloutEngine(RolloutConfig(), None, RolloutWorkers([], None, 1.0), publisher=lambda: (0, []), seed=1)
+    engine = DistributedRolloutEngine(RolloutConfig(), None, RolloutWorkers([], 1.0), publisher=lambda: (0, []), seed=1)
     engine.watch = watch = Watch()
     watch.engine, watch.began = engine, []
     with pytest.raises(EngineError, match="no server answers"):

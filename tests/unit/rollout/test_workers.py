@@ -6,7 +6,7 @@ import asyncio
 import contextlib
 import threading
 import time
-from concurrent.futures import Future, InvalidStateError
+from concurrent.futures import Future
 
 import pytest
 import torch
@@ -15,12 +15,11 @@ from echo import EchoEngine
 from rollwright.config.generation import GenerationHyperparameters
 from rollwright.config.sections import RolloutConfig
 from rollwright.errors import EngineError, JournalError, LostProcessError, RolloutError
-from rollwright.experience.contract import KEPT
 from rollwright.experience.journal.episodes import read_episodes
 from rollwright.experience.journal.reading import read_records
 from rollwright.experience.journal.records import GroupEnd
 from rollwright.experience.journal.writing import Journal
-from rollwright.experience.kept_rows import fetched
+from rollwright.experience.packed_batch import unpacked
 from rollwright.inference.request import ModelRequest
 from rollwright.inference.server_watch import ServerWatch
 from rollwright.rollout.executor import RolloutExecutor
@@ -45,26 +44,11 @@ class OneTurn:
         return {"input_ids": response.input_tokens, "output_ids": response.output_tokens, "reward": float(data["id"])}
 
 
-class Store:
-    """Keeps bytes by number, which can be lost."""
-
-    def __init__(self):
-        self.kept = {}
-
-    def put(self, data):
-        self.kept[len(self.kept)] = data
-        return len(self.kept) - 1
-
-    def get(self, references):
-        return [self.kept[reference] for reference in references]
-
-
 class Process:
     """A worker in a thread of its own, which can be lost as a process can."""
 
-    def __init__(self, number, store=None, **config):
+    def __init__(self, number, **config):
         self.name = f"worker {number}"
-        self.store = store or Store()
         self._config = config
         self.made = []
         self.asked = []
@@ -85,20 +69,6 @@ class Process:
         for answer in self.waiting:
             if not answer.done():
                 answer.set_exception(LostProcessError(f"{self.name} was lost"))
-
-    def call_keeping(self, method, *arguments):
-        answer, kept = self.call(method, *arguments), Future()
-
-        def keep(answer):
-            with contextlib.suppress(InvalidStateError):  # it was cancelled
-                if answer.exception():
-                    kept.set_exception(answer.exception())
-                else:
-                    value, data = answer.result()
-                    kept.set_result((value, self.store.put(data)))
-
-        answer.add_done_callback(keep)
-        return kept
 
     def call(self, method, *arguments):
         answer = Future()
@@ -132,9 +102,8 @@ def make():
     opened = []
 
     def build(count=2, **config):
-        store = Store()
-        processes = [Process(number, store, **config) for number in range(count)]
-        executor = RolloutExecutor(EchoEngine(), RolloutConfig(**config), elsewhere=RolloutWorkers(processes, store, 10.0))
+        processes = [Process(number, **config) for number in range(count)]
+        executor = RolloutExecutor(EchoEngine(), RolloutConfig(**config), elsewhere=RolloutWorkers(processes, 10.0))
         opened.extend([executor.destroy, *(process.close for process in processes)])
         return executor, processes
 
@@ -161,7 +130,7 @@ def test_rows_of_workers_are_those_of_one_process(make):
     get_tracker().export(reset=True)
     outline = executor.rollout_batch(rows(4), OneTurn(), group_size=2)
     assert not any(isinstance(value, torch.Tensor) and value.dim() > 1 and value.numel() for value in outline.values())
-    theirs = fetched(outline)
+    theirs = unpacked(outline)
     assert ours.keys() == theirs.keys()
     for key, value in ours.items():
         assert torch.equal(value, theirs[key]) if isinstance(value, torch.Tensor) else value == theirs[key], key
@@ -172,7 +141,7 @@ def test_rows_of_workers_are_those_of_one_process(make):
 
 def test_a_worker_that_joins_runs_episodes_when_it_has_started(make):
     executor, processes = make(1)
-    late = Process(7, processes[0].store)
+    late = Process(7)
     late.started = Future()
     pool = executor._runner.elsewhere
     pool.use_servers(["10.0.0.1:3000"], 0)
@@ -283,7 +252,7 @@ def test_an_episode_of_a_lost_worker_that_asks_something_else_now_begins_anew(ma
     task = executor.submit(rows(1)[0], Asks())
     wait_until(lambda: asked)
     process.lose()
-    batch = fetched(executor.wait_for_task(task, timeout=20))
+    batch = unpacked(executor.wait_for_task(task, timeout=20))
     assert batch["input_ids"][0, 0] == 2
     assert [words[4] is None for words in process.asked if words[0] == "run"] == [True, True, False, True]
     assert executor.counters()["samples/retried"] == 0
@@ -303,7 +272,7 @@ def test_who_is_not_wanted_any_more_takes_no_past_from_others(make, tmp_path, mo
     before.rollout_batch(rows(3), Asks())
     before.destroy()
     journal.close()
-    pool = RolloutWorkers([], Store(), 10.0, journal=tmp_path)
+    pool = RolloutWorkers([], 10.0, journal=tmp_path)
 
     async def read(count):
         await asyncio.to_thread(wait_until, lambda: len(reads) >= count)
@@ -410,7 +379,7 @@ def test_an_episode_goes_on_there_from_its_past_and_begins_anew_where_it_diverge
     assert batch["rewards"].tolist() == [1.0]
     assert not asked  # it was answered by the past
     monkeypatch.setattr(Asks, "first", 2)
-    batch = fetched(executor.wait_for_task(executor.submit({"id": 0, "ordinal": 1}, Asks(), past=past)))
+    batch = unpacked(executor.wait_for_task(executor.submit({"id": 0, "ordinal": 1}, Asks(), past=past)))
     assert [request.input_ids[0] for request in asked] == [2]
     assert batch["input_ids"][0, 0] == 2
     assert executor.counters()["samples/retried"] == 0
@@ -424,81 +393,19 @@ def test_a_resumed_run_goes_on_in_its_workers(make, tmp_path):
     journal.close()
     executor, processes = make()
     assert executor.recall([tmp_path]).count == 8
-    now = fetched(executor.prepare_batch(iter(rows(4)), OneTurn(), group_size=2, batch_size=4))
+    now = unpacked(executor.prepare_batch(iter(rows(4)), OneTurn(), group_size=2, batch_size=4))
     leases = [words for process in processes for words in process.asked if words[0] == "run"]
     assert sorted((*words[1][:2], words[4].tokens) for words in leases) == [(task, i, 3) for task in range(4) for i in range(2)]
     assert torch.equal(then["input_ids"], now["input_ids"])
 
 
-def test_rows_that_are_lost_with_their_node_are_made_again_from_the_journal(make, tmp_path, monkeypatch):
+def test_rows_outlive_the_worker_that_made_them(make):
     executor, (process,) = make(count=1)
-    pool = executor._runner.elsewhere
-    process.worker._workflow, process.worker._runner.journal = (Asks(), None), Journal(tmp_path)
-    batch = executor.rollout_batch(rows(2), Asks(), group_size=2)
-    before, kept = fetched(batch), [kept for kept, _ in batch[KEPT]]
-    process.store.kept[kept[1].reference] = process.store.kept[kept[2].reference] = None
-    with pytest.raises(LostProcessError, match="rows are lost"):
-        fetched(batch)
-    with pytest.raises(LostProcessError, match="without a journal there is no copy"):
-        pool.restore(kept[1:3])
-    pool._journal = tmp_path
-
-    async def never(request):
-        raise AssertionError("a model was asked")
-
-    monkeypatch.setattr(process.worker.engine, "agenerate", never)
-    pool.restore(kept[1:3])
-    after = fetched(batch)
-    assert all(torch.equal(value, after[key]) for key, value in before.items())
-    assert (before["group_ids"].tolist(), before["sample_ids"].unique().numel()) == ([0, 0, 1, 1], 4)
-
-
-def test_rows_that_are_lost_together_with_the_only_worker_are_made_again_when_it_is_back(make, tmp_path):
-    executor, (process,) = make(count=1)
-    pool, begin = executor._runner.elsewhere, process.restart
-    pool._journal, process.worker._workflow, process.worker._runner.journal = tmp_path, (Asks(), None), Journal(tmp_path)
-    batch = executor.rollout_batch(rows(2), Asks())
-    before, kept = fetched(batch), [kept for kept, _ in batch[KEPT]]
-
-    def restart():
-        begin()
-        process.worker._workflow = Asks(), None
-
-    process.restart = restart
-    process.lose()  # while it runs no episode, as between two batches
-    for each in kept:
-        process.store.kept[each.reference] = None
-    pool.restore(kept)
-    assert all(torch.equal(value, fetched(batch)[key]) for key, value in before.items())
-    assert len(process.made) == 2
-
-
-class Rewards(Asks):
-    """Gives rows whose number and rewards are what its class says."""
-
-    rewards = (1.0,)
-
-    async def arun_episode(self, engine, data):
-        row = await super().arun_episode(engine, data)
-        return [{**row, "reward": reward} for reward in self.rewards]
-
-
-@pytest.mark.parametrize("now", [(2.0,), (1.0, 1.0)])
-def test_an_episode_that_comes_to_other_rows_as_it_is_run_again_is_not_taken_for_those_that_were_lost(
-    make, tmp_path, monkeypatch, now
-):
-    executor, (process,) = make(count=1)
-    pool = executor._runner.elsewhere
-    pool._journal, process.worker._workflow, process.worker._runner.journal = tmp_path, (Rewards(), None), Journal(tmp_path)
-    (kept, _), *_ = executor.rollout_batch(rows(1), Rewards())[KEPT]
-    before = kept.reference
-    monkeypatch.setattr(Rewards, "rewards", now)
-    with pytest.raises(RolloutError, match=r"the rows of task 0, sample 0 are lost with their node, and other ones came"):
-        pool.restore([kept])
-    assert kept.reference == before
-    monkeypatch.undo()
-    pool.restore([kept])
-    assert kept.reference != before
+    batch = executor.rollout_batch(rows(2), OneTurn(), group_size=2)
+    process.lose()
+    now = unpacked(batch)
+    assert (now["group_ids"].tolist(), now["sample_ids"].unique().numel()) == ([0, 0, 1, 1], 4)
+    assert now["loss_mask"].sum(1).tolist() == [3] * 4
 
 
 def test_what_is_complete_is_no_part_of_a_checkpoint_and_is_drawn_again(make):
@@ -524,7 +431,7 @@ def test_what_one_process_had_complete_runs_again_where_workers_go_on(make, tmp_
     executor.load_state_dict(state)
     executor.recall([tmp_path])
     batch = executor.prepare_batch(iter(rows(5)[3:]), OneTurn(), batch_size=5)
-    assert sorted(fetched(batch)["rewards"].tolist()) == [0.0, 1.0, 2.0, 3.0, 4.0]
+    assert sorted(unpacked(batch)["rewards"].tolist()) == [0.0, 1.0, 2.0, 3.0, 4.0]
     leases = [words for process in processes for words in process.asked if words[0] == "run"]
     assert sorted(words[1][0] for words in leases if words[4] is not None) == [0, 1, 2]  # these ask nothing
 
@@ -536,7 +443,7 @@ def test_a_function_that_accepts_groups_is_given_their_tokens_and_may_change_the
 
     executor, _ = make()
     batch = executor.rollout_batch(rows(3), OneTurn(), should_accept_fn=accept)
-    assert batch["rewards"].tolist() == fetched(batch)["rewards"].tolist() == [1.0, 5.0]
+    assert batch["rewards"].tolist() == unpacked(batch)["rewards"].tolist() == [1.0, 5.0]
 
 
 class Columns(OneTurn):
@@ -576,7 +483,7 @@ class Hears:
 def test_the_last_word_that_workers_hear_is_the_last_that_was_said():
     goes_on = threading.Event()
     workers = [Hears(0, takes=goes_on), Hears(1)]
-    pool = RolloutWorkers(workers, Store(), 10.0)
+    pool = RolloutWorkers(workers, 10.0)
     watch = threading.Thread(target=pool.use_servers, args=(["10.0.0.1:1"], 0))
     watch.start()
     assert workers[0].is_taking.wait(10.0)
@@ -590,9 +497,9 @@ def test_the_last_word_that_workers_hear_is_the_last_that_was_said():
 
 
 def test_what_was_asked_may_take_longer_to_be_answered_than_a_worker_to_start():
-    RolloutWorkers([Hears(0, answers=0.3)], Store(), 0.1, 10.0).hold()
+    RolloutWorkers([Hears(0, answers=0.3)], 0.1, 10.0).hold()
     with pytest.raises(RolloutError, match=r"worker 0 did not hold within 0\.2 s"):
-        RolloutWorkers([Hears(0, answers=1.0)], Store(), 0.1, 0.1).hold()
+        RolloutWorkers([Hears(0, answers=1.0)], 0.1, 0.1).hold()
 
 
 def test_the_journal_of_a_worker_says_where_an_episode_failed(make, tmp_path):
@@ -682,7 +589,7 @@ def test_workers_that_can_never_start_again_end_the_run_with_the_cause(make):
 
 
 def test_servers_that_were_seen_before_a_publication_are_not_told_after_it():
-    pool = RolloutWorkers([], Store(), 10.0)
+    pool = RolloutWorkers([], 10.0)
     pool.release(["10.0.0.1:1", "10.0.0.2:1"], 4)
     pool.use_servers(["10.0.0.1:1"], 3)
     assert pool._serving == (["10.0.0.1:1", "10.0.0.2:1"], 4)
@@ -691,7 +598,7 @@ def test_servers_that_were_seen_before_a_publication_are_not_told_after_it():
 
 
 def test_a_worker_that_comes_back_while_weights_change_runs_nothing_before_it_holds():
-    pool, worker = RolloutWorkers([], Store(), 10.0), Hears(0)
+    pool, worker = RolloutWorkers([], 10.0), Hears(0)
     ran = []
     worker.started.set_result(None)
     call = worker.call

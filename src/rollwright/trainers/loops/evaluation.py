@@ -13,8 +13,7 @@ from typing import Any
 from rollwright.config.experiment import EvalConfig
 from rollwright.config.generation import GenerationHyperparameters
 from rollwright.errors import ConfigError, RolloutError
-from rollwright.experience.kept_rows import sampled_tokens
-from rollwright.experience.trajectory import Trajectory
+from rollwright.experience.trajectory import Trajectory, sampled_tokens
 from rollwright.rollout.engines import RolloutEngine
 from rollwright.tracking.progress import progress_bar
 from rollwright.tracking.rollout_dumps import RolloutDumper

@@ -15,11 +15,10 @@ from torch import Tensor
 
 from rollwright.config.experiment import BaseExperimentConfig, PPOConfig
 from rollwright.config.loading import config_to_dict, save_config
-from rollwright.errors import LostProcessError
 from rollwright.experience.journal.records import Phase, Published, Trained
 from rollwright.experience.journal.writing import Journal
-from rollwright.experience.kept_rows import fetched, sampled_tokens
-from rollwright.experience.trajectory import Trajectory, row_lengths
+from rollwright.experience.packed_batch import unpacked
+from rollwright.experience.trajectory import Trajectory, row_lengths, sampled_tokens
 from rollwright.placement.ranks import trained_rows
 from rollwright.tracking import logging
 from rollwright.tracking.metrics import get_tracker, start_timer
@@ -43,7 +42,7 @@ class EvaluationResult:
     samples: int
     truncated: float  # share of samples cut by a length limit
     response_tokens: float  # mean sampled tokens of a sample
-    trajectory: Trajectory  # on a Ray cluster an outline, of which ``kept_rows.fetched`` gives the tokens
+    trajectory: Trajectory  # on a Ray cluster a packed batch
 
     def as_metrics(self) -> dict[str, float]:
         """The scalars, for a metrics sink."""
@@ -135,11 +134,8 @@ class StageRun:
         self.dump(step, result.trajectory, name="eval")
 
     def dump(self, step: int, batch: Trajectory, name: str = "step") -> None:
-        """Write a few rows of a step to read, wherever their tokens are."""
-        try:
-            self.dumper.dump(step, batch, name, fetched)
-        except LostProcessError as error:
-            logger.warning("there is no dump of %s %d: %s", name, step, error)
+        """Write a few readable rows of a step."""
+        self.dumper.dump(step, batch, name, unpacked)
 
     def curve(self, name: str) -> list[tuple[int, float]]:
         """``(step, value)`` of one metric, as written so far."""
