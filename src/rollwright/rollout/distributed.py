@@ -9,7 +9,7 @@ from rollwright.config.sections import RolloutConfig
 from rollwright.inference.weights.publication import RemoteClient
 from rollwright.processes.supervisor import Process
 from rollwright.rollout.engines import RemoteEngine
-from rollwright.rollout.workers import RolloutWorkers, Worker
+from rollwright.rollout.workers import RolloutWorkers
 
 
 class DistributedRolloutEngine(RemoteEngine):
@@ -26,7 +26,7 @@ class DistributedRolloutEngine(RemoteEngine):
         grow: called when the first servers and workers run; places those that may join later, and returns them.
     """
 
-    grow: Callable[[], tuple[list[Process], list[Worker]]] | None = None
+    grow: Callable[[], tuple[list[Process], list[Process]]] | None = None
 
     def __init__(
         self,
