@@ -34,8 +34,9 @@ def main() -> None:
     from rollwright.config.sections import RolloutConfig
     from rollwright.data.tokenizer import load_tokenizer
     from rollwright.inference.backends.builtin.engine import BuiltinEngine
-    from rollwright.inference.backends.sglang import BuiltinServersClient
-    from rollwright.inference.weights.ways import WeightUpdateMeta
+    from rollwright.inference.backends.sglang import BuiltinServersBackend
+    from rollwright.inference.remote import RemoteInferenceEngine
+    from rollwright.inference.weights.transfer import WeightUpdateMeta
     from rollwright.placement.local_servers import LocalServers
 
     torch.set_num_threads(1)
@@ -68,7 +69,7 @@ def main() -> None:
         engine.destroy()
         rollout = RolloutConfig(backend="builtin_process", setup_timeout=600)
         with LocalServers(rollout, model_path=str(path), logs=Path(directory) / "logs", threads=1) as servers:
-            client = BuiltinServersClient(rollout, addresses=servers.addresses)
+            client = RemoteInferenceEngine(BuiltinServersBackend, rollout, addresses=servers.addresses)
             client.initialize()
             ways = {
                 "shared": WeightUpdateMeta.shared(servers.weights_root / "shared"),

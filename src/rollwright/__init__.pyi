@@ -81,6 +81,7 @@ from rollwright.experience.trajectory import tensor_container_to as tensor_conta
 from rollwright.inference.backends import BACKENDS as BACKENDS
 from rollwright.inference.backends import ServerLaunch as ServerLaunch
 from rollwright.inference.backends.builtin.engine import BuiltinEngine as BuiltinEngine
+from rollwright.inference.backends.server_backend import ServerBackend as ServerBackend
 from rollwright.inference.backends.sglang import SGLangClient as SGLangClient
 from rollwright.inference.backends.vllm import VLLMClient as VLLMClient
 from rollwright.inference.engine import InferenceEngine as InferenceEngine
@@ -90,8 +91,7 @@ from rollwright.inference.parameters import ParameterTable as ParameterTable
 from rollwright.inference.parameters import Wire as Wire
 from rollwright.inference.request import ModelRequest as ModelRequest
 from rollwright.inference.request import ModelResponse as ModelResponse
-from rollwright.inference.weights.publication import RemoteClient as RemoteClient
-from rollwright.inference.weights.ways import WeightUpdateMeta as WeightUpdateMeta
+from rollwright.inference.weights.transfer import WeightUpdateMeta as WeightUpdateMeta
 from rollwright.registry import PLUGINS as PLUGINS
 from rollwright.registry import Registry as Registry
 from rollwright.rewards.math import MathBoxedRewardFn as MathBoxedRewardFn
@@ -155,6 +155,7 @@ from rollwright.workflows.webshop import WebShopWorkflow as WebShopWorkflow
 
 # AReaL's names of the same things
 InferenceEngineConfig = RolloutConfig
+RemoteClient = ServerBackend
 RemotevLLMEngine = RemoteVLLMEngine
 TrainDatasetConfig = DatasetConfig
 ValidDatasetConfig = DatasetConfig

@@ -5,17 +5,17 @@ from pathlib import Path
 
 import pytest
 
-from rollwright import BACKENDS
+from rollwright import BACKENDS, RemoteClient, ServerBackend
 
 TOY = """
 import sys
 
-from rollwright import BACKENDS, ModelResponse, ParameterTable, RemoteClient
+from rollwright import BACKENDS, ModelResponse, ParameterTable, ServerBackend
 
 
 @BACKENDS.register("toy")
-class Toy(RemoteClient):
-    kind, generate_path, ways, needs_gpu = "toy", "/sample", ("disk",), False
+class Toy(ServerBackend):
+    kind, generate_path, transports, needs_gpu = "toy", "/sample", ("disk",), False
     parameters = ParameterTable({"max_new_tokens": "tokens", "temperature": "temperature", "stop_token_ids": "stop", "seed": "seed"})
 
     @classmethod
@@ -57,6 +57,10 @@ def test_a_run_samples_from_the_users_servers(run_with, tmp_path):
     assert max(audited) < 1e-4
     assert sorted(path.name for path in weights.iterdir()) == ["v1", "v2"]
     assert (directory / "logs" / "toy-0.log").exists()
+
+
+def test_the_older_name_of_the_base_class_works():
+    assert RemoteClient is ServerBackend
 
 
 def test_what_the_server_cannot_do_is_refused_by_name(run_with):

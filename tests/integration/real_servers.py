@@ -21,7 +21,7 @@ from rollwright.inference import remote
 from rollwright.inference.backends.sglang import SGLangClient
 from rollwright.inference.request import ModelRequest, ModelResponse
 from rollwright.inference.weights.stream import WeightStream
-from rollwright.inference.weights.ways import WeightUpdateMeta
+from rollwright.inference.weights.transfer import WeightUpdateMeta
 from rollwright.placement.local_servers import LocalServers
 from rollwright.training.publish_and_audit import SentWeights
 
@@ -136,11 +136,11 @@ async def gather_while(
     another like it. Where no response is one that has to be ``seen``, ``act`` fell between two requests, and is run again
     under others, at most twenty times.
     """
-    servers, is_over = client.router.in_service(), False
+    servers, is_over = client.servers.router.in_service(), False
     answered: list[list[ModelResponse]] = [[] for _ in requests]
 
     def generated() -> list[int]:
-        infos = (client.connections.request("GET", f"{server.url}/server_info") for server in servers)
+        infos = (client.servers.connections.request("GET", f"{server.url}/server_info") for server in servers)
         return [info["stats"]["generated_tokens"] for info in infos]
 
     async def keep_asking(request: ModelRequest, answers: list[ModelResponse]) -> None:

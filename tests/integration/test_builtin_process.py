@@ -75,7 +75,7 @@ def test_a_run_trains_with_generation_in_a_process_of_its_own(tmp_path, init_fro
         assert trainer.actor._publisher.agreements[0].mean < 1e-4  # compared before the first token
         children = servers_of_this_process()
         assert len(children) == 2  # the server and its supervisor
-        (server,) = client.router.servers
+        (server,) = client.servers.router.servers
         assert httpx.post(f"{server.url}/pause_generation", timeout=60).status_code == 401  # nobody else has its key
         key = client.config.api_key
         assert not any(key in argument for child in children for argument in command_of(child))
@@ -97,7 +97,7 @@ def test_a_run_starts_several_servers_and_publishes_to_them_by_files_where_it_is
         assert len(servers_of_this_process()) == 4
         assert trainer.train("rollwright.workflows.rlvr.RLVRWorkflow", {"reward_fn": reward})["steps"] == 3
         assert len(trainer.actor._publisher.agreements) == 2
-        assert all(server.served for server in client.router.servers)
+        assert all(server.served for server in client.servers.router.servers)
         assert sorted(path.name for path in weights.iterdir()) == ["v2", "v3"]
 
 
@@ -155,8 +155,8 @@ def test_a_run_goes_on_when_one_of_its_servers_is_killed_or_its_only_one(tmp_pat
         assert client.get_version() == 8
         assert_nothing_was_lost(trainer, 8)
         deadline = time.monotonic() + 120
-        while len(client.router.in_service()) < count or first in client.addresses:
-            assert time.monotonic() < deadline, client.router.describe()
+        while len(client.servers.router.in_service()) < count or first in client.addresses:
+            assert time.monotonic() < deadline, client.servers.router.describe()
             time.sleep(0.05)
         answers = trainer.rollout.sampler.probe(ModelRequest(input_ids=[6, 7, 8], gconfig=config.gconfig))
         assert len(answers) == count

@@ -23,7 +23,7 @@ from rollwright.config.sections import OptimizerConfig, PPOActorConfig, RolloutC
 from rollwright.errors import RollwrightError
 from rollwright.inference.backends.sglang import SGLangClient
 from rollwright.inference.weights.stream import WeightStream
-from rollwright.inference.weights.ways import WeightUpdateMeta
+from rollwright.inference.weights.transfer import WeightUpdateMeta
 from rollwright.rollout.engines import RemoteSGLangEngine
 from rollwright.training.actor import FSDPPPOActor
 

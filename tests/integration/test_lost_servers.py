@@ -16,7 +16,7 @@ from real_servers import Trainer, ask, gather_while, served_model, write_model
 from rollwright.errors import EngineError
 from rollwright.inference.launcher import ServerProcess
 from rollwright.inference.weights.group import WeightGroup
-from rollwright.inference.weights.ways import WeightUpdateMeta
+from rollwright.inference.weights.transfer import WeightUpdateMeta
 from rollwright.placement.local_servers import LocalServers
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(1500)]
@@ -46,8 +46,8 @@ def started_again(servers: LocalServers, number: int, logs):
 
 def wait_in_service(client, count: int) -> None:
     deadline = time.monotonic() + 300
-    while len(client.router.in_service()) != count:
-        assert time.monotonic() < deadline, client.router.describe()
+    while len(client.servers.router.in_service()) != count:
+        assert time.monotonic() < deadline, client.servers.router.describe()
         time.sleep(0.05)
 
 
@@ -73,15 +73,15 @@ def test_a_server_killed_in_the_middle_of_a_batch_comes_back_with_the_published_
         with started_again(servers, 0, tmp_path):
             if way == "xccl":  # these weights are on no disk: it has to wait for the next ones
                 deadline = time.monotonic() + 300
-                while "version 1 is not on disk" not in client.router.describe():
-                    assert time.monotonic() < deadline, client.router.describe()
+                while "version 1 is not on disk" not in client.servers.router.describe():
+                    assert time.monotonic() < deadline, client.servers.router.describe()
                     time.sleep(0.05)
                 publish()
             wait_in_service(client, 2)
-            served = {server.address: server.served for server in client.router.servers}
+            served = {server.address: server.served for server in client.servers.router.servers}
             responses = asyncio.run(gather_while(client, ask(60, tokens=20, seed=500), lambda: None))
             assert trainer.check_versions(responses) == {trainer.version}
-            assert all(server.served > served[server.address] for server in client.router.servers)
+            assert all(server.served > served[server.address] for server in client.servers.router.servers)
             assert len(publish()) == 2  # it takes part in what follows
 
 
@@ -116,18 +116,18 @@ def test_a_server_killed_in_the_middle_of_a_broadcast_does_not_end_the_publicati
         responses = asyncio.run(gather_while(client, ask(60, tokens=100), publish_timed))
         assert took[0] < 100  # a second or two; the group's own limit is 120 s
         assert len(agreements) == 2
-        assert [server.address for server in client.router.servers if not server.in_service] == [servers.addresses[1]]
+        assert [server.address for server in client.servers.router.servers if not server.in_service] == [servers.addresses[1]]
         assert all(len(response.output_tokens) == 100 for response in responses)
         assert trainer.check_versions(responses) <= {1, 2}
-        assert all(server.load == 0 for server in client.router.servers), client.router.servers
+        assert all(server.load == 0 for server in client.servers.router.servers), client.servers.router.servers
         assert trainer.check_versions(asyncio.run(gather_while(client, ask(8, tokens=6, seed=500), lambda: None))) == {2}
 
 
 def test_a_server_that_hangs_loses_what_it_was_asked_and_comes_back(model_path, tmp_path, monkeypatch):
     """A stopped process keeps its connections open and answers nothing."""
     with served_model(model_path, tmp_path / "logs", count=2) as (servers, client):
-        client._monitor._check_interval, client._monitor._strikes = 0.5, 2
-        monkeypatch.setattr("rollwright.inference.remote.CHECK_SECONDS", 5.0)
+        client.servers.check_interval, client.servers.strikes = 0.5, 2
+        monkeypatch.setattr("rollwright.inference.server_set.CHECK_SECONDS", 5.0)
         trainer = Trainer(model_path)
         trainer.step()
         trainer.publish(client)
@@ -135,7 +135,9 @@ def test_a_server_that_hangs_loses_what_it_was_asked_and_comes_back(model_path, 
         try:
             responses = asyncio.run(gather_while(client, ask(100, tokens=60), process.suspend))
             assert all(len(response.output_tokens) == 60 for response in responses)
-            assert [server.address for server in client.router.servers if not server.in_service] == [servers.addresses[0]]
+            assert [server.address for server in client.servers.router.servers if not server.in_service] == [
+                servers.addresses[0]
+            ]
             trainer.step()
             assert len(trainer.publish(client).agreements) == 1
         finally:
@@ -160,7 +162,7 @@ def test_when_no_server_is_left_the_log_of_the_last_is_told_at_once(model_path, 
         async def scenario():
             running = [asyncio.ensure_future(keep_asking(request)) for request in ask(20, tokens=300)]
             async with asyncio.timeout(300):
-                while client.router.servers[0].load < 20:  # noqa: ASYNC110 - the router has no event
+                while client.servers.router.servers[0].load < 20:  # noqa: ASYNC110 - the router has no event
                     await asyncio.sleep(0.01)
                 kill(servers, 0)
                 return await asyncio.gather(*running)

@@ -35,8 +35,8 @@ def test_experiences_of_a_server_have_its_versions_and_it_follows_the_trainer(ru
         run.finished(explorer, trainer)
         # At 2, or at 3 made anew where the explorer came late to look.
         assert re.search("the trainer went back behind version 3, and is at [23]", run.log(explorer))
-        (server,) = client.router.servers
-        assert client.read_version(server) == str(STEPS)  # the last weights are there, too
+        (server,) = client.servers.router.servers
+        assert client.backend.read_version(server) == str(STEPS)  # the last weights are there, too
 
     stored = run.rows(
         "select uses.batch, min(experiences.version), max(experiences.version), count(*) from uses "
@@ -52,8 +52,8 @@ def test_experiences_of_a_server_have_its_versions_and_it_follows_the_trainer(ru
 
 def test_an_explorer_does_not_begin_with_the_weights_of_another_run(run, tiny_model, tmp_path):
     with served_model(tiny_model, tmp_path / "logs") as (servers, client):
-        (server,) = client.router.servers
-        client.label_version(server, 7)  # what another run left behind
+        (server,) = client.servers.router.servers
+        client.backend.label_version(server, 7)  # what another run left behind
         explorer = run.start(
             "mode=explore", "store={}", "rollout.backend=sglang", f"rollout.addresses=[{servers.addresses[0]}]"
         )

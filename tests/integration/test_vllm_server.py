@@ -22,7 +22,7 @@ from rollwright.config.servers import VLLMConfig
 from rollwright.errors import EngineError, PromptTooLongError, WeightUpdateError
 from rollwright.inference.backends.vllm import VLLMClient
 from rollwright.inference.request import ModelRequest
-from rollwright.inference.weights.ways import WeightUpdateMeta
+from rollwright.inference.weights.transfer import WeightUpdateMeta
 from rollwright.placement.local_servers import LocalServers
 
 REPOSITORY = Path(__file__).resolve().parents[2]
@@ -71,12 +71,12 @@ def server(model_path, tmp_path_factory):
 
 def test_the_server_says_what_the_client_has_to_know(server):
     client, _ = server
-    url = f"{client.router.servers[0].url}/server_info?config_format=json"
-    config = client.connections.request("GET", url)["vllm_config"]
+    url = f"{client.servers.router.servers[0].url}/server_info?config_format=json"
+    config = client.servers.connections.request("GET", url)["vllm_config"]
     assert config["model_config"]["logprobs_mode"] == "processed_logprobs"
     assert "cpu" in config["device_config"].values()
     assert config["scheduler_config"]["enable_chunked_prefill"] is False
-    assert not client._dies_of_seeds
+    assert not client.backend.crash_on_seeds
 
 
 def generate(client, requests):
@@ -126,7 +126,7 @@ def test_seeds_stops_and_limits(server):
 
 
 def client_model(client) -> str:
-    return client.connections.request("GET", f"{client.router.servers[0].url}/v1/models")["data"][0]["id"]
+    return client.servers.connections.request("GET", f"{client.servers.router.servers[0].url}/v1/models")["data"][0]["id"]
 
 
 @pytest.mark.parametrize("way", ["disk", "shared"])
@@ -144,7 +144,7 @@ def test_a_published_weight_changes_what_is_sampled_and_agrees_with_the_trainer(
 
 def generated_tokens(client) -> float:
     """How many tokens the server has made so far: a counter, so that nothing is missed between two looks."""
-    text = client.connections.request("GET", f"{client.router.servers[0].url}/metrics")["text"]
+    text = client.servers.connections.request("GET", f"{client.servers.router.servers[0].url}/metrics")["text"]
     return sum(float(line.split()[-1]) for line in text.splitlines() if line.startswith("vllm:generation_tokens_total"))
 
 
@@ -231,7 +231,7 @@ def test_abort_and_a_cancelled_request(server):
     aborted = asyncio.run(scenario())
     assert aborted.stop_reason == "abort"
     assert len(aborted.output_tokens) < 500
-    assert all(router_server.load == 0 for router_server in client.router.servers)
+    assert all(router_server.load == 0 for router_server in client.servers.router.servers)
 
 
 def test_a_tied_head_that_keeps_its_old_copy_is_caught_and_told(tmp_path):
@@ -243,7 +243,9 @@ def test_a_tied_head_that_keeps_its_old_copy_is_caught_and_told(tmp_path):
         version = trainer.step()
         with pytest.raises(WeightUpdateError, match="tied embeddings"):
             trainer.publish(client)
-        assert client.read_version(client.router.servers[0]) == str(version)  # the label alone would have passed
+        assert client.backend.read_version(client.servers.router.servers[0]) == str(
+            version
+        )  # the label alone would have passed
 
 
 def test_training_for_several_steps_against_the_server(server, model_path, tmp_path):

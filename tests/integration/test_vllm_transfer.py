@@ -15,9 +15,9 @@ from real_servers import Trainer, ask, write_model
 from test_vllm_server import generate, pytestmark, vllm_config, vllm_server  # noqa: F401 - skipped without the environment
 
 from rollwright.errors import WeightUpdateError
-from rollwright.inference.backends.vllm import VLLMClient
+from rollwright.inference.backends.vllm import VLLMBackend
 from rollwright.inference.weights.group import WeightGroup
-from rollwright.inference.weights.ways import WeightUpdateMeta
+from rollwright.inference.weights.transfer import WeightUpdateMeta
 
 PLUGIN = """
 import base64
@@ -101,7 +101,7 @@ def test_weights_come_by_the_transfer_engine_and_are_audited(tmp_path, monkeypat
     settings = with_plugin(plugin)
     monkeypatch.setattr("test_vllm_server.vllm_config", lambda: settings)
     monkeypatch.setattr("rollwright.inference.backends.vllm.VLLMGroup", GlooHalf)
-    monkeypatch.setattr(VLLMClient, "group_backend", lambda self, servers, meta: "nccl")
+    monkeypatch.setattr(VLLMBackend, "group_backend", lambda self, servers, meta: "nccl")
     meta = WeightUpdateMeta("xccl", bucket_bytes=64 << 10)
     with vllm_server(path, tmp_path / "logs", weight_update="xccl") as client:
         trainer = Trainer(path)
@@ -111,14 +111,14 @@ def test_weights_come_by_the_transfer_engine_and_are_audited(tmp_path, monkeypat
             if tied:  # the CPU build keeps a packed copy of a tied head: the audit finds it, whatever the server says
                 with pytest.raises(WeightUpdateError, match="tied embeddings"):
                     trainer.publish(client, meta)
-                assert client.read_version(client.router.servers[0]) == str(version)
+                assert client.backend.read_version(client.servers.router.servers[0]) == str(version)
                 return
             assert trainer.publish(client, meta).agreements[0].mean < 1e-4
             after = generate(client, ask(4, tokens=12))
             assert [each.output_tokens for each in before] != [each.output_tokens for each in after]
             assert trainer.check_versions(after) == {version}
         # A trainer that was killed in the middle of an update leaves it open.
-        client.ask(client.router.servers[0], "POST", "/start_weight_update", {})
+        client.servers.ask(client.servers.router.servers[0], "POST", "/start_weight_update", {})
         version = trainer.step()
         assert trainer.publish(client, meta).agreements[0].mean < 1e-4
         assert trainer.check_versions(generate(client, ask(4, tokens=12))) == {version}

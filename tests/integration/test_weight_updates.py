@@ -11,7 +11,7 @@ from real_servers import Trainer, ask, gather_while, served_model, write_model
 
 from rollwright.errors import WeightUpdateError
 from rollwright.inference.weights.stream import WeightStream
-from rollwright.inference.weights.ways import WeightUpdateMeta
+from rollwright.inference.weights.transfer import WeightUpdateMeta
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(1500)]
 
@@ -39,7 +39,7 @@ def test_every_way_reaches_every_server_and_is_audited(two_servers):
     for meta in ways:
         version = trainer.step()
         agreements = trainer.publish(client, meta).agreements
-        assert len(client.router.in_service()) == 2
+        assert len(client.servers.router.in_service()) == 2
         assert client.get_version() == version
         assert len(agreements) == 2
         assert max(agreement.mean for agreement in agreements) < 1e-4
@@ -112,10 +112,10 @@ def test_damaged_weights_are_refused_and_the_old_ones_serve_on(two_servers, tmp_
     content[-1] ^= 0xFF
     path.write_bytes(content)
     with pytest.raises(WeightUpdateError, match="digest"):
-        client.update_weights_from_disk(str(directory), trainer.version + 1, digest)
+        client.publication.update_from_disk(str(directory), trainer.version + 1, digest)
     assert client.get_version() == trainer.version
     deadline = time.monotonic() + 120  # both were taken out; the monitor finds them fit and puts them back
-    while len(client.router.in_service()) < 2:
+    while len(client.servers.router.in_service()) < 2:
         assert time.monotonic() < deadline
         time.sleep(0.1)
     responses = asyncio.run(gather_while(client, ask(4, tokens=5), lambda: None))

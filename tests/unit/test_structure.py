@@ -66,20 +66,6 @@ def test_no_files_import_each_other_in_a_circle():
 
 # -- classes ---------------------------------------------------------------------------------------------------------
 
-#: Classes with more than four of ours above them that are still to be taken apart. Only ever remove lines.
-DEEP_CLASSES = {
-    "BroadcastClient",
-    "BuiltinServersClient",
-    "RemoteClient",
-    "RemoteVersions",
-    "SGLangClient",
-    "VLLMClient",
-}
-#: Names of classes that are still to be renamed where they stand for a second time. Only ever remove lines.
-REPEATED_CLASSES = {
-    "_Facts",
-}
-
 
 def _classes() -> list[tuple[str, list[str], Path]]:
     """Name, names of the bases and file of every class of the package, those inside functions and classes too."""
@@ -121,11 +107,11 @@ def _repeated_classes() -> dict[str, list[str]]:
 
 
 def test_no_class_has_more_than_four_of_ours_above_it():
-    assert {name: above for name, above in _deep_classes().items() if name not in DEEP_CLASSES} == {}
+    assert _deep_classes() == {}
 
 
 def test_a_class_name_stands_once():
-    assert {name: files for name, files in _repeated_classes().items() if name not in REPEATED_CLASSES} == {}
+    assert _repeated_classes() == {}
 
 
 # -- what has one place ----------------------------------------------------------------------------------------------
@@ -139,12 +125,6 @@ RENDERS = ("viewer", "cli", "tracking")
 
 #: Other systems, whose names only ``compat`` knows.
 FOREIGN = re.compile(r"(?<![\w/])(?:areal|trinity|verl|trl)(?!\w)", re.IGNORECASE)
-#: Files elsewhere that still name one. Only ever remove lines.
-FOREIGN_ELSEWHERE = {
-    "inference/parameters.py",
-    "inference/remote.py",
-    "inference/request.py",
-}
 
 
 def _files_with(pattern: re.Pattern[str], packages: tuple[str, ...]) -> dict[str, str]:
@@ -163,15 +143,4 @@ def test_only_what_shows_things_renders():
 
 
 def test_other_systems_are_named_in_compat_alone():
-    found = _files_with(FOREIGN, ("compat",))
-    assert {name: match for name, match in found.items() if name not in FOREIGN_ELSEWHERE} == {}
-
-
-def test_exceptions_are_needed():
-    """What is fixed has to be taken out of the lists above."""
-    needed = {
-        "DEEP_CLASSES": (DEEP_CLASSES, _deep_classes().keys()),
-        "REPEATED_CLASSES": (REPEATED_CLASSES, _repeated_classes().keys()),
-        "FOREIGN_ELSEWHERE": (FOREIGN_ELSEWHERE, _files_with(FOREIGN, ("compat",)).keys()),
-    }
-    assert {name: sorted(listed - found) for name, (listed, found) in needed.items() if listed - found} == {}
+    assert _files_with(FOREIGN, ("compat",)) == {}

@@ -24,9 +24,9 @@ BACKENDS: Registry[type[Any]] = Registry(
     variable="BACKENDS",
     built_in={
         "builtin": "rollwright.inference.backends.builtin.engine:BuiltinEngine",
-        "builtin_process": "rollwright.inference.backends.sglang:BuiltinServersClient",
-        "sglang": "rollwright.inference.backends.sglang:SGLangClient",
-        "vllm": "rollwright.inference.backends.vllm:VLLMClient",
+        "builtin_process": "rollwright.inference.backends.sglang:BuiltinServersBackend",
+        "sglang": "rollwright.inference.backends.sglang:SGLangBackend",
+        "vllm": "rollwright.inference.backends.vllm:VLLMBackend",
     },
     accepts=inspect.isclass,
 )

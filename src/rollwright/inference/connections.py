@@ -1,7 +1,7 @@
-"""HTTP to inference servers: pools for each event loop, and errors that tell whether a response had begun.
+"""HTTP to inference servers: one session for each event loop, and errors that tell whether a response had begun.
 
-Generation goes through aiohttp, which costs a fifth of a millisecond of this process for each request (httpx2 costs several
-where hundreds run at once); the rare control calls are synchronous and go through httpx2, each on a connection of its own.
+Generation uses aiohttp, which costs this process 0.2 ms per request (httpx2 costs several milliseconds when hundreds run at once). The
+rare control calls are synchronous and use httpx2, each on a connection of its own.
 """
 
 from __future__ import annotations
@@ -21,13 +21,13 @@ import httpx2
 from rollwright.errors import EngineError, PromptTooLongError, WeightUpdateError
 from rollwright.inference.network import allow_many_connections
 
-#: Below the keep-alive limits of servers (uvicorn's is 5 s), so that a reused connection is seldom just being closed.
+#: Below the keep-alive limits of servers (uvicorn's is 5 s), so that a reused connection is rarely about to be closed.
 _KEEP_ALIVE_SECONDS = 4.0
 _RESPONSE_BYTES = 1 << 20
 
 
 class ConnectionLostError(EngineError):
-    """The connection failed before a response began: the request can be sent again, to this server or another."""
+    """The connection failed before a response began, so the request can be sent again, to this server or another."""
 
 
 class ServerRefusedError(EngineError):
@@ -39,15 +39,15 @@ class ServerRefusedError(EngineError):
 
 
 class UpdateRefusedError(WeightUpdateError):
-    """A server refused an update before it read any weight: it computes with those that it had."""
+    """A server refused an update before it read any weight, so it still computes with its old ones."""
 
 
-#: What servers say, each in its own words, when a prompt leaves no room for a token.
+#: Phrases that servers use when a prompt leaves no room for a token.
 _TOO_LONG = ("longer than", "too long", "context length", "no room", "maximum model length", "exceeds")
 
 
 def refusal_of(error: ServerRefusedError) -> EngineError:
-    """What a refused generation request is to its caller: a prompt that is too long has a type of its own."""
+    """Convert a refused generation request to the error for its caller; a prompt that is too long has its own type."""
     text = str(error).lower()
     if error.status in (400, 422) and any(sign in text for sign in _TOO_LONG):
         return PromptTooLongError(f"{error} Shorten the prompt, or start the server with a larger context.")
@@ -56,12 +56,12 @@ def refusal_of(error: ServerRefusedError) -> EngineError:
 
 @functools.cache
 def _ssl_context() -> ssl.SSLContext:
-    """One for all clients: making it reads every root certificate, which takes longer than a request."""
+    """Shared by all clients, because creating it reads every root certificate, which takes longer than a request."""
     return ssl.create_default_context()
 
 
 def _message_of(content: bytes) -> str:
-    """What an error response says, in one line."""
+    """The message of an error response, in one line."""
     text = content.decode(errors="replace").strip()
     with contextlib.suppress(json.JSONDecodeError):
         body = json.loads(text)
@@ -87,13 +87,14 @@ def _parse(url: str, status: int, content: bytes) -> dict[str, Any]:
 class Connections:
     """Requests to any number of servers, awaited on any event loop or made synchronously.
 
-    One session belongs to each event loop, because a connection cannot be awaited on another loop than its own.
+    Each event loop has a session of its own, because a connection can only be awaited on the loop that opened it.
     """
 
     def __init__(self, *, api_key: str | None = None, timeout: float = 3600.0, connect_timeout: float = 10.0) -> None:
         """Args:
         api_key: sent as a bearer token.
-        timeout, connect_timeout: seconds for one whole exchange, and for opening a connection.
+        timeout: seconds for a whole exchange.
+        connect_timeout: seconds for opening a connection.
         """
         self._headers = {"Authorization": f"Bearer {api_key}"} if api_key else {}
         self._timeout = aiohttp.ClientTimeout(total=timeout, sock_connect=connect_timeout)
@@ -102,8 +103,8 @@ class Connections:
         self._sync = httpx2.Client(
             headers=self._headers,
             timeout=httpx2.Timeout(timeout, connect=connect_timeout),
-            # No connection is used twice: uvicorn closes one after an exception (a 500) without saying so, and after 5 s without
-            # a request. A control call that meets the end of its connection cannot be sent again: it may have been carried out.
+            # Connections are not reused: uvicorn closes them without notice after an exception (a 500) and after 5 s without a
+            # request. A control call whose connection breaks cannot be sent again, because it may have been carried out.
             limits=httpx2.Limits(max_keepalive_connections=0),
             trust_env=False,
             verify=_ssl_context(),
@@ -112,7 +113,7 @@ class Connections:
         self._most_connections = allow_many_connections()
 
     async def _open_session(self) -> AsyncGenerator[aiohttp.ClientSession, None]:
-        """Yields the session of this loop once, and closes it when the loop shuts its asynchronous generators down."""
+        """Yield the session of this loop once, and close it when the loop shuts down its asynchronous generators."""
         connector = aiohttp.TCPConnector(
             limit=self._most_connections, keepalive_timeout=_KEEP_ALIVE_SECONDS, ssl=_ssl_context()
         )
@@ -141,7 +142,7 @@ class Connections:
         Raises:
             ConnectionLostError: the connection failed before a response began.
             ServerRefusedError: an error status.
-            EngineError: the time ran out, or the response broke off.
+            EngineError: the request timed out, or the response broke off.
         """
         if self._closed:
             raise EngineError(f"The client is closed; {url} was not asked. Call initialize() first.")
@@ -164,10 +165,10 @@ class Connections:
             ) from error
 
     def request(self, method: str, url: str, payload: Any = None, *, timeout: float | None = None) -> dict[str, Any]:
-        """The same, synchronously; works while an event loop runs in this thread.
+        """Make a synchronous request; works while an event loop runs in this thread.
 
         Raises:
-            ConnectionLostError, ServerRefusedError, EngineError: as ``post``.
+            ConnectionLostError, ServerRefusedError, EngineError: as for ``post``.
         """
         limit = httpx2.USE_CLIENT_DEFAULT if timeout is None else timeout
         try:
@@ -179,7 +180,7 @@ class Connections:
         return _parse(url, response.status_code, response.content)
 
     def close(self) -> None:
-        """Close every session: on its loop, where that runs; else when its loop ends."""
+        """Close every session: on its loop if that is running, otherwise when its loop ends."""
         self._closed = True
         self._sync.close()
         with self._lock:

@@ -1,12 +1,12 @@
-"""The engine protocol: what every inference engine, in this process or behind a server, can do.
+"""The engine protocol: what every inference engine can do, whether in this process or behind servers.
 
 Invariants:
 
-* every response carries the version that sampled each token, as the engine that sampled it says;
+* every response carries the version that sampled each token, as reported by the engine that sampled it;
 * ``agenerate`` may be awaited on any event loop, of any thread; synchronous methods work while a loop runs;
 * between ``pause`` and ``resume`` no token is sampled.
 
-An engine has to define the six abstract methods. Everything else has a default, so callers never ask what an engine has.
+An engine has to define the six abstract methods. Everything else has a default, so callers never inspect an engine's attributes.
 """
 
 from __future__ import annotations
@@ -25,51 +25,51 @@ if TYPE_CHECKING:
 
     from rollwright.experience.recorder import Recorder
     from rollwright.inference.weights.stream import WeightStream
-    from rollwright.inference.weights.ways import WeightUpdateMeta
+    from rollwright.inference.weights.transfer import WeightUpdateMeta
 
 
-#: Largest mean difference of log-probabilities of an engine and a trainer, one of which computes in a 16-bit type.
+#: Largest mean difference between the log-probabilities of an engine and a trainer if one of them computes in a 16-bit type.
 TOLERANCE_OF_16_BITS = 5e-2
 
 
 class WeightReceiver:
-    """Takes the weights that a trainer publishes: an engine, or what forwards them to engines elsewhere."""
+    """Receives the weights that a trainer publishes: an engine, or an object that forwards them to engines."""
 
     @property
     def logprob_tolerance(self) -> float | None:
-        """Largest mean difference from the trainer's log-probabilities; None: what the trainer's compute type allows."""
+        """Largest mean difference from the trainer's log-probabilities. None derives it from the compute types."""
         return None
 
     @property
     def sampler(self) -> WeightReceiver:
-        """What samples with the weights: this engine, or the one that it holds."""
+        """The engine that samples with the weights: this one, or the one that it wraps."""
         return self
 
     @property
     def local_model(self) -> nn.Module | None:
-        """The model in this process that computes the tokens; None: they are computed elsewhere."""
+        """The model in this process that computes the tokens, or None if other processes compute them."""
         return None
 
     @property
     def weight_dtype(self) -> torch.dtype | None:
-        """The type that weights are sent in: that in which they are held where tokens are computed, so that no more bytes travel;
-        None: it is not known, or engines differ."""
+        """The type in which the engines hold the weights, so that no more bytes than necessary are sent. None if it is unknown, or if
+        engines differ."""
         return None if self.local_model is None else next(self.local_model.parameters()).dtype
 
     @property
-    def weight_way(self) -> str:
-        """By which way weights come here where the trainer names none; see ``WeightUpdateMeta.type``."""
+    def weight_transport(self) -> str:
+        """How weights are transferred if the trainer does not choose; see ``WeightUpdateMeta.type``."""
         return "memory"
 
     @property
     def weight_holders(self) -> list[str]:
-        """What computes with the weights, by names for people."""
+        """Readable names of the engines that compute with the weights."""
         return [f"{type(self.sampler).__name__} in this process"]
 
     def publish(self, version: int) -> None:
-        """The weights of ``local_model`` were changed in place and are ``version`` now.
+        """Report that the weights of ``local_model`` were changed in place and are now ``version``.
 
-        Between the first change and this call the engine must not step: call ``pause`` before.
+        The engine must not step between the first change and this call, so call ``pause`` before.
         """
         raise takes_no_weights(self)
 
@@ -81,13 +81,13 @@ class WeightReceiver:
         weights: WeightStream | Mapping[str, Tensor] | Iterable[tuple[str, Tensor]],
         config: Any = None,
     ) -> None:
-        """Take new weights; when this returns, the next token is sampled with them.
+        """Take new weights; after this call, the next token is sampled with them.
 
         Args:
-            meta: how to transfer them; None uses the engine's default.
+            meta: how to transfer them. None uses the engine's default.
             version: version of these weights.
-            weights: whole tensors under the names of ``save_pretrained``, or the model's own names if there is a ``local_model``;
-                tied tensors may occur twice. A stream is read one tensor at a time.
+            weights: whole tensors under the names that ``save_pretrained`` writes, or the model's own names if there is a
+                ``local_model``. Tied tensors may occur twice. A stream is read one tensor at a time.
             config: a Hugging Face config, written next to the weights on disk.
 
         Raises:
@@ -96,20 +96,20 @@ class WeightReceiver:
         raise takes_no_weights(self)
 
     def probe(self, request: ModelRequest) -> dict[str, ModelResponse] | None:
-        """What each engine samples for the audit's request with its present weights, by the engine's name in messages.
+        """Sample the audit's request on each engine with its current weights.
 
         Returns:
-            Empty where nobody can be asked; None where they can be asked only after ``resume``.
+            Responses by engine name; empty if no engine can be asked, None if they can only be asked after ``resume``.
         """
         return {}
 
     def when_resumed(self, action: Callable[[], object]) -> None:
-        """Call ``action`` now, or at the end of ``resume`` where the engine is paused and answers no probe."""
+        """Call ``action`` now, or at the end of ``resume`` if the engine is paused and cannot answer a probe."""
         action()
 
 
 def takes_no_weights(engine: object) -> WeightUpdateError:
-    """The error of what weights cannot be published to."""
+    """The error for an object that weights cannot be published to."""
     return WeightUpdateError(
         f"{type(engine).__name__} can be given no weights: it has neither update_weights (servers) nor publish (an engine in "
         "this process)."
@@ -120,9 +120,9 @@ class InferenceEngine(WeightReceiver, ABC):
     """Tokens in, tokens and log-probabilities out.
 
     Attributes:
-        context_length: most tokens of a prompt and its output together; None: the engine does not say.
-        is_batch_invariant: what a request is answered does not depend on what else is computed (docs/determinism.md).
-        recorder: holds every request of the sample that the engine is bound to; None: it is bound to no sample.
+        context_length: largest number of tokens of a prompt and its output together, if known.
+        is_batch_invariant: the answer to a request does not depend on what else is computed (docs/determinism.md).
+        recorder: records every request of the sample that the engine is bound to. None if it is not bound to a sample.
     """
 
     context_length: int | None = None
@@ -130,23 +130,23 @@ class InferenceEngine(WeightReceiver, ABC):
     recorder: Recorder | None = None
 
     def initialize(self, *args: Any, **kwargs: Any) -> None:
-        """Make ready: load or connect, and wait until requests are answered."""
+        """Load or connect, and wait until the engine answers requests."""
 
     def destroy(self) -> None:
-        """Release threads, processes and connections; requests that run raise ``RequestAborted``."""
+        """Release threads, processes and connections; running requests raise ``RequestAborted``."""
 
     @abstractmethod
     async def agenerate(self, request: ModelRequest) -> ModelResponse:
         """Sample one completion of ``request.input_ids``.
 
         Raises:
-            PromptTooLongError: no room for a new token.
+            PromptTooLongError: the prompt leaves no room for a new token.
             RequestAborted: the request was aborted or the engine closed.
             EngineError: the request cannot be served as asked.
         """
 
     async def agenerate_batch(self, requests: list[ModelRequest]) -> list[ModelResponse]:
-        """One completion for each request, in their order; where one fails or this is cancelled, the others are cancelled."""
+        """Sample one completion for each request, in order; if one fails or this call is cancelled, the others are cancelled."""
         tasks = [asyncio.ensure_future(self.agenerate(request)) for request in requests]
         try:
             return list(await asyncio.gather(*tasks))
@@ -155,9 +155,9 @@ class InferenceEngine(WeightReceiver, ABC):
                 task.cancel()
 
     async def astream(self, request: ModelRequest) -> AsyncGenerator[ModelResponse, None]:
-        """The response as it grows: each holds all tokens of the one before it, and the last is complete.
+        """Yield the response as it grows. Each one contains all tokens of the one before it, and the last is complete.
 
-        By default it comes whole.
+        By default only the complete response is yielded.
         """
         yield await self.agenerate(request)
 
@@ -167,28 +167,28 @@ class InferenceEngine(WeightReceiver, ABC):
 
     @abstractmethod
     def set_version(self, version: int) -> None:
-        """Confirm a published version: the current one is a no-op, another is a ``WeightUpdateError``."""
+        """Confirm a published version. The current one is a no-op; any other raises ``WeightUpdateError``."""
 
     @abstractmethod
     def pause(self) -> None:
-        """Stop sampling; returns when no step runs any more. Requests keep what they have."""
+        """Stop sampling; returns when no step is running. Requests keep their tokens."""
 
     @abstractmethod
     def resume(self) -> None:
-        """Go on after ``pause``."""
+        """Continue after ``pause``."""
 
     @abstractmethod
     def abort(self, rid: str | None = None) -> None:
-        """End the requests of one conversation, or all; they return what they have, with stop_reason "abort"."""
+        """End the requests of one conversation, or all requests; they return their tokens with stop_reason "abort"."""
 
     def go_back(self, version: int, *, finish: bool = False) -> None:
-        """Get ready for weights of an earlier version, from a trainer that began again from a checkpoint.
+        """Prepare for weights of an earlier version, from a trainer that resumed from a checkpoint.
 
         Args:
-            version: of the weights that come next.
-            finish: let what runs end by itself.
+            version: version of the next weights.
+            finish: let running requests finish.
         """
 
     def stats(self) -> dict[str, float]:
-        """Counts since the start, and what runs and waits now."""
+        """Counters since the start, and the numbers of running and waiting requests."""
         return {}

@@ -1,6 +1,6 @@
-"""Starts inference servers, waits until they are healthy, keeps their logs, and ends them on every exit path.
+"""Starts inference servers, waits until they are healthy, writes their logs, and ends them on every exit path.
 
-Whatever becomes of this process, SIGKILL included, its servers and their children end within seconds: each runs under a supervisor
+However this process ends, SIGKILL included, its servers and their children end within seconds, because each runs under a supervisor
 (``processes.ends_with_parent``).
 """
 
@@ -34,12 +34,12 @@ from rollwright.tracking.logging import getLogger
 logger = getLogger("Launcher")
 
 _LOG_TAIL_BYTES = 2000
-#: How often a server is started on another port because somebody took the one that was free a moment before.
+#: Number of ports to try if other processes take them before the server binds.
 _PORTS_TRIED = 3
 
 
 class ServerProcess:
-    """One command under a supervisor, with its output in a file."""
+    """A command under a supervisor, with its output in a file."""
 
     def __init__(
         self,
@@ -50,11 +50,11 @@ class ServerProcess:
         shared: Path | None = None,
     ) -> None:
         """Args:
-        command: of the server.
+        command: command line of the server.
         address: ``host:port`` that it will listen on.
-        log_path: its output is appended there.
-        environment: variables besides this process's own.
-        shared: a directory that is removed if this process ends before the server.
+        log_path: file that its output is appended to.
+        environment: additional environment variables.
+        shared: a directory to remove if this process ends before the server.
         """
         self.command = list(command)
         self.address = address
@@ -68,7 +68,7 @@ class ServerProcess:
 
     @property
     def exit_status(self) -> int | None:
-        """Exit status of the server; None while it runs."""
+        """Exit status of the server, or None while it runs."""
         return self._process.poll()
 
     def log_tail(self) -> str:
@@ -81,7 +81,7 @@ class ServerProcess:
             return f"({error})"
 
     def wait_healthy(self, deadline: float) -> None:
-        """Return when ``/health`` answers, before ``time.monotonic() == deadline``.
+        """Wait until ``/health`` answers, until ``time.monotonic() == deadline`` at the latest.
 
         Raises:
             EngineError: the server ended, or was not healthy in time; the end of its log is quoted.
@@ -103,32 +103,33 @@ class ServerProcess:
         return EngineError(f"The server at {self.address} {what}. The end of {self.log_path}:\n{self.log_tail()}")
 
     def stop(self, timeout: float = 10.0) -> None:
-        """End the server and everything it started; returns when they are gone."""
+        """End the server and everything that it started; returns when they are gone."""
         if self._process.stdin is not None and not self._process.stdin.closed:
             self._process.stdin.close()
         try:
             self._process.wait(timeout)
         except subprocess.TimeoutExpired:
-            self._process.kill()  # the command dies with its supervisor
+            self._process.kill()  # the command ends with its supervisor
             self._process.wait()
 
     @property
     def found_its_port_taken(self) -> bool:
-        """True where the server has ended because another process listened on its port."""
+        """True if the server has ended because another process was listening on its port."""
         return self.exit_status is not None and "address already in use" in self.log_tail().lower()
 
 
 def ended_child(address: str) -> str | None:
-    """The command that ``build_cmd`` gave for an address, where a child of this process has ended since and none runs it.
+    """The command that ``build_cmd`` returned for an address, if a child of this process has ended since and no child runs it.
 
-    None: a child runs it, no child has ended since, or the server is nobody's that is known here.
+    Returns:
+        None if a child runs the command, no child has ended since, or ``build_cmd`` returned no command for this address.
     """
     url = urlsplit(server_url(address))
     built = BUILT_COMMANDS.get(url.port or 0)
     if built is None or sys.platform != "linux" or not (is_loopback(server_url(address)) or url.hostname == built.host):
         return None
-    begin = built.command.index("-m") - 1  # the interpreter; what stands before it is replaced when the server starts
-    has_ended = resource.getrusage(resource.RUSAGE_CHILDREN) != built.children  # one that was waited for
+    begin = built.command.index("-m") - 1  # the interpreter; anything before it is replaced when the server starts
+    has_ended = resource.getrusage(resource.RUSAGE_CHILDREN) != built.children  # a child that was waited for
     for child in descendants(os.getpid()):
         with contextlib.suppress(OSError):
             state, *numbers = Path(f"/proc/{child}/stat").read_text().rpartition(") ")[2].split()
@@ -136,7 +137,7 @@ def ended_child(address: str) -> str | None:
             if state == "Z":
                 has_ended |= int(numbers[18]) / os.sysconf("SC_CLK_TCK") >= built.built_at - 0.1
             elif not line or " ".join(built.command[begin:]) in line or line.lower().startswith(("sglang::", "vllm::")):
-                return None  # it runs it, or has only begun
+                return None  # it runs the command, or has only just started
     return shlex.join(built.command) if has_ended else None
 
 
@@ -145,11 +146,11 @@ CommandBuilder = Callable[[str, int, int], list[str]]
 
 
 class Launcher:
-    """Owns the servers that it started: ``close``, leaving its ``with`` block, or the end of this process ends them."""
+    """Owns servers: ``close``, leaving its ``with`` block, or the end of this process ends them."""
 
     def __init__(self, logs: str | Path, *, host: str = "127.0.0.1") -> None:
         """Args:
-        logs: directory of the servers' logs, such as that of the run.
+        logs: directory for the servers' logs, such as the run's.
         host: interface that the servers bind.
         """
         self._logs = Path(logs)
@@ -157,7 +158,7 @@ class Launcher:
         self._lock = threading.Lock()
         self.servers: list[ServerProcess] = []
         self._starters: list[Callable[[int], ServerProcess]] = []  # starts each on a port
-        self._end = weakref.finalize(self, _stop_all, self.servers)  # also where this process ends first
+        self._end = weakref.finalize(self, _stop_all, self.servers)  # also if this process ends first
 
     def start(
         self,
@@ -168,18 +169,18 @@ class Launcher:
         environment: Mapping[str, str] | None = None,
         shared: Path | None = None,
     ) -> list[str]:
-        """Start servers on free ports; they load while this returns.
+        """Start servers on free ports, without waiting for them to load.
 
         Args:
-            build: the command for a host, a port and the server's index.
-            count: how many.
-            name: of the log files, ``<name>-<index>.log``.
-            environment: variables besides this process's own.
-            shared: a directory of these servers alone, which is removed when they were stopped, or this process is gone.
+            build: returns the command for a host, a port and the server's index.
+            count: number of servers.
+            name: prefix of the log files, ``<name>-<index>.log``.
+            environment: additional environment variables.
+            shared: a directory for these servers only; it is removed if this process ends before them.
 
         Returns:
-            Their addresses, ``host:port``. ``wait_healthy`` gives those that they have in the end, should a port be taken by
-            another process before the server binds it.
+            Their addresses, ``host:port``. ``wait_healthy`` returns the final ones: a server moves to another port if another process
+            takes its port before it binds.
         """
 
         def start(index: int, port: int) -> ServerProcess:
@@ -197,10 +198,13 @@ class Launcher:
             return [server.address for server in self.servers[first:]]
 
     def wait_healthy(self, timeout: float = 300.0) -> list[str]:
-        """Wait until every server answers its health check; their addresses.
+        """Wait until every server answers its health check.
+
+        Returns:
+            Addresses of the servers.
 
         Raises:
-            EngineError: one ended or was too slow; all are stopped then.
+            EngineError: a server ended or was too slow; all of them are stopped.
         """
         deadline = time.monotonic() + timeout
         try:
@@ -251,13 +255,13 @@ class Launcher:
         self._wait_healthy(place, time.monotonic() + timeout)
 
     def check(self, address: str | None = None) -> None:
-        """See that a server lives.
+        """Check that a server is running.
 
         Args:
-            address: of the server; None: that any lives.
+            address: the server. None checks that at least one is running.
 
         Raises:
-            EngineError: it has ended, or all have; the end of the (last one's) log is quoted.
+            EngineError: the server has ended, or all have; the end of the log is quoted.
         """
         ended = [server for server in self.servers if server.exit_status is not None]
         if one := next((server for server in ended if server.address == address), None):

@@ -1,4 +1,4 @@
-"""Ports, addresses and connections: free ports, servers that run already, and how many connections a process may open."""
+"""Network basics: free ports, addresses of running servers, and the number of connections that a process may open."""
 
 from __future__ import annotations
 
@@ -13,24 +13,24 @@ from urllib.parse import urlsplit
 
 from rollwright.errors import ConfigError
 
-#: Environment variables that hold comma-separated ``host:port`` of inference servers; the first that is set counts.
+#: Environment variables with comma-separated ``host:port`` of inference servers; the first that is set counts.
 ADDRESS_VARIABLES = ("ROLLWRIGHT_LLM_SERVER_ADDRS", "AREAL_LLM_SERVER_ADDRS")
-#: Open files that a process should be allowed; each connection is one, and the usual limit is 1024.
+#: Number of open files to request for this process. Each connection is one, and the usual limit is 1024.
 _WANTED = 65_536
-#: For everything else that a process opens.
+#: Open files that are not connections.
 _RESERVED = 192
 
 
 def find_free_ports(count: int, port_range: tuple[int, int] | None = None, exclude: Iterable[int] = ()) -> list[int]:
-    """Ports that nothing listens on now, all different.
+    """Find distinct ports that nothing listens on.
 
-    All of them are held open until the last is found, so one call never gives the same port twice. Between this call and
-    the server's bind another process may take one; a launcher starts the server again on another port then.
+    All of them stay bound until the last is found, so one call never returns a port twice. Another process may take a port before the
+    server binds it; a launcher then starts the server on another port.
 
     Args:
-        count: how many.
-        port_range: first and last port to consider; None: any that the system hands out.
-        exclude: ports that are not given.
+        count: number of ports.
+        port_range: first and last port to consider. None leaves the choice to the system.
+        exclude: ports to skip.
 
     Raises:
         ConfigError: the range has too few free ports.
@@ -50,15 +50,15 @@ def find_free_ports(count: int, port_range: tuple[int, int] | None = None, exclu
 
 
 def parse_addresses(text: str) -> list[str]:
-    """The addresses of a comma-separated list, with blanks and duplicates left out."""
+    """Split a comma-separated list of addresses, dropping blanks and duplicates."""
     return list(dict.fromkeys(part.strip() for part in text.split(",") if part.strip()))
 
 
 def server_url(address: str) -> str:
-    """The base URL of ``host:port`` or of an http(s) URL, without a trailing slash.
+    """Return the base URL for ``host:port`` or an http(s) URL, without a trailing slash.
 
     Raises:
-        ConfigError: there is no port, or it is not one.
+        ConfigError: the port is missing or invalid.
     """
     address = address.strip()
     if address.startswith(("http://", "https://")):
@@ -72,10 +72,10 @@ def server_url(address: str) -> str:
 
 
 def find_server_addresses(configured: Iterable[str] = ()) -> list[str]:
-    """Addresses of running inference servers: those configured, else those in the environment, else none.
+    """Addresses of running inference servers: those configured, or else those in the environment.
 
     Returns:
-        ``host:port`` (or URLs) in order, without duplicates; empty where no server is announced.
+        ``host:port`` (or URLs) in order, without duplicates; empty if there are none.
 
     Raises:
         ConfigError: an address is malformed.
@@ -88,13 +88,13 @@ def find_server_addresses(configured: Iterable[str] = ()) -> list[str]:
 
 
 def is_loopback(url: str) -> bool:
-    """True where ``url`` names this host by its loopback interface."""
+    """True if ``url`` names this host by its loopback interface."""
     host = urlsplit(url).hostname or ""
     return host in ("localhost", "::1") or host.startswith("127.")
 
 
 def own_address(peers: Iterable[str]) -> str:
-    """The address by which ``peers`` reach this host: loopback where they are all on it.
+    """The address at which ``peers`` reach this host: loopback if all of them are on it.
 
     Args:
         peers: URLs of servers.
@@ -110,11 +110,11 @@ def own_address(peers: Iterable[str]) -> str:
 
 
 def allow_many_connections() -> int:
-    """Raise this process's limit of open files as far as the system lets it.
+    """Raise this process's limit of open files as far as the system allows.
 
     Returns:
-        How many connections may be open at once; those beyond wait, as one that the system refuses looks like a server that
-        is gone.
+        Number of connections that may be open at once. Further ones have to wait, because a connection that the system refuses looks
+        like a server that is gone.
     """
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     wanted = _WANTED if hard == resource.RLIM_INFINITY else min(_WANTED, hard)

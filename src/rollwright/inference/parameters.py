@@ -1,7 +1,7 @@
-"""Generation parameters on the wire: each field of ``GenerationHyperparameters`` is honoured by a server, or refused.
+"""Generation parameters on the wire: each field of ``GenerationHyperparameters`` is either honoured by a server or refused.
 
-Each client of servers has one ``ParameterTable``; a test walks those of SGLang and vLLM, so that a new field cannot be forgotten.
-The built-in engine has no wire: it honours every field but an ``n_samples`` above 1.
+Each server backend has one ``ParameterTable``. A test checks the tables of SGLang and vLLM, so that a new field cannot be forgotten.
+The built-in engine needs no table: it honours every field except an ``n_samples`` above 1.
 """
 
 from __future__ import annotations
@@ -14,19 +14,19 @@ from rollwright.config.generation import GenerationHyperparameters
 from rollwright.errors import EngineError
 
 _NEUTRAL = GenerationHyperparameters()
-#: top_k at or above this asks for all tokens: no vocabulary is as large. SGLang writes 2³⁰, AReaL 10⁸.
+#: A top_k of at least this means all tokens, because no vocabulary is as large. SGLang writes 2³⁰, others 10⁸.
 _ALL_TOKENS = 10_000_000
 
 
 @dataclass(frozen=True)
 class Wire:
-    """How one field travels to a server.
+    """How one field is sent to a server.
 
     Attributes:
-        key: the server's name in ``sampling_params``; None where the field acts on this side.
-        shifts_logprobs: the server's log-probabilities are taken after this parameter was applied, unlike the contract.
-        inside: the value goes into an object, under this name.
-        refusal: the reason why a value cannot be honoured at all, or None.
+        key: the server's name in ``sampling_params``. None means that the field takes effect in this process.
+        shifts_logprobs: the server takes log-probabilities after applying this parameter, which violates the contract.
+        inside: the value is put into an object, under this name.
+        refusal: returns the reason why a value cannot be honoured, or None.
     """
 
     key: str | None
@@ -43,12 +43,12 @@ _ONE_COMPLETION = Wire(
 
 @dataclass(frozen=True)
 class ParameterTable:
-    """How the fields travel to one kind of server.
+    """How the fields are sent to one kind of server.
 
     Attributes:
-        wires: by field: how it travels, or only the server's name of it. Other fields have to keep their defaults.
+        wires: for each field, how it is sent, or just the server's name for it. Other fields have to keep their defaults.
         all_tokens: the server's ``top_k`` for "all tokens".
-        always: parameters that every request has.
+        always: parameters of every request.
     """
 
     wires: Mapping[str, Wire | str]
@@ -56,7 +56,7 @@ class ParameterTable:
     always: Mapping[str, Any] | None = None
 
     def wire(self, field: str) -> Wire:
-        """How one field travels; greedy sampling is a temperature of 0."""
+        """How one field is sent; greedy sampling is a temperature of 0."""
         wire = self.wires.get("temperature" if field == "greedy" else field, _UNKNOWN)
         return Wire(wire) if isinstance(wire, str) else _ONE_COMPLETION if field == "n_samples" else wire
 
@@ -71,18 +71,17 @@ class ParameterTable:
         """Refuse what a server cannot honour.
 
         Args:
-            gconfig: the generation arguments of a request.
+            gconfig: generation arguments of a request.
             where: the server, for the message.
-            gives_contract_logprobs: the server takes log-probabilities before top-p, top-k and penalties (``rollwright
-                serve-model`` does), so nothing shifts them.
-            accept_shifted: shifted log-probabilities are asked for all the same; the response is flagged, and the trainer has
-                to recompute them.
+            gives_contract_logprobs: the server takes log-probabilities before top-p, top-k and penalties, as ``rollwright
+                serve-model`` does, so nothing shifts them.
+            accept_shifted: allow shifted log-probabilities. The response is flagged, and the trainer has to recompute them.
 
         Returns:
-            True where the log-probabilities of the response are shifted.
+            True if the log-probabilities of the response are shifted.
 
         Raises:
-            EngineError: a value cannot be honoured, or would shift log-probabilities without being asked to.
+            EngineError: a value cannot be honoured, or it shifts log-probabilities and that is not allowed.
         """
         shifted = False
         for name in (field.name for field in fields(gconfig)):
@@ -108,7 +107,7 @@ class ParameterTable:
         return shifted
 
     def sampling_params(self, gconfig: GenerationHyperparameters, seed: int | None) -> dict[str, Any]:
-        """The parameters by the server's names; a greedy request has temperature 0."""
+        """The parameters under the server's names; a greedy request has temperature 0."""
         limits = limits_top_k(gconfig) and not gconfig.is_greedy
         values = {
             "max_new_tokens": gconfig.max_new_tokens,
@@ -130,7 +129,7 @@ class ParameterTable:
             "skip_special_tokens": gconfig.skip_special_tokens,
             "seed": seed,
         }
-        always = ("stop", "stop_token_ids", "seed")  # servers look for them, null where there is none
+        always = ("stop", "stop_token_ids", "seed")  # servers expect these keys, with null if unset
         wires = {name: self.wire(name) for name, value in values.items() if value is not None or name in always}
         named = {
             wire.key: {wire.inside: values[name]} if wire.inside else values[name] for name, wire in wires.items() if wire.key
@@ -139,5 +138,5 @@ class ParameterTable:
 
 
 def limits_top_k(gconfig: GenerationHyperparameters) -> bool:
-    """True where top_k leaves tokens out: 0, negative and huge values do not."""
+    """True if top_k excludes tokens; 0, negative and huge values do not."""
     return 0 < gconfig.top_k < _ALL_TOKENS

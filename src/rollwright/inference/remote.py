@@ -1,84 +1,81 @@
-"""The servers of a client: found, watched, called several at once, and taken out when they fail."""
+"""An inference engine behind HTTP servers, made of parts: the servers, their requests, their weights, and a backend that knows their protocol."""
 
 from __future__ import annotations
 
-import os
-import time
-from abc import abstractmethod
-from collections.abc import Callable, Iterable
-from concurrent.futures import Future, ThreadPoolExecutor
-from typing import Any, TypeVar
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
 
 from rollwright.config.sections import RolloutConfig
-from rollwright.errors import ConfigError, EngineError
-from rollwright.inference.connections import Connections
+from rollwright.errors import ConfigError
+from rollwright.inference.backends.server_backend import ServerBackend
 from rollwright.inference.engine import InferenceEngine
-from rollwright.inference.launcher import ended_child
-from rollwright.inference.network import find_server_addresses, parse_addresses
-from rollwright.inference.router import HealthMonitor, Router, Server
+from rollwright.inference.network import parse_addresses
+from rollwright.inference.remote_requests import RemoteRequests
+from rollwright.inference.request import ModelRequest, ModelResponse
+from rollwright.inference.server_set import ServerSet
+from rollwright.inference.weights.publication import WeightPublication
+from rollwright.inference.weights.server_weights import ServerWeights
+from rollwright.inference.weights.stream import WeightStream
+from rollwright.inference.weights.transfer import WeightUpdateMeta
 from rollwright.tracking.logging import getLogger
 
 logger = getLogger("RemoteEngine")
 
-Result = TypeVar("Result")
-Part = TypeVar("Part")
-
-#: Longest wait for a health check.
-CHECK_SECONDS = 10.0
-
-#: The clients of this process that are connected to servers, in the order in which they connected: here a trainer finds the
-#: rollout engine that it was not given.
-CONNECTED_CLIENTS: list[Any] = []
-#: Arguments of ``initialize`` in programs written for AReaL that say nothing about servers.
-_NOT_USED = {"engine_id", "train_data_parallel_size", "ft_spec"}
+#: The engines of this process that are connected to servers, oldest first. A trainer that was given no engine publishes to these.
+CONNECTED_ENGINES: list[RemoteInferenceEngine] = []
+#: Arguments of ``initialize`` in ported programs that say nothing about servers.
+_IGNORED_ARGUMENTS = {"engine_id", "train_data_parallel_size", "ft_spec"}
 
 
-class RemoteServers(InferenceEngine):
-    """The first part of a client. On it stand those that ask for tokens (``remote_requests.py``), and in ``inference.weights`` pauses,
-    versions and publication, which is ``RemoteClient``.
+class RemoteInferenceEngine(InferenceEngine):
+    """Tokens in and out over HTTP servers of one backend.
 
     Attributes:
-        kind: the servers' name in messages.
+        config: the ``rollout`` section.
+        servers: finds, watches and calls the servers.
+        backend: the servers' protocol.
+        weights: which version the servers hold; pauses, restores and follows.
+        requests: sends requests and reads answers.
+        publication: transfers new weights.
     """
 
-    kind = "remote"
-
-    def __init__(self, config: RolloutConfig | None = None, *, addresses: Iterable[str] | None = None) -> None:
+    def __init__(
+        self,
+        backend: type[ServerBackend],
+        config: RolloutConfig | None = None,
+        *,
+        addresses: Iterable[str] | None = None,
+        servers_are_replaced: bool = False,
+        only_asks: bool = False,
+    ) -> None:
         """Args:
-        config: addresses, key, time limits and what happens to running requests on a weight update.
-        addresses: servers; None: those of the config, else of the environment.
+        backend: kind of the servers.
+        config: addresses, key, time limits, and what happens to running requests on a weight update.
+        addresses: addresses of the servers. None reads them from the config, then from the environment.
+        servers_are_replaced: see ``ServerWeights``.
+        only_asks: see ``ServerWeights``.
         """
         self.config = config or RolloutConfig()
-        self._given_addresses = list(addresses) if addresses is not None else None
-        self._connections: Connections | None = None
-        self._router: Router | None = None
-        self._monitor: HealthMonitor | None = None
-        self._threads: ThreadPoolExecutor | None = None  # for calls to several servers at once
-        self._owned: list[Any] = []
-        self.is_paused = False  # between ``pause`` and ``resume`` of this client
+        self.servers = ServerSet(self.config, backend.kind, addresses)
+        self.backend = backend(self.config, self.servers)
+        self.weights = ServerWeights(self.backend, self.servers, servers_are_replaced=servers_are_replaced, only_asks=only_asks)
+        self.requests = RemoteRequests(self.backend, self.servers, self.weights)
+        self.publication = WeightPublication(self.backend, self.servers, self.weights)
 
-    def ask(self, server: Server, method: str, path: str, body: Any = None, *, timeout: float | None = None) -> dict[str, Any]:
-        """One call to a server, synchronously.
+    @property
+    def kind(self) -> str:
+        """Name of the servers in messages."""
+        return self.backend.kind
 
-        Args:
-            server: that is asked.
-            method, path, body: of the call; the body is sent as JSON.
-            timeout: seconds; None: ``setup_timeout``, so that a server that hangs does not hold the others up for ever.
+    @property
+    def addresses(self) -> list[str]:
+        """Addresses of all servers, in service or not."""
+        return [server.address for server in self.servers.router.servers]
 
-        Raises:
-            EngineError: as ``Connections.request``.
-        """
-        limit = self.config.setup_timeout if timeout is None else timeout
-        return self.connections.request(method, f"{server.url}{path}", body, timeout=limit)
-
-    @abstractmethod
-    def _bring_back(self, server: Server) -> None:
-        """Make a server that answers again fit to serve, and put it back."""
-
-    def on_connected(self, server: Server) -> None:
-        """Look at a server that just became healthy, for the first time or again."""
-
-    # -- life ----------------------------------------------------------------------------------------------------------
+    # -- from start to end ---------------------------------------------------------------------------------------------
 
     def initialize(
         self,
@@ -87,178 +84,130 @@ class RemoteServers(InferenceEngine):
         addr: str | Iterable[str] | None = None,
         **kwargs: Any,
     ) -> None:
-        """Find the servers, wait until each is healthy, and read the version of their weights.
+        """Find the servers, wait until each is healthy, and read the version of their weights. Idempotent.
 
         Args:
-            args: not used.
-            addresses: servers, as a list or in one text with commas; None: those given on construction, in the config or in
+            args: ignored.
+            addresses: servers, as a list or as text separated by commas. None uses those given on construction, in the config or in
                 the environment.
-            addr: AReaL's name of ``addresses``.
-            kwargs: AReaL's arguments about the trainer (``engine_id``, ``train_data_parallel_size``,
-                ``ft_spec``); not used.
+            addr: another name of ``addresses``.
+            kwargs: arguments about the trainer in ported programs (``engine_id``, ``train_data_parallel_size``, ``ft_spec``); ignored.
 
         Raises:
-            ConfigError: an argument has no meaning, or an address is malformed.
+            ConfigError: an argument is unknown, or an address is malformed.
             EngineError: no server is known, one has ended, or one is not healthy within ``setup_timeout``.
         """
-        if unknown := sorted(set(kwargs) - _NOT_USED):
+        if unknown := sorted(set(kwargs) - _IGNORED_ARGUMENTS):
             raise ConfigError(f"initialize() has no argument {unknown[0]!r}; give addresses, or set rollout.addresses.")
         if addresses is not None and addr is not None:
             raise ConfigError("initialize() was given two lists of servers: give one of addresses and addr.")
-        if self._router is not None:
+        if self.servers.is_open:
             return
         named = addr if addresses is None else addresses
-        named = parse_addresses(named) if isinstance(named, str) else named
-        found = list(named) if named is not None else self._given_addresses
-        router = Router(found if found is not None else find_server_addresses(self.config.addresses))
-        api_key = self.config.api_key or os.environ.get("ROLLWRIGHT_API_KEY")
-        self._connections = Connections(api_key=api_key, timeout=self.config.request_timeout)
-        self._threads = ThreadPoolExecutor(max(4, len(router.servers)), thread_name_prefix=f"{self.kind}-control")
-        self._router = router
+        router = self.servers.open(parse_addresses(named) if isinstance(named, str) else named)
         try:
-            self._connect(router)
+            self.weights.connect()
         except BaseException:
             self.destroy()
             raise
-        self._monitor = HealthMonitor(self)
-        CONNECTED_CLIENTS.append(self)
+        self.servers.watch(self.weights.bring_back, lambda: self.weights.is_paused)
+        CONNECTED_ENGINES.append(self)
         logger.info("%s servers in use: %s", self.kind, ", ".join(server.address for server in router.servers))
 
-    def _connect(self, router: Router) -> None:
-        """Wait until every server is healthy, and look at each."""
-        deadline = time.monotonic() + self.config.setup_timeout
-        self.each(lambda server: self._wait_healthy(server, deadline), router.servers)
-        self.each(self.on_connected, router.servers)
-
     def destroy(self) -> None:
-        """Stop watching the servers and close every connection. Servers run on, except those that it owns (``own``)."""
-        if self in CONNECTED_CLIENTS:
-            CONNECTED_CLIENTS.remove(self)
-        if self._monitor is not None:
-            self._monitor.stop()
-            self._monitor = None
-        if self._threads is not None:
-            self._threads.shutdown(wait=False, cancel_futures=True)
-            self._threads = None
-        if self._connections is not None:
-            self._connections.close()
-        self._router = None
-        while self._owned:
-            self._owned.pop().close()
+        """Stop watching the servers, close every connection and remove what was shared with the servers.
 
-    def own(self, resource: Any) -> None:
-        """Close ``resource`` (servers that were started for this client) when this client is destroyed.
+        Servers keep running unless they were started for this engine (``own``).
+        """
+        if self in CONNECTED_ENGINES:
+            CONNECTED_ENGINES.remove(self)
+        self.servers.close()
+        self.publication.close()
+
+    def own(self, launched: Any) -> None:
+        """Close servers that were started for this engine when it is destroyed.
 
         Args:
-            resource: has ``close()``, ``check(address)`` that raises when that server, or all of it, has ended, and ``weights_root``, a directory
-                that is shared with them.
+            launched: has ``close()``, ``check(address=None)``, which raises if that server, or every server, has ended, and
+                ``weights_root``, a directory that is shared with the servers.
         """
-        self._owned.append(resource)
-
-    def _is_healthy(self, server: Server) -> bool:
-        """One check: True where the server answers ``/health``."""
-        try:
-            self.connections.request("GET", f"{server.url}/health", timeout=CHECK_SECONDS)
-        except EngineError:
-            return False
-        return True
-
-    def _wait_healthy(self, server: Server, deadline: float) -> None:
-        """Return when the server answers ``/health``; it is an error where it has ended, or does not until the deadline."""
-        started = time.monotonic()
-        while not self._is_healthy(server):
-            for launched in self._owned:
-                launched.check(server.address)
-            if not self._owned and (command := ended_child(server.address)):
-                raise EngineError(
-                    f"The server at {server.address} ended before it was healthy: no child of this process runs the command that "
-                    f"build_cmd gave for it. Look at its output, and start it again ({command}); where it was started elsewhere, call "
-                    "initialize() again when it is healthy."
-                )
-            if time.monotonic() > deadline:
-                raise EngineError(
-                    f"The server at {server.address} was not healthy within {deadline - started:.0f} s. Look at its log; raise "
-                    "rollout.setup_timeout if its model takes longer to load."
-                )
-            time.sleep(0.2)
-
-    def _connected(self, part: Part | None) -> Part:
-        if part is None:
-            raise EngineError(f"{type(self).__name__} is not connected: call initialize() first.")
-        return part
-
-    @property
-    def connections(self) -> Connections:
-        """The HTTP connections of this client."""
-        return self._connected(self._connections)
-
-    @property
-    def router(self) -> Router:
-        """The servers and their load."""
-        return self._connected(self._router)
-
-    @property
-    def addresses(self) -> list[str]:
-        """Addresses of all servers, in service or not."""
-        return [server.address for server in self.router.servers]
+        self.servers.launched.append(launched)
 
     def use_servers(self, addresses: Iterable[str]) -> None:
-        """Use the servers at these addresses from now on: what is with others is asked again, new ones join when they are fit to serve."""
-        self.router.replace(addresses)
+        """See ``Router.replace``."""
+        self.servers.router.replace(addresses)
 
-    # -- several servers at once ----------------------------------------------------------------------------------------
+    # -- requests ------------------------------------------------------------------------------------------------------
 
-    def submit(self, function: Callable[..., Result], *arguments: Any) -> Future[Result]:
-        """Begin one call in a thread of this client."""
-        return self._connected(self._threads).submit(function, *arguments)
+    @property
+    def is_batch_invariant(self) -> bool:  # type: ignore[override]
+        """True if no server's answer to a request depends on what else it computes."""
+        return self.backend.is_batch_invariant
 
-    def settled(
-        self, action: Callable[[Server], Result], servers: Iterable[Server], alongside: Callable[[], object] = lambda: None
-    ) -> tuple[list[tuple[Server, Result]], list[tuple[Server, EngineError]]]:
-        """``action`` on all servers at once: what those returned that did it, and why the others did not.
+    async def agenerate(self, request: ModelRequest) -> ModelResponse:
+        """See ``RemoteRequests.generate``."""
+        return await self.requests.generate(request)
 
-        ``alongside`` runs in this thread meanwhile.
-        """
-        done: list[tuple[Server, Result]] = []
-        failed: list[tuple[Server, EngineError]] = []
-        running = [(server, self.submit(action, server)) for server in servers]
-        alongside()
-        for server, future in running:
-            error = future.exception()
-            if error is None:
-                done.append((server, future.result()))
-            elif isinstance(error, EngineError):
-                failed.append((server, error))
-            else:
-                raise error
-        return done, failed
+    def abort(self, rid: str | None = None) -> None:
+        """See ``RemoteRequests.abort``."""
+        self.requests.abort(rid)
 
-    def each(self, action: Callable[[Server], Result], servers: Iterable[Server]) -> list[Result]:
-        """``action`` on all servers at once; the first failure is raised after all are done."""
-        done, failed = self.settled(action, servers)
-        if failed:
-            raise failed[0][1]
-        return [result for _, result in done]
+    def probe(self, request: ModelRequest) -> dict[str, ModelResponse] | None:
+        """See ``RemoteRequests.probe``."""
+        return self.requests.probe(request)
 
-    # -- in service and out ---------------------------------------------------------------------------------------------
+    # -- weights -------------------------------------------------------------------------------------------------------
 
-    def _each_in_service(self, action: Callable[[Server], Result], what: str) -> list[tuple[Server, Result]]:
-        """``action`` on all servers in service at once; those that raise an ``EngineError`` are taken out.
+    def get_version(self) -> int:
+        """Version of the weights that the next token is sampled with."""
+        return self.weights.version
 
-        Args:
-            action: what is done.
-            what: a server could not do, for the log.
+    def set_version(self, version: int) -> None:
+        """See ``ServerWeights.set_version``."""
+        self.weights.set_version(version)
 
-        Raises:
-            EngineError: all servers that were started for this client have ended.
-        """
-        done, failed = self.settled(action, self.router.in_service())
-        for server, error in failed:
-            self.router.take_out(server, f"it could not {what}: {error}")
-        if failed and not done:
-            self._raise_if_all_ended()
-        return done
+    def pause(self) -> None:
+        """See ``ServerWeights.pause``."""
+        self.weights.pause()
 
-    def _raise_if_all_ended(self) -> None:
-        for servers in self._owned:
-            servers.check()
+    def resume(self) -> None:
+        """See ``ServerWeights.resume``."""
+        self.weights.resume()
+
+    def when_resumed(self, action: Callable[[], object]) -> None:
+        """See ``ServerWeights.when_resumed``."""
+        self.weights.when_resumed(action)
+
+    def update_weights(
+        self,
+        meta: WeightUpdateMeta | None = None,
+        *,
+        version: int,
+        weights: WeightStream | Mapping[str, Tensor] | Iterable[tuple[str, Tensor]],
+        config: Any = None,
+    ) -> None:
+        """See ``WeightPublication.update``."""
+        self.publication.update(meta, version, WeightStream.of(weights), config)
+
+    @property
+    def weight_transport(self) -> str:
+        """See ``WeightPublication.default_meta``."""
+        return self.publication.default_meta().type
+
+    @property
+    def weight_holders(self) -> list[str]:
+        """Addresses of the servers in service."""
+        return [server.address for server in self.servers.router.in_service()]
+
+    @property
+    def weight_dtype(self) -> torch.dtype | None:
+        """``rollout.weight_dtype``. For ``auto``, the type that every server reports, if they agree."""
+        if self.config.weight_dtype != "auto":
+            return getattr(torch, self.config.weight_dtype)
+        held = {self.backend.held_dtype(server) for server in self.servers.router.in_service()}
+        return held.pop() if len(held) == 1 else None
+
+    @property
+    def logprob_tolerance(self) -> float | None:
+        """``rollout.logprob_tolerance``."""
+        return self.config.logprob_tolerance

@@ -1,7 +1,8 @@
-"""What goes to an inference engine and what comes back: tokens in, tokens and log-probabilities out."""
+"""Requests to inference engines and their responses: tokens in, tokens and log-probabilities out."""
 
 from __future__ import annotations
 
+import copy
 import uuid
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
@@ -16,13 +17,13 @@ def token_ids(ids: Any, what: str = "input_ids") -> list[int]:
     """A fresh list of plain ints from a list, tuple, 1-D array or 1-D tensor of token ids.
 
     Raises:
-        EngineError: it is text, a BatchEncoding or its key names, nested, or holds what is no id.
+        EngineError: it is text, a BatchEncoding or its key names, nested, or contains something that is not an id.
     """
     return _checked(list(_as_list(ids, what)), 0, what)
 
 
 def _as_list(ids: Any, what: str) -> list[Any]:
-    """The ids as a list: the very one, where they are one."""
+    """Return the ids as a list; a list is returned unchanged."""
     if type(ids) is list:
         return ids
     if hasattr(ids, "keys"):
@@ -42,7 +43,7 @@ def _as_list(ids: Any, what: str) -> list[Any]:
 
 
 def _checked(ids: list[Any], first: int, what: str = "input_ids") -> list[int]:
-    """The ids, a list that may be changed here, as plain ints; ``first`` is the place of the first, for messages."""
+    """Convert the ids to plain ints, in place; ``first`` is the position of the first one, for messages."""
     if ids and set(map(type, ids)) == {int} and min(ids) >= 0 and max(ids) <= LARGEST_TOKEN:
         return ids
     if ids and all(isinstance(i, str) for i in ids):
@@ -63,15 +64,37 @@ def _checked(ids: list[Any], first: int, what: str = "input_ids") -> list[int]:
 
 
 def _counts(values: Any, what: str) -> list[int]:
-    """A fresh list of one number for each token, of those that fit an array.
+    """A fresh list of one 31-bit number for each token.
 
     Raises:
-        EngineError: it is something else.
+        EngineError: the values are something else.
     """
     values = values.tolist() if hasattr(values, "tolist") else values
     if not isinstance(values, (list, tuple)) or any(type(value) is not int or not 0 <= value < 1 << 31 for value in values):
         raise EngineError(f"{what} has to be a list of whole numbers of at least 0, one for each token; it is {values!r:.100}.")
     return list(values)
+
+
+class TokenField:
+    """A field of token ids that is set to a list or a ``TokenPrefix`` and reads as a list.
+
+    A conversation's prompt grows to many thousands of tokens, and most of its requests never need it as a list: the recorder and the
+    journal read ``tokens``. So the list is made on first access; ``vars(instance)`` has the ids in the form that they are in now.
+    """
+
+    def __set_name__(self, owner: type, name: str) -> None:
+        self._name = name
+
+    def __get__(self, instance: Any, owner: type | None = None) -> Any:
+        if instance is None:
+            return None  # the default of the dataclass field, which stands for no ids
+        ids = vars(instance)[self._name]
+        if isinstance(ids, TokenPrefix):
+            ids = vars(instance)[self._name] = ids.tolist()
+        return ids
+
+    def __set__(self, instance: Any, ids: Any) -> None:
+        vars(instance)[self._name] = [] if ids is None else ids
 
 
 #: The most likely tokens at one place, most likely first: ids and log-probabilities.
@@ -82,34 +105,33 @@ TopTokens = list[tuple[int, float]]
 class ModelRequest:
     """One request: a prompt in token ids and how to sample from it.
 
-    ``rid`` names the conversation: all turns of one conversation carry the same rid, so that one server sees them all. The ids are
-    taken on construction; what the caller does to its list later does not matter. They are kept as ``tokens`` of the conversation;
-    ``input_ids`` becomes a list of its own when it is asked for.
+    ``rid`` names the conversation. All turns of one conversation carry the same rid, so that one server sees them all. The ids are
+    copied on construction, so later changes to the caller's list have no effect. They are stored as ``tokens`` of the conversation;
+    ``input_ids`` is a list of its own, made on first access.
     """
 
-    input_ids: Any = field(default_factory=list)
+    input_ids: Any = TokenField()
     gconfig: GenerationHyperparameters = field(default_factory=GenerationHyperparameters)
     rid: str = field(default_factory=lambda: uuid.uuid4().hex)
     metadata: dict[str, Any] = field(default_factory=dict)
     tokenizer: Any = None
-    seed: int | None = None  # set by the sample's engine; gconfig.seed, where given, wins
+    seed: int | None = None  # set by the sample's engine; gconfig.seed takes precedence
     position_ids: Any = None  # [len(input_ids)], for isolated branches
     branch_ids: Any = None  # [len(input_ids)]: see experience.trajectory
     multi_modal: dict[str, Any] | None = None  # processor outputs, e.g. pixel_values
     image_data: list[Any] | None = None  # PIL images, or encoded ones in text, for servers
     lora_name: str | None = None
-    top_logprobs: int | None = None  # so many of the most likely tokens, with log-probabilities, beside each sampled one
-    prompt_logprobs_from: int | None = None  # the prompt's tokens from this index on get log-probabilities, too
-    processor: Any = None  # makes multi_modal of image_data, where only that is given
-    vision_msg_vllm: Any = None  # messages with the same images, in AReaL's files; engines are sent image_data
+    top_logprobs: int | None = None  # number of most likely tokens to return with log-probabilities beside each sampled token
+    prompt_logprobs_from: int | None = None  # prompt tokens from this index on get log-probabilities, too
+    processor: Any = None  # makes multi_modal from image_data if only the latter is given
+    vision_msg_vllm: Any = None  # messages with the same images, in ported files; engines are sent image_data
 
     def __post_init__(self) -> None:
         if not isinstance(self.gconfig, GenerationHyperparameters):
             raise EngineError(
                 f"gconfig is {self.gconfig!r:.100}, not generation arguments: give GenerationHyperparameters(max_new_tokens=…, …)."
             )
-        self._tokens = self._taken(self.input_ids)
-        del self.input_ids
+        self.input_ids = self._tokens = self._conversation_tokens(self.input_ids)
         if self.multi_modal is None and self.image_data and self.processor is not None:
             from rollwright.data.vision import image_inputs
 
@@ -124,34 +146,34 @@ class ModelRequest:
                 raise EngineError(f"{name} is {value!r}; it has to be a whole number of at least 0, or None.")
         self.top_logprobs = self.top_logprobs or None
 
-    def _taken(self, ids: Any) -> TokenPrefix:
+    def _conversation_tokens(self, ids: Any) -> TokenPrefix:
         ids = _as_list(ids, "input_ids")
         if not ids:
             raise EngineError("input_ids is empty: a request needs at least one prompt token.")
         return conversation_tokens(self.rid, ids, _checked)
 
-    def __getattr__(self, name: str) -> Any:
-        if name == "input_ids" and "_tokens" in self.__dict__:
-            self.input_ids = self._tokens.tolist()
-            return self.input_ids
-        raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
-
     @property
     def tokens(self) -> TokenPrefix:
-        """The prompt as tokens of its conversation, without a list; what was changed in ``input_ids`` since is in it."""
-        held = self.__dict__.get("input_ids")
-        if held is not None and not (type(held) is list and self._tokens.equals(held)):
-            self._tokens = self._taken(held)
+        """The prompt as tokens of its conversation, including changes made to ``input_ids``."""
+        ids = vars(self)["input_ids"]
+        if ids is not self._tokens and not (type(ids) is list and self._tokens.equals(ids)):
+            self._tokens = self._conversation_tokens(ids)
         return self._tokens
 
     @property
     def effective_seed(self) -> int | None:
-        """``gconfig.seed`` where given, else ``seed``."""
+        """``gconfig.seed`` if set, else ``seed``."""
         return self.seed if self.gconfig.seed is None else self.gconfig.seed
 
     def copy(self) -> ModelRequest:
-        """A copy whose ids and generation arguments are its own."""
+        """A copy with ids and generation arguments of its own."""
         return replace(self, gconfig=self.gconfig.new(), metadata=dict(self.metadata))
+
+    def seeded(self, seed: int | None) -> ModelRequest:
+        """The same request with another seed; everything else is shared, and the ids are not checked again."""
+        request = copy.copy(self)
+        request.seed = seed
+        return request
 
 
 @dataclass
@@ -160,12 +182,12 @@ class ModelResponse:
 
     ``output_tokens`` includes the stop token or the tokens of the stop string. ``output_logprobs`` are natural
     log-probabilities of the temperature-scaled softmax before top-p, top-k and penalties. ``output_versions`` is the weight
-    version that sampled each token, as the engine says.
+    version that sampled each token, as reported by the engine.
 
-    An engine may give ``request.tokens`` as ``input_tokens``; they become a list when it is asked for.
+    An engine may pass ``request.tokens`` as ``input_tokens``.
     """
 
-    input_tokens: list[int] = field(default_factory=list)
+    input_tokens: list[int] = TokenField()  # type: ignore[assignment]
     output_tokens: list[int] = field(default_factory=list)
     output_logprobs: list[float] = field(default_factory=list)
     output_versions: list[int] = field(default_factory=list)
@@ -173,36 +195,25 @@ class ModelResponse:
     stop_match: str | int | None = None  # the stop string or stop id that ended it
     latency: float = 0.0  # seconds from request to response
     ttft: float = 0.0  # seconds to the first token
-    temperature: float = 1.0  # that the log-probabilities are at (1.0 where greedy)
+    temperature: float = 1.0  # temperature of the log-probabilities (1.0 if greedy)
     rid: str = ""
     seed: int | None = None
-    output_top_logprobs: list[TopTokens] | None = None  # for each output token, where the request asks for ``top_logprobs``
+    output_top_logprobs: list[TopTokens] | None = None  # for each output token, if the request asks for ``top_logprobs``
     input_logprobs: list[float | None] | None = None  # of the prompt from ``prompt_logprobs_from`` on; the first token has none
-    input_top_logprobs: list[TopTokens | None] | None = None  # where both are asked for
+    input_top_logprobs: list[TopTokens | None] | None = None  # if the request asks for both
     logprobs_shifted: bool = False  # taken after top-p, top-k or penalties: the trainer has to recompute them
-    server: str = ""  # that sampled it; empty: the engine of this process
-
-    def __post_init__(self) -> None:
-        if isinstance(self.input_tokens, TokenPrefix):
-            self._prompt = self.input_tokens
-            del self.input_tokens
-
-    def __getattr__(self, name: str) -> Any:
-        if name == "input_tokens" and "_prompt" in self.__dict__:
-            self.input_tokens = self._prompt.tolist()
-            return self.input_tokens
-        raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
+    server: str = ""  # server that sampled it; empty for the engine of this process
 
     def prompt(self, request: ModelRequest) -> TokenPrefix:
-        """The tokens that were answered: the request's, unless the engine says others."""
-        held = self.__dict__.get("input_tokens")
-        if held is None:
-            return self._prompt
+        """The tokens that were answered: those of the request, unless the engine reports others."""
+        ids = vars(self)["input_tokens"]
+        if isinstance(ids, TokenPrefix):
+            return ids
         tokens = request.tokens
-        return tokens if not held or tokens.equals(held) else TokenPrefix.of(list(held))
+        return tokens if not ids or tokens.equals(ids) else TokenPrefix.of(list(ids))
 
     def of_the_prompt(self) -> ModelResponse:
-        """The same without what was sampled, for a caller that asked for the prompt's log-probabilities alone."""
+        """The response without the sampled tokens, for a caller that asked only for the prompt's log-probabilities."""
         nothing: dict[str, Any] = {name: [] for name in ("output_tokens", "output_logprobs", "output_versions")}
         top = None if self.output_top_logprobs is None else []
         return replace(self, **nothing, output_top_logprobs=top, stop_reason="length", stop_match=None)
@@ -210,8 +221,7 @@ class ModelResponse:
     @property
     def input_len(self) -> int:
         """Number of prompt tokens."""
-        held = self.__dict__.get("input_tokens")
-        return len(self._prompt if held is None else held)
+        return len(vars(self)["input_tokens"])
 
     @property
     def output_len(self) -> int:
@@ -220,7 +230,7 @@ class ModelResponse:
 
     @property
     def truncated(self) -> bool:
-        """True where a length limit ended the response."""
+        """True if a length limit ended the response."""
         return self.stop_reason == "length"
 
 

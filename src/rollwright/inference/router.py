@@ -1,10 +1,9 @@
-"""Which server a request goes to, which requests have no answer yet, and which servers answer at all.
+"""Routing: which server a request goes to, which servers are in service, and which requests are unanswered.
 
-A request goes to its conversation's server, else to the one with the fewest requests. Invariants:
+A request goes to the server of its conversation, or else to the server with the fewest requests. Invariants:
 
-* requests of one conversation go to one server for as long as that server is in service;
-* a server that was taken out gets no request until it is put back;
-* a server that stops answering is taken out, and put back only after the client has made it fit to serve again;
+* requests of one conversation go to one server as long as that server is in service;
+* a server that was taken out gets no requests until it is put back;
 * the load of a server is the number of leases that were taken and not returned.
 """
 
@@ -15,11 +14,9 @@ import contextlib
 import itertools
 import math
 import threading
-import time
 from collections import OrderedDict
 from collections.abc import AsyncIterator, Iterable
 from dataclasses import dataclass, field
-from typing import Any
 
 from rollwright.errors import EngineError
 from rollwright.inference.connections import ConnectionLostError
@@ -31,7 +28,7 @@ logger = getLogger("RemoteEngine")
 
 @dataclass
 class Server:
-    """One inference server as its clients see it."""
+    """An inference server as seen from this process."""
 
     address: str
     url: str = ""
@@ -39,9 +36,9 @@ class Server:
     reason: str = ""  # why it is out of service
     load: int = 0  # requests in flight
     served: int = 0  # requests sent since the start
-    has_doubtful_weights: bool = False  # an update of them failed: its label proves nothing
-    failed_checks: int = 0  # health checks in a row, while in service
-    suspected_at: float = -math.inf  # ``time.monotonic()`` of the newest check after a failed request
+    has_doubtful_weights: bool = False  # an update failed, so its version label proves nothing
+    failed_checks: int = 0  # failed health checks in a row, while in service
+    suspected_at: float = -math.inf  # ``time.monotonic()`` of the last check after a failed request
     suspicion: threading.Lock = field(default_factory=threading.Lock)
 
     def __post_init__(self) -> None:
@@ -50,7 +47,7 @@ class Server:
 
 @dataclass(eq=False)
 class _Sent:
-    """One request on its way."""
+    """A request without an answer yet."""
 
     wire_id: str
     conversation: str
@@ -60,12 +57,12 @@ class _Sent:
 
 
 class Router:
-    """Chooses servers and keeps what they were asked; safe to use from several threads and event loops."""
+    """Chooses servers and tracks their unanswered requests. Safe to use from several threads and event loops."""
 
     def __init__(self, addresses: Iterable[str], max_conversations: int = 1 << 16) -> None:
         """Args:
         addresses: ``host:port`` of each server.
-        max_conversations: remembered conversations; the longest unused is forgotten first.
+        max_conversations: number of conversations to remember; the least recently used is forgotten first.
 
         Raises:
             EngineError: no address is given.
@@ -84,7 +81,7 @@ class Router:
         self.changes = 0  # how often a server was taken out or put back
 
     def choose(self, conversation: str) -> Server | None:
-        """Take a lease on the server for a conversation; None where no server is in service."""
+        """Take a lease on the server for a conversation; None if no server is in service."""
         with self._lock:
             server = self._server_of.get(conversation)
             if server is None or not server.in_service:
@@ -106,9 +103,9 @@ class Router:
             server.load -= 1
 
     def take_out(self, server: Server, reason: str) -> None:
-        """Send nothing more to ``server``, and let its requests be asked elsewhere. Idempotent.
+        """Send no more requests to ``server``, and send its unanswered requests to other servers. Idempotent.
 
-        Where it is the last one, its requests stay with it: it may answer yet, and nobody else can.
+        The last server keeps its requests: it may still answer, and no other server can.
         """
         with self._lock:
             if not server.in_service:
@@ -126,7 +123,7 @@ class Router:
             server.in_service, server.reason = True, ""
 
     def replace(self, addresses: Iterable[str]) -> None:
-        """Use the servers at these addresses from now on; new ones are out of service until the client has brought them in."""
+        """Use the servers at these addresses from now on. New ones stay out of service until they are put back."""
         wanted = dict.fromkeys(addresses)
         with self._lock:
             known = {server.address: server for server in self.servers}
@@ -151,21 +148,21 @@ class Router:
                 for server in self.servers
             )
 
-    # -- requests on their way --------------------------------------------------------------------------------------------
+    # -- unanswered requests ---------------------------------------------------------------------------------------------
 
     def new_wire_id(self, conversation: str) -> str:
-        """An id that no other request of this client has, nor begins with: several requests of one conversation may run at once.
+        """Return an id that is unique among the requests of this router, because one conversation may have several at once.
 
-        SGLang aborts every request whose id begins with the one that is given, so each has an end.
+        SGLang aborts every request whose id begins with the given one, so each id has a terminator.
         """
         return f"{conversation}/{next(self._numbers)};"
 
     @contextlib.asynccontextmanager
     async def send(self, conversation: str, server: Server) -> AsyncIterator[str]:
-        """For as long as a request is with ``server``; gives its id on the wire.
+        """Register a request for the block, while ``server`` works on it; yields its id on the wire.
 
         Raises:
-            ConnectionLostError: the server was given up meanwhile.
+            ConnectionLostError: the server was given up in the meantime.
         """
         scope = asyncio.timeout(None)
         sent = _Sent(self.new_wire_id(conversation), conversation, server, asyncio.get_running_loop(), scope)
@@ -185,7 +182,7 @@ class Router:
                 self._sent.pop(sent.wire_id, None)
 
     def by_server(self, conversation: str | None = None) -> list[tuple[Server, list[str]]]:
-        """Ids on the wire of one conversation, or of all, for each server that has some."""
+        """Wire ids of the unanswered requests of one conversation, or of all, by server."""
         with self._lock:
             sent = [one for one in self._sent.values() if conversation is None or one.conversation == conversation]
         groups: dict[str, tuple[Server, list[str]]] = {}
@@ -194,86 +191,14 @@ class Router:
         return list(groups.values())
 
     def give_up(self, server: Server) -> None:
-        """End the wait for everything that is with ``server``: its senders see a lost connection, and ask elsewhere."""
+        """Stop waiting for all requests of ``server``; their senders see a lost connection and use another server."""
         with self._lock:
             given_up = [one for one in self._sent.values() if one.server is server]
         for one in given_up:
-            with contextlib.suppress(RuntimeError):  # its loop was closed: nobody waits any more
+            with contextlib.suppress(RuntimeError):  # its loop was closed, so nobody waits any more
                 one.loop.call_soon_threadsafe(_expire, one.scope)
 
 
 def _expire(scope: asyncio.Timeout) -> None:
-    with contextlib.suppress(RuntimeError):  # it was answered at this moment
+    with contextlib.suppress(RuntimeError):  # it was answered just now
         scope.reschedule(asyncio.get_running_loop().time())
-
-
-class HealthMonitor:
-    """One thread that takes out servers that stop answering, and brings them back when they are fit to serve."""
-
-    def __init__(self, client: Any, *, interval: float = 1.0, check_interval: float = 15.0, strikes: int = 3) -> None:
-        """Args:
-        client: a ``RemoteServers``, whose servers are checked, taken out and brought back. While it is paused, those in
-            service are not checked, as a paused server may not answer a check that generates.
-        interval: seconds between two looks at the servers that are out.
-        check_interval: seconds between two checks of a server in service.
-        strikes: failed checks in a row after which a server in service is taken out.
-        """
-        self._client = client
-        self._router = client.router
-        self._interval = interval
-        self._check_interval = check_interval
-        self._strikes = strikes
-        self._stop = threading.Event()
-        self._thread = threading.Thread(target=self._run, name="health-monitor", daemon=True)
-        self._thread.start()
-
-    def stop(self) -> None:
-        """End the thread; waits for a check that runs, at most a moment."""
-        self._stop.set()
-        if self._thread is not threading.current_thread() and self._thread.is_alive():
-            self._thread.join(timeout=2.0)
-
-    def suspect(self, server: Server, reason: str) -> None:
-        """A request failed: check ``server`` now and take it out unless it answers. A burst of failures checks once."""
-        with server.suspicion:
-            if not server.in_service or time.monotonic() - server.suspected_at < 0.5:
-                return
-            healthy = self._client._is_healthy(server)
-            server.suspected_at = time.monotonic()
-        if healthy:
-            logger.warning("%s The server answers its health check; the request is sent again.", reason)
-        else:
-            self._router.take_out(server, f"it does not answer: {reason}")
-
-    def _run(self) -> None:
-        last_check = time.monotonic()
-        while not self._stop.wait(self._interval):
-            is_due = time.monotonic() - last_check >= self._check_interval and not self._client.is_paused
-            last_check = time.monotonic() if is_due else last_check
-            try:
-                for server in self._router.servers:
-                    if not server.in_service:
-                        self._try_back(server)
-                    elif is_due:
-                        self._check(server)
-            except Exception:  # unforeseen by definition; without this thread no server would ever come back
-                if not self._stop.is_set():
-                    logger.exception("Watching the servers failed, and goes on.")
-
-    def _try_back(self, server: Server) -> None:
-        if self._stop.is_set() or not self._client._is_healthy(server):
-            return
-        try:
-            self._client._bring_back(server)
-        except EngineError as error:
-            if server.reason != str(error):
-                logger.warning("The server at %s answers again and stays out of service: %s", server.address, error)
-            server.reason = str(error)
-            return
-        server.failed_checks = 0
-        logger.info("The server at %s is back in service.", server.address)
-
-    def _check(self, server: Server) -> None:
-        server.failed_checks = 0 if self._client._is_healthy(server) else server.failed_checks + 1
-        if server.failed_checks >= self._strikes:
-            self._router.take_out(server, f"it failed {server.failed_checks} health checks in a row")

@@ -1,6 +1,6 @@
 """Restarts the inference servers of a run that are lost, and reports which ones there are.
 
-A restarted server has another address. It is asked again when the client has given it the current weights (``RemoteClient``).
+A restarted server has another address. It is asked again when the client has given it the current weights (``ServerWeights``).
 """
 
 from __future__ import annotations

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from rollwright.config.experiment import PPOConfig, SFTConfig, section_of
 from rollwright.errors import ConfigError
 from rollwright.inference.backends import BACKENDS
-from rollwright.inference.weights.publication import RemoteClient
+from rollwright.inference.backends.server_backend import ServerBackend
 
 
 @dataclass(frozen=True)
@@ -46,7 +46,7 @@ def demands_of(config: PPOConfig | SFTConfig, cluster_has_gpus: bool) -> list[De
         return [ranks]
     if of_server is None:
         backend = BACKENDS.get(rollout.backend)
-        of_server = rollout.tensor_parallel if issubclass(backend, RemoteClient) and backend.needs_gpu else 0
+        of_server = rollout.tensor_parallel if issubclass(backend, ServerBackend) and backend.needs_gpu else 0
     served = [model for model in config.auxiliary_models if model.model_path]
     of_model = int(cluster_has_gpus and any(model.device != "cpu" for model in served))
     threads = max((model.threads or 1 for model in served), default=1)

@@ -9,8 +9,8 @@ import torch
 from rollwright.config.experiment import PPOConfig, SFTConfig, section_of
 from rollwright.errors import ConfigError
 from rollwright.inference.backends import BACKENDS
+from rollwright.inference.backends.server_backend import ServerBackend
 from rollwright.inference.network import find_server_addresses
-from rollwright.inference.weights.publication import RemoteClient
 from rollwright.placement.torchrun import started_processes
 from rollwright.tracking.logging import getLogger
 
@@ -84,7 +84,7 @@ def _fitting(config: PPOConfig, training: int, present: int) -> str:
 
 def _starts_servers(config: PPOConfig) -> bool:
     backend = BACKENDS.get(config.rollout.backend)
-    if not issubclass(backend, RemoteClient):
+    if not issubclass(backend, ServerBackend):
         return False
     return not (backend.finds_servers and find_server_addresses(config.rollout.addresses))
 
@@ -93,7 +93,7 @@ def _needs_gpu(config: PPOConfig) -> bool:
     """True if each server of this run needs its own GPUs."""
     backend = BACKENDS.get(config.rollout.backend)
     on_cpu = {"vllm": config.vllm.device == "cpu", "sglang": config.sglang.implementation == "builtin"}
-    return issubclass(backend, RemoteClient) and backend.needs_gpu and not on_cpu.get(config.rollout.backend, False)
+    return issubclass(backend, ServerBackend) and backend.needs_gpu and not on_cpu.get(config.rollout.backend, False)
 
 
 def _training_processes(config: PPOConfig | SFTConfig) -> int:

@@ -15,8 +15,9 @@ from rollwright.config.sections import RolloutConfig, TrainEngineConfig
 from rollwright.errors import ConfigError
 from rollwright.experience.journal.writing import Journal
 from rollwright.inference.backends import BACKENDS
+from rollwright.inference.backends.server_backend import ServerBackend
 from rollwright.inference.network import find_server_addresses
-from rollwright.inference.weights.publication import RemoteClient
+from rollwright.inference.remote import RemoteInferenceEngine
 from rollwright.placement.gpus import first_gpu_of_servers
 from rollwright.placement.local_servers import LocalServers
 from rollwright.rollout.engines import LocalRolloutEngine, RemoteEngine, RolloutEngine
@@ -38,7 +39,7 @@ def make_local_engine(config: Any, model: Any, tokenizer: Any) -> RolloutEngine:
     """
     settings = {"seed": config.seed, "deterministic": config.deterministic}
     backend = BACKENDS.get(config.rollout.backend)
-    if config.rollout.backend == "builtin" or issubclass(backend, RemoteClient):
+    if config.rollout.backend == "builtin" or issubclass(backend, ServerBackend):
         return LocalRolloutEngine(config.rollout, model, tokenizer, **settings)
     engine: Any = backend
     return RolloutEngine(config.rollout, client=engine(model, tokenizer), **settings)
@@ -116,23 +117,22 @@ def _rollout_engine(config: PPOConfig, actor: Any, tokenizer: Any, directory: Ru
             vllm=config.vllm,
         )
         addresses = servers.addresses
-    client = backend(rollout, addresses=addresses)
+    client = RemoteInferenceEngine(backend, rollout, addresses=addresses, servers_are_replaced=servers is not None)
     engine = RemoteEngine(config.rollout, client=client, seed=config.seed, deterministic=config.deterministic)
     if servers is not None:
         client.own(servers)
-        client.are_replaced = True
         engine.watch = servers.watch(client.use_servers, engine.in_service)
     return engine
 
 
-def servers_of(rollout: RolloutConfig) -> type[RemoteClient] | None:
-    """The client of the servers that ``rollout.backend`` names; None: it computes in this process.
+def servers_of(rollout: RolloutConfig) -> type[ServerBackend] | None:
+    """The servers that ``rollout.backend`` names; None: it computes in this process.
 
     Raises:
         ConfigError: there is no such backend.
     """
     backend = BACKENDS.get(rollout.backend)
-    return backend if issubclass(backend, RemoteClient) else None
+    return backend if issubclass(backend, ServerBackend) else None
 
 
 def _engine_threads(config: PPOConfig) -> int:

@@ -17,9 +17,9 @@ from rollwright.atomic import write_json
 from rollwright.config.sections import RolloutConfig
 from rollwright.errors import ConfigError, RollwrightError
 from rollwright.inference.backends import BACKENDS, ServerLaunch
+from rollwright.inference.backends.server_backend import ServerBackend
 from rollwright.inference.launcher import Launcher, RestartableServer
 from rollwright.inference.server_watch import ServerWatch
-from rollwright.inference.weights.publication import RemoteClient
 from rollwright.tracking.logging import getLogger
 
 logger = getLogger("LocalCluster")
@@ -72,7 +72,7 @@ class LocalServers(Launcher):
             EngineError: a server did not become healthy.
         """
         backend = BACKENDS.get(rollout.backend)
-        if not issubclass(backend, RemoteClient):
+        if not issubclass(backend, ServerBackend):
             raise ConfigError(
                 f"rollout.backend {rollout.backend!r} has no servers to start: it computes in the trainer's process."
             )

@@ -23,9 +23,10 @@ from rollwright.experience.packed import unpack_bytes
 from rollwright.experience.packed_batch import rows_of
 from rollwright.experience.trajectory import Trajectory, tensor_container_to
 from rollwright.inference.backends import BACKENDS
+from rollwright.inference.backends.server_backend import ServerBackend
 from rollwright.inference.engine import WeightReceiver
 from rollwright.inference.network import find_free_ports
-from rollwright.inference.weights.publication import RemoteClient
+from rollwright.inference.remote import RemoteInferenceEngine
 from rollwright.placement.rank_processes import load_ranks
 from rollwright.placement.ranks import CALLS, TrainedRow, TrainRanks, trained_rows
 from rollwright.training import parallel
@@ -51,7 +52,7 @@ class TrainRank:
         self._thread = ThreadPoolExecutor(1)  # all calls in one thread, as torch keeps state in threads
         self._ranks: TrainRanks
         self._config: Any
-        self._client: RemoteClient | None = None
+        self._client: RemoteInferenceEngine | None = None
 
     def meeting_place(self) -> tuple[str, int]:
         """Where the ranks can find each other, if this one is the first."""
@@ -85,9 +86,8 @@ class TrainRank:
             engine: Any = WeightReceiver()  # stands for the first rank's, and is never asked
             if parallel.rank() == 0:
                 backend = BACKENDS.get(rollout.backend)
-                assert issubclass(backend, RemoteClient)
-                engine = self._client = backend(rollout, addresses=addresses)
-                engine.are_replaced = True
+                assert issubclass(backend, ServerBackend)
+                engine = self._client = RemoteInferenceEngine(backend, rollout, addresses=addresses, servers_are_replaced=True)
                 engine.initialize()
             self._ranks.engine.connect_engine(engine)
 

@@ -17,9 +17,10 @@ from rollwright.config.sections import RolloutConfig
 from rollwright.errors import ConfigError
 from rollwright.experience.journal.writing import Journal
 from rollwright.inference.backends import BACKENDS
+from rollwright.inference.backends.server_backend import ServerBackend
 from rollwright.inference.launcher import Launcher
+from rollwright.inference.remote import RemoteInferenceEngine
 from rollwright.inference.server_watch import ServerWatch
-from rollwright.inference.weights.publication import RemoteClient
 from rollwright.placement.local_servers import LocalServers
 from rollwright.placement.ray_ranks import PlacedRanks
 from rollwright.placement.task_services import PlacedModelConfig, serve
@@ -52,7 +53,7 @@ def make_placed_rollout(
         ConfigError: the backend has no servers that could be started.
     """
     backend = BACKENDS.get(config.rollout.backend)
-    if not issubclass(backend, RemoteClient):
+    if not issubclass(backend, ServerBackend):
         raise ConfigError(f"rollout.backend {config.rollout.backend!r} has no servers to start; see docs/cluster.md.")
     rollout, path = config.rollout, directory.path.absolute()
     # Made for this run alone, and never written: it is neither in the config of the run nor on a command line.
@@ -80,8 +81,7 @@ def make_placed_rollout(
     servers = [place_server(index) for index in range(of_server.count)]
     # One that does not get healthy says so itself.
     addresses = [wait_running(server, rollout.setup_timeout + _BEGIN_SECONDS, "address") for server in servers]
-    client = backend(rollout, addresses=addresses)
-    client.are_replaced = True
+    client = RemoteInferenceEngine(backend, rollout, addresses=addresses, servers_are_replaced=True)
     told = dataclasses.replace(config, rollout=rollout)
 
     def place_worker(index: int) -> Process:

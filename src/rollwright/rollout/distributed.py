@@ -6,7 +6,7 @@ from collections.abc import Callable, Collection
 from typing import Any
 
 from rollwright.config.sections import RolloutConfig
-from rollwright.inference.weights.publication import RemoteClient
+from rollwright.inference.remote import RemoteInferenceEngine
 from rollwright.processes.supervisor import Process
 from rollwright.rollout.engines import RemoteEngine
 from rollwright.rollout.workers import RolloutWorkers
@@ -19,7 +19,7 @@ class DistributedRolloutEngine(RemoteEngine):
         config: the ``rollout`` section.
         client: of the servers; it pauses and resumes them, and follows what the first rank publishes.
         pool: the workers.
-        publisher: returns what the first rank has published (``RemoteClient.publisher``).
+        publisher: returns what the first rank has published (``ServerWeights.publisher``).
         seed: of the run.
 
     Attributes:
@@ -31,7 +31,7 @@ class DistributedRolloutEngine(RemoteEngine):
     def __init__(
         self,
         config: RolloutConfig,
-        client: RemoteClient,
+        client: RemoteInferenceEngine,
         pool: RolloutWorkers,
         *,
         publisher: Callable[[], tuple[int, Collection[str]]],
@@ -45,7 +45,7 @@ class DistributedRolloutEngine(RemoteEngine):
     def initialize(self, *args: Any, **kwargs: Any) -> None:
         """See ``RolloutEngine.initialize``; returns when the workers run."""
         super().initialize(*args, **kwargs)
-        self._servers.publisher = self._publisher
+        self._servers.weights.publisher = self._publisher
         self.pool.wait_started()
         self._workers_run = True
         self.pool.release(*self.in_service())
@@ -69,7 +69,7 @@ class DistributedRolloutEngine(RemoteEngine):
     def resume(self) -> None:
         """See ``RolloutEngine.resume``. The version becomes that of the servers, because a rank may have published."""
         if self._pauses == 1:
-            self._servers.adopt_version()
+            self._servers.weights.adopt_version()
         super().resume()
         if not self._pauses:
             self.pool.release(*self.in_service())
@@ -78,7 +78,7 @@ class DistributedRolloutEngine(RemoteEngine):
         """See ``RolloutEngine.set_version``."""
         is_new = version != self._servers.get_version()
         if is_new and not self._pauses:
-            self._servers.adopt_version()
+            self._servers.weights.adopt_version()
         super().set_version(version)
         if is_new and not self._pauses:
             self.pool.release(*self.in_service())

@@ -16,16 +16,17 @@ from rollwright.config.sections import RolloutConfig
 from rollwright.errors import ConfigError, RolloutError
 from rollwright.experience.journal.writing import Journal
 from rollwright.inference.backends import BACKENDS
+from rollwright.inference.backends.server_backend import ServerBackend
 from rollwright.inference.engine import InferenceEngine, WeightReceiver
+from rollwright.inference.remote import RemoteInferenceEngine
 from rollwright.inference.request import ModelRequest, ModelResponse
 from rollwright.inference.server_watch import ServerWatch
-from rollwright.inference.weights.publication import RemoteClient
 from rollwright.rollout.executor import RolloutExecutor
 from rollwright.rollout.runner import Elsewhere
 from rollwright.tracking.logging import getLogger
 
 if TYPE_CHECKING:
-    from rollwright.inference.weights.ways import WeightUpdateMeta
+    from rollwright.inference.weights.transfer import WeightUpdateMeta
 
 logger = getLogger("RolloutEngine")
 
@@ -336,13 +337,13 @@ class RemoteEngine(RolloutEngine):
     def make_client(self) -> InferenceEngine:
         """A client of the servers; connected by ``initialize``."""
         backend = BACKENDS.get(self.backend or self.config.backend)
-        if not issubclass(backend, RemoteClient):
+        if not issubclass(backend, ServerBackend):
             raise ConfigError(f"rollout.backend {self.config.backend!r} has no servers: it computes in this process.")
-        return backend(self.config)
+        return RemoteInferenceEngine(backend, self.config)
 
     @property
-    def _servers(self) -> RemoteClient:
-        assert isinstance(self.client, RemoteClient)
+    def _servers(self) -> RemoteInferenceEngine:
+        assert isinstance(self.client, RemoteInferenceEngine)
         return self.client
 
     @property

@@ -128,10 +128,7 @@ class SampleEngine(SampleBoundEngine):
         seed = request.seed if request.seed is not None else request.gconfig.seed
         if seed is None:
             seed = request_seed(self._run_seed, self.name, *place, request.metadata.get("index", 0))
-        sent = ModelRequest.__new__(ModelRequest)  # the ids were checked when the request was made
-        sent.__dict__.update(request.__dict__)
-        sent.seed = seed
-        return sent, place
+        return request.seeded(seed), place
 
     def _from_past(self, sent: ModelRequest, place: tuple[int, int]) -> ModelResponse | None:
         """What the journal has for this place of the episode, recorded as the engine's answer is; None: ask the engine.

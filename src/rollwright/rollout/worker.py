@@ -20,7 +20,7 @@ from rollwright.experience.journal.writing import Journal
 from rollwright.experience.packed import pack_rows
 from rollwright.experience.trajectory import Trajectory
 from rollwright.inference.engine import InferenceEngine
-from rollwright.inference.weights.publication import RemoteClient
+from rollwright.inference.remote import RemoteInferenceEngine
 from rollwright.rollout.event_loop import LoopThread
 from rollwright.rollout.runner import TRACEBACK_KEPT, Runner
 from rollwright.rollout.sample_engine import SampleEngine
@@ -98,13 +98,13 @@ class RolloutWorker:
 
     def hold(self) -> None:
         """Weights are about to change: nothing more is asked. With ``on_weight_update: wait``, return when all is answered."""
-        if isinstance(self.engine, RemoteClient):
-            self.engine.hold(drained=self._drains)
+        if isinstance(self.engine, RemoteInferenceEngine):
+            self.engine.weights.hold(drained=self._drains)
 
     def release(self, addresses: list[str], version: int) -> None:
         """Go on, with the servers at these addresses, which hold this version."""
-        if isinstance(self.engine, RemoteClient):
-            self.engine.follow(addresses, version)
+        if isinstance(self.engine, RemoteInferenceEngine):
+            self.engine.weights.follow(addresses, version)
         self._thread.call(setattr, self._runner.delivery.staleness, "version", self.engine.get_version())
 
     def close(self) -> None:

@@ -11,7 +11,8 @@ from rollwright.config.secrets import hidden_texts
 from rollwright.data.tokenizer import load_tokenizer
 from rollwright.experience.journal.writing import Journal
 from rollwright.inference.backends import BACKENDS
-from rollwright.inference.weights.publication import RemoteClient
+from rollwright.inference.backends.server_backend import ServerBackend
+from rollwright.inference.remote import RemoteInferenceEngine
 from rollwright.placement.task_services import TaskServices
 from rollwright.registry import PLUGINS
 from rollwright.rollout.worker import RolloutWorker
@@ -32,9 +33,8 @@ def open_worker(where: Any, config: PPOConfig, addresses: list[str], directory: 
     rollout = config.rollout
     tokenizer = load_tokenizer(config.tokenizer_path or config.actor.path, config.actor.trust_remote_code)
     backend = BACKENDS.get(rollout.backend)
-    assert issubclass(backend, RemoteClient)
-    client = backend(rollout, addresses=addresses)
-    client.only_asks = True
+    assert issubclass(backend, ServerBackend)
+    client = RemoteInferenceEngine(backend, rollout, addresses=addresses, only_asks=True)
     client.initialize()
     journal = None
     if config.journal.enabled:  # old files are removed by the controller's alone

@@ -19,19 +19,19 @@ from torch import Tensor
 from rollwright.config.generation import GenerationHyperparameters
 from rollwright.errors import WeightUpdateError
 from rollwright.inference.backends import BACKENDS
+from rollwright.inference.backends.server_backend import ServerBackend
 from rollwright.inference.engine import TOLERANCE_OF_16_BITS, InferenceEngine, WeightReceiver, takes_no_weights
 from rollwright.inference.network import find_server_addresses
-from rollwright.inference.remote import CONNECTED_CLIENTS
+from rollwright.inference.remote import CONNECTED_ENGINES, RemoteInferenceEngine
 from rollwright.inference.request import ModelRequest, ModelResponse
 from rollwright.inference.weights.names import as_published
-from rollwright.inference.weights.publication import RemoteClient
 from rollwright.inference.weights.stream import WeightStream
 from rollwright.tracking.logging import getLogger
 from rollwright.training import parallel
 from rollwright.training.fsdp import is_sharded, with_whole_weights
 
 if TYPE_CHECKING:
-    from rollwright.inference.weights.ways import WeightUpdateMeta
+    from rollwright.inference.weights.transfer import WeightUpdateMeta
     from rollwright.training.engine import TrainEngine
 
 logger = getLogger("publish")
@@ -168,8 +168,8 @@ class SentWeights:
             if sampler.local_model is None:
                 weights = as_published(trainer.model, weights)
             self.engine.update_weights(self.meta, version=version, weights=weights, config=trainer.model.config)
-            way = sampler.weight_way if self.meta is None else self.meta.type
-            self.publication = Publication(way, time.perf_counter() - started, weights.nbytes, sampler.weight_holders)
+            transport = sampler.weight_transport if self.meta is None else self.meta.type
+            self.publication = Publication(transport, time.perf_counter() - started, weights.nbytes, sampler.weight_holders)
 
         with_whole_weights(trainer.weights(published_dtype(trainer, self.engine)), send)
         self._due = trainer, version
@@ -345,9 +345,9 @@ def publisher_for(trainer: TrainEngine, engine: WeightReceiver | None, meta: Wei
     return SentWeights(engine, meta)
 
 
-def _find_servers(meta: WeightUpdateMeta | None) -> RemoteClient:
+def _find_servers(meta: WeightUpdateMeta | None) -> RemoteInferenceEngine:
     """The client that this process samples with, or a new client of the servers in the environment."""
-    if parallel.rank() == 0 and (clients := CONNECTED_CLIENTS):
+    if parallel.rank() == 0 and (clients := CONNECTED_ENGINES):
         if len({frozenset(client.addresses) for client in clients}) > 1:
             names = "; ".join(", ".join(client.addresses) for client in clients)
             raise WeightUpdateError(
@@ -367,8 +367,8 @@ def _find_servers(meta: WeightUpdateMeta | None) -> RemoteClient:
     # SGLang's protocol is that of the addresses in the environment unless an allocation names another.
     name = (allocation.gen_backend if allocation is not None else None) or "sglang"
     backend = BACKENDS.get("builtin_process" if name == "builtin" else name)
-    assert issubclass(backend, RemoteClient)
-    client = backend(addresses=addresses)
+    assert issubclass(backend, ServerBackend)
+    client = RemoteInferenceEngine(backend, addresses=addresses)
     logger.info("publishing to the %s servers of the environment: %s", client.kind, ", ".join(addresses))
     client.initialize()
     return client

@@ -21,7 +21,7 @@ from rollwright.inference.backends.sglang import SGLangClient
 from rollwright.inference.request import ModelRequest
 from rollwright.inference.router import Server
 from rollwright.inference.weights import group as weight_group
-from rollwright.inference.weights.ways import WeightUpdateMeta
+from rollwright.inference.weights.transfer import WeightUpdateMeta
 
 
 @contextlib.contextmanager
@@ -40,7 +40,7 @@ def with_one_that_dies(lasting: FakeSGLang, dying: FakeSGLang, **settings):
 
 
 def in_service(client) -> list[int]:
-    return [place for place, server in enumerate(client.router.servers) if server.in_service]
+    return [place for place, server in enumerate(client.servers.router.servers) if server.in_service]
 
 
 def wait_until(what, seconds: float = 60.0) -> None:
@@ -56,7 +56,7 @@ def test_an_update_goes_on_without_a_server_that_died_unnoticed(tmp_path):
         kill()
         client.pause()  # nothing was asked since: here it is noticed
         assert in_service(client) == [0]
-        assert client.update_weights_from_disk(str(tmp_path), 1) == client.addresses[:1]
+        assert client.publication.update_from_disk(str(tmp_path), 1) == client.addresses[:1]
         client.resume()
         assert ask(client).output_versions == [1, 1, 1]
 
@@ -65,24 +65,24 @@ def test_an_update_goes_on_without_a_server_that_died_unnoticed(tmp_path):
 def test_a_server_that_refuses_a_part_of_an_update_is_taken_out(call, tmp_path):
     willing, unwilling = FakeSGLang(), FakeSGLang()
     with connected(willing, unwilling) as client:
-        client._monitor.stop()
+        client.servers.stop_watching()
         unwilling.fails = {call}
-        assert client.update_weights_from_disk(str(tmp_path), 1)[0] == client.addresses[0]
+        assert client.publication.update_from_disk(str(tmp_path), 1)[0] == client.addresses[0]
         assert in_service(client) == [0]
-        assert not client.is_paused
+        assert not client.weights.is_paused
         assert ask(client).output_versions == [1, 1, 1]
 
 
 def test_where_no_server_can_be_paused_none_is_given_weights(tmp_path):
     fake = FakeSGLang()
     with connected(fake) as client:
-        client._monitor.stop()
+        client.servers.stop_watching()
         fake.fails = {"pause_generation"}
         with pytest.raises(
             WeightUpdateError, match=r"No sglang server took version 1.*pause_generation answered 500: on purpose"
         ):
-            client.update_weights_from_disk(str(tmp_path), 1)
-        assert not client.is_paused
+            client.publication.update_from_disk(str(tmp_path), 1)
+        assert not client.weights.is_paused
         assert "update_weights_from_disk" not in fake.bodies
         assert client.get_version() == 0
 
@@ -100,7 +100,7 @@ def test_a_publication_waits_for_the_only_server_to_be_started_again(tmp_path):
 
         def publish() -> None:
             client.pause()
-            taken.extend(client.update_weights_from_disk(str(tmp_path), 1))
+            taken.extend(client.publication.update_from_disk(str(tmp_path), 1))
             client.resume()
 
         publishing = threading.Thread(target=publish)
@@ -122,18 +122,18 @@ def test_what_a_server_was_asked_is_asked_elsewhere_when_it_is_taken_out():
             running = [asyncio.ensure_future(client.agenerate(ModelRequest(input_ids=[1, 2]))) for _ in range(10)]
             while len(fakes[1].bodies.get("generate", [])) < 5:  # noqa: ASYNC110 - the fake has no event
                 await asyncio.sleep(0.01)
-            client.router.servers[1].failed_checks = 2
-            await asyncio.to_thread(client._monitor._check, _Hanging(client.router.servers[1], client))
+            client.servers.router.servers[1].failed_checks = 2
+            await asyncio.to_thread(client.servers.check, _Hanging(client.servers.router.servers[1], client))
             return await asyncio.wait_for(asyncio.gather(*running), 60)
 
         responses = asyncio.run(scenario())
         assert all(response.output_tokens == [7, 8, 9] for response in responses)
         assert in_service(client) == [0]
-        assert all(server.load == 0 for server in client.router.servers)
+        assert all(server.load == 0 for server in client.servers.router.servers)
 
 
 def _Hanging(server: Server, client) -> Server:  # noqa: N802 - stands for a server
-    client._is_healthy = lambda _: False
+    client.servers.is_healthy = lambda _: False
     return server
 
 
@@ -146,7 +146,7 @@ def test_the_last_server_keeps_what_it_was_asked():
             running = asyncio.ensure_future(client.agenerate(ModelRequest(input_ids=[1, 2])))
             while not fake.bodies.get("generate"):  # noqa: ASYNC110
                 await asyncio.sleep(0.01)
-            client.router.take_out(client.router.servers[0], "slow")
+            client.servers.router.take_out(client.servers.router.servers[0], "slow")
             return await running
 
         assert asyncio.run(scenario()).output_tokens == [7, 8, 9]
@@ -156,15 +156,15 @@ def test_the_last_server_keeps_what_it_was_asked():
 def test_a_failed_update_leaves_doubtful_weights_whatever_the_label_says(tmp_path):
     fake = FakeSGLang(version="4")
     with connected(fake) as client:
-        client._monitor.stop()
+        client.servers.stop_watching()
         fake.fails = {"update_weights_from_disk"}
         with pytest.raises(WeightUpdateError, match="took version 5"):
-            client.update_weights_from_disk(str(tmp_path), 5)
+            client.publication.update_from_disk(str(tmp_path), 5)
         fake.fails = set()
-        (server,) = client.router.servers
+        (server,) = client.servers.router.servers
         with pytest.raises(WeightUpdateError, match="'4', which may be incomplete, and version 4 is not on disk"):
-            client._bring_back(server)
-        client.update_weights_from_disk(str(tmp_path), 5)  # the next publication makes it whole
+            client.weights.bring_back(server)
+        client.publication.update_from_disk(str(tmp_path), 5)  # the next publication makes it whole
         assert server.in_service
         assert not server.has_doubtful_weights
         assert ask(client).output_versions == [5, 5, 5]
@@ -173,27 +173,27 @@ def test_a_failed_update_leaves_doubtful_weights_whatever_the_label_says(tmp_pat
 def test_a_restarted_server_that_calls_its_first_weights_0_is_given_the_published_ones(tmp_path):
     fake = FakeSGLang()
     with connected(fake) as client:
-        client.update_weights_from_disk(str(tmp_path), 0)  # the trainer's first weights, not those that it was started with
-        client._monitor.stop()
-        client.router.take_out(client.router.servers[0], "restarts")
+        client.publication.update_from_disk(str(tmp_path), 0)  # the trainer's first weights, not those that it was started with
+        client.servers.stop_watching()
+        client.servers.router.take_out(client.servers.router.servers[0], "restarts")
         fake.bodies.clear()
         fake.version = "0"
-        client._bring_back(client.router.servers[0])
+        client.weights.bring_back(client.servers.router.servers[0])
         assert len(fake.bodies["update_weights_from_disk"]) == 1
 
 
 def test_a_server_is_not_brought_back_with_weights_that_another_client_has_replaced(tmp_path):
     fakes = FakeSGLang(), FakeSGLang()
     with connected(*fakes) as client:
-        client.update_weights_from_disk(str(tmp_path), 1)
-        client._monitor.stop()
-        client.router.take_out(client.router.servers[1], "restarts")
+        client.publication.update_from_disk(str(tmp_path), 1)
+        client.servers.stop_watching()
+        client.servers.router.take_out(client.servers.router.servers[1], "restarts")
         fakes[0].version, fakes[1].version = "2", "default"
         client.set_version(2)
         with pytest.raises(WeightUpdateError, match="version 2 is not on disk"):
-            client._bring_back(client.router.servers[1])
+            client.weights.bring_back(client.servers.router.servers[1])
         fakes[1].version = "2"  # the other client has given it the weights, too
-        client._bring_back(client.router.servers[1])
+        client.weights.bring_back(client.servers.router.servers[1])
         assert in_service(client) == [0, 1]
         assert len(fakes[1].bodies["update_weights_from_disk"]) == 1
 
@@ -201,21 +201,21 @@ def test_a_server_is_not_brought_back_with_weights_that_another_client_has_repla
 def test_a_server_that_comes_back_while_the_client_resumes_is_not_left_paused(tmp_path):
     fakes = FakeSGLang(), FakeSGLang()
     with connected(*fakes) as client:
-        client.update_weights_from_disk(str(tmp_path), 1)
-        client._monitor.stop()
-        back = client.router.servers[1]
+        client.publication.update_from_disk(str(tmp_path), 1)
+        client.servers.stop_watching()
+        back = client.servers.router.servers[1]
         client.pause()
-        client.router.take_out(back, "gone for a moment")
+        client.servers.router.take_out(back, "gone for a moment")
         fakes[1].version = "default"  # it was restarted
-        restore, begun, go_on = client._restore, threading.Event(), threading.Event()
+        restore, begun, go_on = client.weights.restore, threading.Event(), threading.Event()
 
         def slow_restore(server):
             begun.set()
             assert go_on.wait(60)
             restore(server)
 
-        client._restore = slow_restore
-        bringing = threading.Thread(target=client._bring_back, args=(back,))
+        client.weights.restore = slow_restore
+        bringing = threading.Thread(target=client.weights.bring_back, args=(back,))
         resuming = threading.Thread(target=client.resume)
         bringing.start()
         assert begun.wait(60)
@@ -233,16 +233,16 @@ def test_shared_files_are_not_written_while_a_server_is_brought_back_with_them(t
     with connected(fake) as client:
         meta = WeightUpdateMeta.shared(tmp_path / "shared" / "current")
         client.update_weights(meta, version=1, weights=weights)
-        client._monitor.stop()
-        with client._update_lock:  # as the monitor holds it
+        client.servers.stop_watching()
+        with client.weights.lock:  # as the monitor holds it
             publishing = threading.Thread(
                 target=lambda: client.update_weights(meta, version=2, weights={"a": torch.ones(3)}), daemon=True
             )
             publishing.start()
             publishing.join(0.3)
-            assert client.mapped_weights(None)._mapped["a"].tolist() == [0, 0, 0]
+            assert client.publication.mapped_weights(None)._mapped["a"].tolist() == [0, 0, 0]
         publishing.join(60)
-        assert client.mapped_weights(None)._mapped["a"].tolist() == [1, 1, 1]
+        assert client.publication.mapped_weights(None)._mapped["a"].tolist() == [1, 1, 1]
         assert client.get_version() == 2
 
 
@@ -258,16 +258,16 @@ def test_versions_on_disk_of_a_run_that_went_back_do_not_take_the_place_of_the_n
 def test_the_watch_over_servers_outlives_what_nobody_foresaw(caplog):
     fakes = FakeSGLang(), FakeSGLang()
     with connected(*fakes) as client:
-        whole = client._bring_back
+        whole = client.backend.on_connected
         tried = threading.Event()
 
         def fails_once(server):
-            client._bring_back = whole
+            client.backend.on_connected = whole
             tried.set()
             raise ZeroDivisionError
 
-        client._bring_back = fails_once
-        client.router.take_out(client.router.servers[0], "for a moment")
+        client.backend.on_connected = fails_once
+        client.servers.router.take_out(client.servers.router.servers[0], "for a moment")
         assert tried.wait(60)
         wait_until(lambda: in_service(client) == [0, 1])
         assert "Watching the servers failed" in caplog.text
@@ -288,7 +288,7 @@ def test_abort_on_an_event_loop_does_not_hold_it_up():
             running = asyncio.ensure_future(client.agenerate(ModelRequest(input_ids=[1, 2], rid="talk")))
             while not fake.bodies.get("generate"):  # noqa: ASYNC110
                 await asyncio.sleep(0.01)
-            client.abort_on_server = abort_slowly
+            client.backend.abort_on_server = abort_slowly
             client.abort("talk")
             assert "ended" not in calls  # the server's answer is not waited for
             go_on.set()
@@ -313,7 +313,7 @@ def test_more_requests_than_the_system_allows_connections_wait_for_one():
         async def crowd():
             return await asyncio.gather(*(client.agenerate(ModelRequest(input_ids=[1, 2])) for _ in range(600)))
         assert len(asyncio.run(crowd())) == 600
-        assert client.router.in_service()
+        assert client.servers.router.in_service()
         client.destroy()
         """
     )

@@ -79,13 +79,13 @@ def test_an_update_that_every_server_refuses_unread_leaves_them_in_service(tmp_p
         client.initialize()
         try:
             with pytest.raises(WeightUpdateError, match="403"):
-                client.update_weights_from_disk(str(tmp_path), 1)
-            assert len(client.router.in_service()) == 2
-            assert not any(server.has_doubtful_weights for server in client.router.servers)
+                client.publication.update_from_disk(str(tmp_path), 1)
+            assert len(client.servers.router.in_service()) == 2
+            assert not any(server.has_doubtful_weights for server in client.servers.router.servers)
             assert client.get_version() == 0
             refusing.discard(fakes[0].app)
-            assert client.update_weights_from_disk(str(tmp_path), 1) == [first]
-            assert [server.address for server in client.router.in_service()] == [first]
+            assert client.publication.update_from_disk(str(tmp_path), 1) == [first]
+            assert [server.address for server in client.servers.router.in_service()] == [first]
         finally:
             client.destroy()
 
@@ -143,5 +143,5 @@ def test_a_deterministic_run_is_refused_by_servers_that_go_by_the_batch(said, ex
             assert rollout.sampler.is_batch_invariant
             rollout.destroy()
         else:
-            with pytest.raises(ConfigError, match="what SGLangClient answers may depend on what else is computed"):
+            with pytest.raises(ConfigError, match="what RemoteInferenceEngine answers may depend on what else is computed"):
                 rollout.initialize()

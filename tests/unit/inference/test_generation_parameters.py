@@ -8,8 +8,8 @@ import pytest
 
 from rollwright.config.generation import GenerationHyperparameters
 from rollwright.errors import EngineError
-from rollwright.inference.backends.sglang import SGLangClient
-from rollwright.inference.backends.vllm import VLLMClient
+from rollwright.inference.backends.sglang import SGLangBackend
+from rollwright.inference.backends.vllm import VLLMBackend
 from rollwright.inference.request import ModelRequest
 from rollwright.inference.server.bodies import NativeSampling
 
@@ -36,7 +36,7 @@ OTHER = {
     "skip_special_tokens": False,
     "seed": 5,
 }
-TABLES = {"sglang": SGLangClient.parameters, "vllm": VLLMClient.parameters}
+TABLES = {"sglang": SGLangBackend.parameters, "vllm": VLLMBackend.parameters}
 FIELDS = [field.name for field in fields(GenerationHyperparameters)]
 
 

@@ -11,7 +11,7 @@ from test_vllm_client import connected as connected_to_vllm
 
 from rollwright.config.generation import GenerationHyperparameters
 from rollwright.errors import EngineError
-from rollwright.inference.backends.vllm import VLLMClient
+from rollwright.inference.backends.vllm import VLLMBackend
 from rollwright.inference.request import ModelRequest
 
 WRONG_ANSWERS = {
@@ -67,4 +67,4 @@ def test_a_request_that_failed_in_the_server_has_not_ended_by_itself():
 
 @pytest.mark.parametrize("top_k", [-1, 0, 100_000_000, 1 << 30])
 def test_what_other_systems_write_for_all_tokens_shifts_nothing(top_k):
-    assert not VLLMClient.parameters.check(GenerationHyperparameters(top_k=top_k), "here")
+    assert not VLLMBackend.parameters.check(GenerationHyperparameters(top_k=top_k), "here")

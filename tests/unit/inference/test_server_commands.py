@@ -11,8 +11,8 @@ from rollwright.config.sections import RolloutConfig
 from rollwright.config.servers import option_list
 from rollwright.errors import ConfigError
 from rollwright.inference.backends import ServerLaunch
-from rollwright.inference.backends.sglang import BuiltinServersClient, SGLangClient
-from rollwright.inference.backends.vllm import VLLMClient
+from rollwright.inference.backends.sglang import BuiltinServersBackend, SGLangBackend
+from rollwright.inference.backends.vllm import VLLMBackend
 
 
 def options_of(command):
@@ -117,22 +117,22 @@ def test_binding_other_interfaces_needs_a_key():
 def test_sglang_is_given_its_key_by_a_file(tmp_path):
     file = tmp_path / "key.yaml"
     launch = ServerLaunch("127.0.0.1", 5, RolloutConfig(), "model", key_file=file)
-    command = SGLangClient.command(launch)
+    command = SGLangBackend.command(launch)
     assert command[command.index("--config") + 1] == str(file)
     section = SGLangConfig(extra_args={"config": "mine.yaml"})
     with pytest.raises(ConfigError, match="takes the place of the file that gives SGLang its key"):
-        SGLangClient.command(dataclasses.replace(launch, sections={"sglang": section}))
+        SGLangBackend.command(dataclasses.replace(launch, sections={"sglang": section}))
     section = SGLangConfig(implementation="builtin")  # which reads it from the environment
-    assert "--config" not in SGLangClient.command(dataclasses.replace(launch, sections={"sglang": section}))
+    assert "--config" not in SGLangBackend.command(dataclasses.replace(launch, sections={"sglang": section}))
 
 
 def test_a_deterministic_run_starts_servers_in_their_batch_invariant_modes():
     launch = ServerLaunch("127.0.0.1", 5, RolloutConfig(), "model", deterministic=True)
     ours = dataclasses.replace(launch, sections={"sglang": SGLangConfig(implementation="builtin")})
-    assert "--enable-deterministic-inference" in SGLangClient.command(launch)
-    assert "--batch-invariant" in SGLangClient.command(ours)
-    assert "--batch-invariant" in BuiltinServersClient.command(launch)
-    assert "VLLM_BATCH_INVARIANT=1" in VLLMClient.command(launch)
+    assert "--enable-deterministic-inference" in SGLangBackend.command(launch)
+    assert "--batch-invariant" in SGLangBackend.command(ours)
+    assert "--batch-invariant" in BuiltinServersBackend.command(launch)
+    assert "VLLM_BATCH_INVARIANT=1" in VLLMBackend.command(launch)
     plain = ServerLaunch("127.0.0.1", 5, RolloutConfig(), "model")
-    for client in (SGLangClient, BuiltinServersClient, VLLMClient):
+    for client in (SGLangBackend, BuiltinServersBackend, VLLMBackend):
         assert not any("invariant" in word.lower() or "deterministic" in word for word in client.command(plain))

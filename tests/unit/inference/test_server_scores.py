@@ -168,8 +168,10 @@ def test_what_the_client_asks_comes_back_over_the_wire(address, engine):
             request = ModelRequest([10, 20, 30, 40], seed=5, top_logprobs=2, prompt_logprobs_from=start)
             request.gconfig = request.gconfig.new(max_new_tokens=3, temperature=0.7)
             (here,) = engine.generate([request])
-            payload = client.payload(request, "x", client.router.servers[0])
-            response = client.read_answer(request, client.ask(client.router.servers[0], "POST", "/generate", payload), 0)
+            payload = client.backend.payload(request, "x", client.servers.router.servers[0])
+            response = client.requests.read_answer(
+                request, client.servers.ask(client.servers.router.servers[0], "POST", "/generate", payload), 0
+            )
             assert response.output_tokens == here.output_tokens
             assert response.input_logprobs == pytest.approx(here.input_logprobs, abs=1e-5)
             assert [[token for token, _ in top or ()] for top in response.input_top_logprobs] == [

@@ -40,8 +40,8 @@ def test_our_client_of_vllm_reads_the_answer(engine, address):
     client = VLLMClient(RolloutConfig(backend="vllm"), addresses=[address])
     gconfig = GenerationHyperparameters(max_new_tokens=8, temperature=0.7, top_p=0.9, seed=4, stop=["a"], ignore_eos=True)
     request = ModelRequest(PROMPT, gconfig, top_logprobs=2)
-    answer = post(address, client.payload(request, "mine", Server(address)))
-    response = client.response(request, answer.json(), 0)
+    answer = post(address, client.backend.payload(request, "mine", Server(address)))
+    response = client.backend.response(request, answer.json(), 0)
     (expected,) = engine.generate([ModelRequest(PROMPT, gconfig, tokenizer=engine.tokenizer, top_logprobs=3)])
     assert answer.json()["request_id"] == "mine"
     assert response.output_tokens == expected.output_tokens

@@ -11,7 +11,8 @@ from server_parts import served
 
 from rollwright.config.sections import RolloutConfig
 from rollwright.errors import WeightUpdateError
-from rollwright.inference.backends.sglang import SGLangClient
+from rollwright.inference.backends.sglang import SGLangBackend
+from rollwright.inference.remote import RemoteInferenceEngine
 from rollwright.inference.router import Router
 
 CONFIG = RolloutConfig(setup_timeout=60, request_timeout=60)
@@ -21,10 +22,9 @@ CONFIG = RolloutConfig(setup_timeout=60, request_timeout=60)
 def clients(*fakes, count, only_ask=()):
     with contextlib.ExitStack() as stack:
         addresses = [stack.enter_context(served(fake.app)) for fake in fakes]
-        made = [SGLangClient(CONFIG, addresses=addresses) for _ in range(count)]
-        for number, client in enumerate(made):
-            client.only_asks = number in only_ask
-            client.are_replaced = not client.only_asks
+        modes = ({"only_asks": True} if number in only_ask else {"servers_are_replaced": True} for number in range(count))
+        made = [RemoteInferenceEngine(SGLangBackend, CONFIG, addresses=addresses, **mode) for mode in modes]
+        for client in made:
             client.initialize()
             stack.callback(client.destroy)
         yield made
@@ -49,29 +49,29 @@ def test_a_server_at_a_new_address_is_given_the_weights_before_anybody_asks_it(t
         served(new.app) as address,
     ):
         with pytest.raises(WeightUpdateError, match="has not been given version 0"):
-            worker._bring_back(worker.router.servers[0])
-        assert not worker.router.in_service()  # until it is told
-        controller.publisher = says(publisher)
-        publisher.update_weights_from_disk(str(tmp_path), 1)
-        controller.adopt_version()
-        worker.follow(controller.addresses, controller.get_version())
+            worker.weights.bring_back(worker.servers.router.servers[0])
+        assert not worker.servers.router.in_service()  # until it is told
+        controller.weights.publisher = says(publisher)
+        publisher.publication.update_from_disk(str(tmp_path), 1)
+        controller.weights.adopt_version()
+        worker.weights.follow(controller.addresses, controller.get_version())
         assert worker.get_version() == controller.get_version() == 1
-        assert len(worker.router.in_service()) == 2
+        assert len(worker.servers.router.in_service()) == 2
         present = [publisher.addresses[0], address]
-        controller.use_servers(present)
-        worker.use_servers(present)
+        controller.servers.router.replace(present)
+        worker.servers.router.replace(present)
         time.sleep(1.5)  # both have looked
-        assert [server.in_service for server in controller.router.servers] == [True, False]
-        assert [server.in_service for server in worker.router.servers] == [True, False]
-        publisher.use_servers(present)
+        assert [server.in_service for server in controller.servers.router.servers] == [True, False]
+        assert [server.in_service for server in worker.servers.router.servers] == [True, False]
+        publisher.servers.router.replace(present)
         for client in (publisher, controller):
-            wait_until(lambda client=client: len(client.router.in_service()) == 2)
-        worker.follow(present, 1)
-        assert len(worker.router.in_service()) == 2
+            wait_until(lambda client=client: len(client.servers.router.in_service()) == 2)
+        worker.weights.follow(present, 1)
+        assert len(worker.servers.router.in_service()) == 2
         assert len(new.bodies["update_weights_from_disk"]) == 1
         commands = {name: len(bodies) for name, bodies in new.bodies.items()}
-        worker.router.take_out(worker.router.servers[1], "a doubt")
-        worker._bring_back(worker.router.servers[1])
+        worker.servers.router.take_out(worker.servers.router.servers[1], "a doubt")
+        worker.weights.bring_back(worker.servers.router.servers[1])
         assert {name: len(bodies) for name, bodies in new.bodies.items()} == commands  # it sends no commands
         assert ask(worker).output_versions == [1, 1, 1]
 
@@ -79,21 +79,21 @@ def test_a_server_at_a_new_address_is_given_the_weights_before_anybody_asks_it(t
 def test_a_server_that_refuses_a_publication_is_left_out_until_it_holds_it(tmp_path):
     takes, refuses = FakeSGLang(), FakeSGLang()
     with clients(takes, refuses, count=2) as (publisher, controller):
-        controller.publisher = says(publisher)
-        publisher._monitor.stop()
+        controller.weights.publisher = says(publisher)
+        publisher.servers.stop_watching()
         refuses.fails.add("update_weights_from_disk")
         good, bad = publisher.addresses
         controller.pause()
-        assert publisher.update_weights_from_disk(str(tmp_path), 1) == [good]
-        controller.adopt_version()
+        assert publisher.publication.update_from_disk(str(tmp_path), 1) == [good]
+        controller.weights.adopt_version()
         controller.resume()
         assert controller.get_version() == 1
         assert controller.weight_holders == [good]
         with pytest.raises(WeightUpdateError, match="holds version '0', and has not been given version 1"):
-            controller._bring_back(controller.router.servers[1])
+            controller.weights.bring_back(controller.servers.router.servers[1])
         assert ask(controller).server == good
         refuses.fails.clear()
-        publisher._bring_back(publisher.router.servers[1])
+        publisher.weights.bring_back(publisher.servers.router.servers[1])
         wait_until(lambda: controller.weight_holders == [good, bad])
         assert refuses.version == "1"
 
@@ -103,14 +103,14 @@ def test_what_is_lost_while_a_client_starts_is_waited_for_later(tmp_path):
     with served(living.app) as first, served(stale.app) as second:
         with served(dead.app) as third:
             pass
-        client = SGLangClient(CONFIG, addresses=[first, second, third])
-        client.are_replaced = True
+        addresses = [first, second, third]
+        client = RemoteInferenceEngine(SGLangBackend, CONFIG, addresses=addresses, servers_are_replaced=True)
         client.initialize()
         try:
             assert client.get_version() == 4
             assert client.weight_holders == [first]
-            client._monitor.stop()
-            client.update_weights_from_disk(str(tmp_path), 4)  # what a gang does that takes another one's place
+            client.servers.stop_watching()
+            client.publication.update_from_disk(str(tmp_path), 4)  # what a gang does that takes another one's place
             assert client.weight_holders == [first, second]
         finally:
             client.destroy()
@@ -119,26 +119,26 @@ def test_what_is_lost_while_a_client_starts_is_waited_for_later(tmp_path):
 def test_a_publication_takes_in_a_server_that_has_just_joined(tmp_path):
     lasting, new = FakeSGLang(), FakeSGLang()
     with clients(lasting, count=1) as (publisher,), served(new.app) as address:
-        publisher._monitor.stop()
-        publisher.use_servers([*publisher.addresses, address])
-        assert publisher.weight_dtype == publisher.held_dtype(publisher.router.servers[0])
-        assert publisher.update_weights_from_disk(str(tmp_path), 1) == publisher.addresses
-        assert len(publisher.router.in_service()) == 2
+        publisher.servers.stop_watching()
+        publisher.servers.router.replace([*publisher.addresses, address])
+        assert publisher.weight_dtype == publisher.backend.held_dtype(publisher.servers.router.servers[0])
+        assert publisher.publication.update_from_disk(str(tmp_path), 1) == publisher.addresses
+        assert len(publisher.servers.router.in_service()) == 2
 
 
 def test_a_server_that_joins_while_weights_change_answers_who_publishes(tmp_path):
     lasting, new = FakeSGLang(), FakeSGLang()
     with clients(lasting, count=2) as (publisher, controller), served(new.app) as address:
         for client in (publisher, controller):
-            client._monitor.stop()
-        controller.publisher = says(publisher)
+            client.servers.stop_watching()
+        controller.weights.publisher = says(publisher)
         controller.pause()
         present = [*publisher.addresses, address]
-        publisher.use_servers(present)
-        publisher.update_weights_from_disk(str(tmp_path), 1)
-        controller.use_servers(present)
-        controller._bring_back(controller.router.servers[1])
-        assert len(controller.router.in_service()) == 2
+        publisher.servers.router.replace(present)
+        publisher.publication.update_from_disk(str(tmp_path), 1)
+        controller.servers.router.replace(present)
+        controller.weights.bring_back(controller.servers.router.servers[1])
+        assert len(controller.servers.router.in_service()) == 2
         pauses, resumes = (len(new.bodies[f"{word}_generation"]) for word in ("pause", "continue"))
         assert pauses == resumes  # of the publisher alone: one paused by the controller would not answer its audit
         controller.resume()

@@ -18,7 +18,7 @@ from rollwright.config.sections import RolloutConfig
 from rollwright.errors import EngineError, PromptTooLongError, RequestAborted, WeightUpdateError
 from rollwright.inference.backends.sglang import SGLangClient
 from rollwright.inference.request import ModelRequest, version_spans, versions_of_spans
-from rollwright.inference.weights.ways import WeightUpdateMeta
+from rollwright.inference.weights.transfer import WeightUpdateMeta
 
 #: What SGLang 0.5.23 accepts, from its definitions of a generation request and of sampling parameters.
 SGLANG_REQUEST_FIELDS = set(
@@ -139,7 +139,7 @@ def test_requests_have_sglangs_shape_and_answers_are_read():
 def test_updates_and_control_have_sglangs_shape(tmp_path):
     fake = FakeSGLang()
     with connected(fake) as client:
-        assert client.update_weights_from_disk(str(tmp_path), 1, "digest") == client.addresses
+        assert client.publication.update_from_disk(str(tmp_path), 1, "digest") == client.addresses
         assert client.get_version() == 1
         (body,) = fake.bodies["update_weights_from_disk"]
         assert set(body) <= SGLANG_DISK_FIELDS
@@ -161,7 +161,7 @@ def test_updates_and_control_have_sglangs_shape(tmp_path):
 def test_what_running_requests_do_is_said_in_the_pause(policy, mode, flush, tmp_path):
     fake = FakeSGLang()
     with connected(fake, on_weight_update=policy) as client:
-        client.update_weights_from_disk(str(tmp_path), 1)
+        client.publication.update_from_disk(str(tmp_path), 1)
         assert fake.bodies["pause_generation"] == [{"mode": mode}]
         assert fake.bodies["update_weights_from_disk"][0]["flush_cache"] is flush  # old prefixes serve no later request
 
@@ -322,16 +322,16 @@ def test_a_dead_server_is_taken_out_and_comes_back_with_the_current_weights(tmp_
         client = SGLangClient(RolloutConfig(setup_timeout=60), addresses=[address, lasting])
         client.initialize()
         stack.callback(client.destroy)
-        client.update_weights_from_disk(str(tmp_path), 1)
+        client.publication.update_from_disk(str(tmp_path), 1)
         dying.__exit__(None, None, None)
         for number in range(6):
             assert ask(client, request={"rid": f"talk {number}"}).output_versions == [1, 1, 1]
-        assert [server.address for server in client.router.in_service()] == [lasting]
-        assert "out of service" in client.router.describe()
+        assert [server.address for server in client.servers.router.in_service()] == [lasting]
+        assert "out of service" in client.servers.router.describe()
         restarted = FakeSGLang()  # as a fresh process: it holds the weights it was started with
         stack.enter_context(served(restarted.app, port=int(address.rpartition(":")[2])))
         deadline = time.monotonic() + 60
-        while len(client.router.in_service()) < 2:
+        while len(client.servers.router.in_service()) < 2:
             assert time.monotonic() < deadline
             time.sleep(0.05)
         assert restarted.version == "1"
@@ -385,7 +385,7 @@ def test_a_connection_that_is_reset_before_a_response_is_used_again():
         front.resets = 2
         assert ask(client).output_tokens == [7, 8, 9]
         assert front.resets == 0
-        assert len(client.router.in_service()) == 1  # it answered its health check
+        assert len(client.servers.router.in_service()) == 1  # it answered its health check
         client.destroy()
 
 
@@ -450,10 +450,10 @@ def test_servers_say_how_many_ranks_of_the_group_are_theirs(monkeypatch):
     for fake, ranks in zip(fakes, (4, 2), strict=True):
         fake.info = {"tp_size": ranks}
     with connected(*fakes, weight_update="xccl") as client:
-        client.update_weights(client.default_meta(), version=1, weights={"a": torch.zeros(1)})
+        client.update_weights(client.publication.default_meta(), version=1, weights={"a": torch.zeros(1)})
         joined = [fake.bodies["init_weights_update_group"][0] for fake in fakes]
         assert [(body["rank_offset"], body["world_size"]) for body in joined] == [(1, 7), (5, 7)]
-        client._leave_group()
+        client.publication.broadcast.leave()
         with pytest.raises(WeightUpdateError, match=r"sglang:d2p1t2 gives a server 2 GPUs.*tp_size=4"):
             client.update_weights(WeightUpdateMeta.from_fsdp_xccl("sglang:d2p1t2"), version=2, weights={"a": torch.zeros(1)})
 
@@ -467,7 +467,7 @@ def test_bodies_of_a_distributed_update_have_sglangs_shape(monkeypatch):
     with connected(*fakes) as client:
         for version in (1, 2):
             client.update_weights(meta, version=version, weights=weights)
-            assert len(client.router.in_service()) == len(client.addresses)
+            assert len(client.servers.router.in_service()) == len(client.addresses)
             assert client.get_version() == version
         for index, fake in enumerate(fakes):
             (joined,) = fake.bodies["init_weights_update_group"]  # once for both publications

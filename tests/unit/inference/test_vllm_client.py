@@ -141,7 +141,7 @@ def test_an_update_pauses_reloads_labels_and_resets(policy, mode, reset, tmp_pat
     fake = FakeVLLM()
     with connected(fake, on_weight_update=policy) as client:
         fake.calls.clear()
-        client.update_weights_from_disk(str(tmp_path), 3)
+        client.publication.update_from_disk(str(tmp_path), 3)
         assert [(name, query) for name, query, _ in fake.calls] == [
             ("pause", f"mode={mode}"),
             ("collective_rpc", ""),
@@ -158,7 +158,7 @@ def test_a_server_that_does_not_take_the_version_is_an_error(tmp_path):
     with connected(fake) as client:
         fake.loads = False
         with pytest.raises(WeightUpdateError, match="after an update to 3"):
-            client.update_weights_from_disk(str(tmp_path), 3)
+            client.publication.update_from_disk(str(tmp_path), 3)
         assert client.get_version() == 0
 
 

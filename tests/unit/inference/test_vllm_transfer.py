@@ -16,8 +16,8 @@ from rollwright.config.sections import RolloutConfig
 from rollwright.config.servers import VLLMConfig
 from rollwright.errors import WeightUpdateError
 from rollwright.inference.backends import ServerLaunch
-from rollwright.inference.backends.vllm import VLLMClient
-from rollwright.inference.weights.ways import WeightUpdateMeta
+from rollwright.inference.backends.vllm import VLLMBackend, VLLMClient
+from rollwright.inference.weights.transfer import WeightUpdateMeta
 
 PATHS = ("init_weight_transfer_engine", "start_weight_update", "update_weights", "finish_weight_update")
 
@@ -91,7 +91,7 @@ def test_an_update_is_begun_sent_in_buckets_and_finished_with_its_version(a_gpu)
         for version in (1, 2):
             client.update_weights(meta, version=version, weights=weights())
             assert client.get_version() == version
-        group = client._group
+        group = client.publication.broadcast.group
         assert group.sent == [["a", "c"], ["b"]] * 2
         assert group.place.world_size == 11
         assert group.place.invitation == "the id"
@@ -153,7 +153,7 @@ def test_where_it_cannot_work_it_is_refused_before_anybody_waits(monkeypatch):
         ]:
             monkeypatch.setattr(torch.cuda, "is_available", lambda has_gpu=has_gpu: has_gpu)
             fake.sections["weight_transfer_config"] = {"backend": transfer}
-            client.on_connected(client.router.servers[0])
+            client.backend.on_connected(client.servers.router.servers[0])
             with pytest.raises(WeightUpdateError, match=said):
                 client.update_weights(meta, version=1, weights=weights())
     assert not [path for path, _, _ in fake.calls if path in PATHS]
@@ -161,10 +161,10 @@ def test_where_it_cannot_work_it_is_refused_before_anybody_waits(monkeypatch):
 
 def test_a_run_that_publishes_by_xccl_starts_servers_that_receive():
     launch = ServerLaunch("127.0.0.1", 1, RolloutConfig(weight_update="xccl"), "model", sections={"vllm": VLLMConfig()})
-    command = VLLMClient.command(launch)
+    command = VLLMBackend.command(launch)
     assert json.loads(command[command.index("--weight-transfer-config") + 1]) == {"backend": "nccl"}
     other = ServerLaunch("127.0.0.1", 1, RolloutConfig(), "model", sections={"vllm": VLLMConfig()})
-    assert "--weight-transfer-config" not in VLLMClient.command(other)
+    assert "--weight-transfer-config" not in VLLMBackend.command(other)
 
 
 def test_the_type_of_the_weights_is_what_the_server_says(a_gpu):

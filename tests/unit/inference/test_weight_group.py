@@ -24,7 +24,7 @@ from rollwright.inference.network import find_free_ports
 from rollwright.inference.server.application import create_application
 from rollwright.inference.server.settings import ServerSettings
 from rollwright.inference.weights.group import buckets
-from rollwright.inference.weights.ways import WeightUpdateMeta
+from rollwright.inference.weights.transfer import WeightUpdateMeta
 
 SCRIPT = Path(__file__).with_name("weight_peer.py")
 
@@ -173,7 +173,7 @@ def test_data_parallel_attention_has_the_ranks_of_its_tensor_parallel_group():
     fake = FakeSGLang()
     fake.info = {"tp_size": 4, "dp_size": 2, "enable_dp_attention": True}
     with connected(fake) as client:
-        assert client.ranks_of(client.router.servers[0], WeightUpdateMeta("xccl")) == 4
+        assert client.backend.ranks_of(client.servers.router.servers[0], WeightUpdateMeta("xccl")) == 4
 
 
 @pytest.mark.parametrize(
@@ -192,8 +192,8 @@ def test_the_backend_follows_the_servers_devices(monkeypatch, devices, has_gpu, 
     for fake, device in zip(fakes, devices, strict=True):
         fake.info = {} if device is None else {"device": device}
     with connected(*fakes) as client:
-        assert client.group_backend(client.router.servers, WeightUpdateMeta("xccl")) == backend
-        assert client.group_backend(client.router.servers, WeightUpdateMeta("xccl", backend="gloo")) == "gloo"
+        assert client.backend.group_backend(client.servers.router.servers, WeightUpdateMeta("xccl")) == backend
+        assert client.backend.group_backend(client.servers.router.servers, WeightUpdateMeta("xccl", backend="gloo")) == "gloo"
 
 
 def test_a_server_that_refuses_the_group_is_heard_at_once():

@@ -19,7 +19,7 @@ from rollwright.inference.request import ModelResponse
 from rollwright.inference.weights.files import MANIFEST, content_digest, keep_newest, read_weights, write_files, write_weights
 from rollwright.inference.weights.group import buckets
 from rollwright.inference.weights.stream import WeightStream, distinct_weights
-from rollwright.inference.weights.ways import MappedWeights, WeightUpdateMeta, shared_directory
+from rollwright.inference.weights.transfer import MappedWeights, WeightUpdateMeta, shared_directory
 from rollwright.training import publish_and_audit as auditing
 
 

@@ -447,7 +447,7 @@ def test_an_engine_that_shares_weights_does_not_step_while_they_change():
 
 
 def test_naming_the_way_only_at_publication_still_lets_the_engine_go_on():
-    from rollwright.inference.weights.ways import WeightUpdateMeta
+    from rollwright.inference.weights.transfer import WeightUpdateMeta
 
     actor = tiny_actor()
     engine = RecordingEngine(actor.model)

@@ -17,7 +17,7 @@ from rollwright.inference.backends.builtin.engine import BuiltinEngine
 from rollwright.inference.engine import WeightReceiver
 from rollwright.inference.request import ModelRequest
 from rollwright.inference.weights.stream import WeightStream
-from rollwright.inference.weights.ways import WeightUpdateMeta
+from rollwright.inference.weights.transfer import WeightUpdateMeta
 from rollwright.rollout.engines import LocalRolloutEngine, _sampling_dtype
 from rollwright.training.actor import FSDPPPOActor
 from rollwright.training.publish_and_audit import (

@@ -14,7 +14,7 @@ from rollwright.experience.normaliser import normalise
 from rollwright.experience.recorder import Recorder
 from rollwright.experience.trajectory import concat_padded_tensors
 from rollwright.inference.backends.builtin.engine import BuiltinEngine
-from rollwright.inference.backends.sglang import SGLangClient, _Facts
+from rollwright.inference.backends.sglang import SGLangClient, SGLangFacts
 from rollwright.inference.backends.vllm import VLLMClient
 from rollwright.inference.request import ModelRequest, ModelResponse
 from rollwright.tracking.metrics import get_tracker
@@ -360,9 +360,9 @@ def test_servers_that_cannot_do_branches_refuse_them_at_the_first_request(tokeni
     goal = engine.requests[0]
     assert set(goal.branch_ids) == {0}
     sglang = SGLangClient(RolloutConfig(), addresses=["127.0.0.1:1"])
-    sglang._facts["127.0.0.1:1"] = _Facts(False, False, None)
+    sglang.backend.facts["127.0.0.1:1"] = SGLangFacts(False, False, None)
     with pytest.raises(EngineError, match="has no position_ids; use the built-in engine"):
-        sglang.check(goal, "the sglang server at 127.0.0.1:1")
+        sglang.backend.check(goal, "the sglang server at 127.0.0.1:1")
     with pytest.raises(EngineError, match="position_ids cannot travel to the vllm server"):
-        VLLMClient(RolloutConfig(), addresses=["127.0.0.1:1"]).check(goal, "the vllm server at 127.0.0.1:1")
+        VLLMClient(RolloutConfig(), addresses=["127.0.0.1:1"]).backend.check(goal, "the vllm server at 127.0.0.1:1")
     assert isinstance(goal, ModelRequest)

@@ -18,7 +18,7 @@ from rollwright.experience.normaliser import normalise
 from rollwright.experience.recorder import Recorder
 from rollwright.experience.trajectory import concat_padded_tensors
 from rollwright.inference.backends.builtin.engine import BuiltinEngine
-from rollwright.inference.backends.sglang import SGLangClient, _Facts
+from rollwright.inference.backends.sglang import SGLangClient, SGLangFacts
 from rollwright.inference.request import ModelResponse
 from rollwright.inference.router import Server
 from rollwright.trainers.loops.supervised import supervised_batch
@@ -181,13 +181,13 @@ def test_servers_get_encoded_images_and_tokenizers_without_images_are_refused(di
     asyncio.run(VisionRLVRWorkflow("exact_match_reward", GCONFIG, tokenizer).arun_episode(engine, task))
     (request,) = engine.requests
     client = SGLangClient(RolloutConfig(), addresses=["127.0.0.1:1"])
-    client._facts["127.0.0.1:1"] = _Facts(False, False, None)
-    client.check(request, "127.0.0.1:1")
-    (encoded,) = client.payload(request, "id", Server("127.0.0.1:1"))["image_data"]
+    client.backend.facts["127.0.0.1:1"] = SGLangFacts(False, False, None)
+    client.backend.check(request, "127.0.0.1:1")
+    (encoded,) = client.backend.payload(request, "id", Server("127.0.0.1:1"))["image_data"]
     assert encoded.startswith("data:image/png;base64,iVBOR")
     request.image_data = None
     with pytest.raises(EngineError, match="for images give image_data"):
-        client.check(request, "127.0.0.1:1")
+        client.backend.check(request, "127.0.0.1:1")
     with pytest.raises(ConfigError, match=r"no token '<.image_pad.>'"):
         VisionProcessor(build_character_tokenizer(), new_image_processor())
     with pytest.raises(ConfigError, match="came from no directory"):

@@ -1,11 +1,11 @@
-"""The inference backends: the kinds of engine that a run may sample from, in the table ``BACKENDS``.
+"""The inference backends: the kinds of engine that a run can sample from, in the table ``BACKENDS``.
 
-An entry is the class of an engine. A ``RemoteClient`` is the client of servers; it says by class attributes and methods what its
-servers need: the launch command, the table of generation parameters, the ways to receive weights, and GPUs. Any other engine
-computes in the trainer's process, and is made as ``entry(model, tokenizer)``.
+An entry is a class. A ``ServerBackend`` describes servers: their launch command, their protocol and the ways to give them weights;
+``RemoteInferenceEngine`` connects to them. Any other entry is an engine that computes in the trainer's process and is constructed as
+``entry(model, tokenizer)``.
 
 ``rollout.backend`` names an entry: one of the table, one that a plugin registered with ``@BACKENDS.register("name")``, or an
-import path such as ``my_package.my_module:MyClient``.
+import path such as ``my_package.my_module:MyServers``.
 """
 
 from __future__ import annotations
@@ -23,19 +23,19 @@ __all__ = ["BACKENDS", "ServerLaunch"]
 
 @dataclass(frozen=True)
 class ServerLaunch:
-    """What a run asks of a server that is to be started; a backend's ``command`` makes a command line of it.
+    """What a run requires of a server that it starts; a backend's ``command`` turns it into a command line.
 
     Attributes:
-        host, port: where it listens.
+        host, port: address to listen on.
         rollout: the ``rollout`` section.
-        model_path: of the model, where the server's own section names none.
+        model_path: the model, unless the server's own section names one.
         first_gpu, gpus: its GPUs.
-        threads: compute threads; None: its own choice.
+        threads: compute threads. None leaves the choice to the server.
         weights_roots: directories that it may load weights from.
         sections: the sections of the experiment that describe servers, by backend (``sglang``, ``vllm``).
-        key_file: YAML with the ``api-key`` that requests will carry, for servers that read it neither from ROLLWRIGHT_API_KEY
-            nor from VLLM_API_KEY; None: they carry none.
-        deterministic: what a request is answered must not depend on what else is computed.
+        key_file: YAML file with the ``api-key`` that requests will carry, for servers that read it neither from ROLLWRIGHT_API_KEY
+            nor from VLLM_API_KEY. None means that requests carry no key.
+        deterministic: the answer to a request must not depend on what else is computed.
     """
 
     host: str

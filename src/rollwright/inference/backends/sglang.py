@@ -1,4 +1,4 @@
-"""A client of servers that speak SGLang's native protocol: SGLang itself, and ``rollwright serve-model``."""
+"""SGLang's native protocol, spoken by SGLang itself and by ``rollwright serve-model``."""
 
 from __future__ import annotations
 
@@ -17,43 +17,45 @@ from rollwright.config.servers import LocalServerConfig, SGLangConfig
 from rollwright.data.vision import encoded_image
 from rollwright.errors import ConfigError, EngineError, WeightUpdateError
 from rollwright.inference.backends import ServerLaunch
+from rollwright.inference.backends.server_backend import BroadcastBackend
 from rollwright.inference.connections import ServerRefusedError, UpdateRefusedError
 from rollwright.inference.parameters import ParameterTable, Wire
+from rollwright.inference.remote import RemoteInferenceEngine
 from rollwright.inference.request import ModelRequest, ModelResponse, TopTokens, versions_of_spans
 from rollwright.inference.router import Server
-from rollwright.inference.weights.broadcast import BroadcastClient, Bucket, GroupPlace
-from rollwright.inference.weights.group import WeightGroup
-from rollwright.inference.weights.ways import WeightUpdateMeta
+from rollwright.inference.server_set import ServerSet
+from rollwright.inference.weights.group import Bucket, GroupPlace, WeightGroup
+from rollwright.inference.weights.transfer import WeightUpdateMeta
 from rollwright.tracking.logging import getLogger
 
 logger = getLogger("SGLangClient")
 
-#: What happens to requests that run while weights change, in SGLang's words. With "wait" none of this client's runs: it holds
-#: new requests back and waits for its own to end before it pauses.
+#: SGLang's names for what happens to requests that run while weights change. With "wait" no request of this engine runs then: the
+#: engine holds new requests back and waits for its own before it pauses.
 PAUSE_MODES = {"recompute": "retract", "keep": "in_place", "wait": "retract"}
-#: Of a request that a server does not look into: no key, no such path, a directory that it may not read, a malformed body.
+#: Statuses of updates that a server refuses before it reads any weight: wrong key, path or body, or a directory that it may not read.
 _UNREAD_STATUSES = {401, 403, 404, 405, 413, 422}
 
 
 @dataclass(frozen=True)
-class _Facts:
-    """What a server said about itself."""
+class SGLangFacts:
+    """What a server reports about itself."""
 
     is_builtin: bool = False
     deterministic: bool = False
     batch_invariant: bool = False
-    weights_roots: list[str] | None = None  # None: it may read any directory
-    ranks: int | None = None  # tensor-parallel processes; None: it does not say
+    weights_roots: list[str] | None = None  # None if it may read any directory
+    ranks: int | None = None  # tensor-parallel processes, if known
     pipeline_stages: int = 1
     copies: int = 1  # data-parallel
     shares_ranks: bool = False  # the copies are among the tensor-parallel ranks (DP attention)
     device: str = "cpu"
-    dtype: str | None = None  # as the server was told; None: it does not say
-    context_length: int | None = None  # above which it refuses a prompt and max_new_tokens together; None: it cuts the output
+    dtype: str | None = None  # as configured on the server, if known
+    context_length: int | None = None  # limit of prompt and max_new_tokens together; None if it cuts the output instead
 
 
 def _scores(request: ModelRequest, meta: dict[str, Any]) -> dict[str, Any]:
-    """What a response has besides the sampled tokens' log-probabilities, where the request asks for it."""
+    """Further log-probabilities of a response that the request asks for."""
     scores: dict[str, Any] = {}
     if request.top_logprobs:
         scores["output_top_logprobs"] = [_top(entries) for entries in meta["output_top_logprobs"]]
@@ -72,10 +74,11 @@ def _top(entries: list[Any] | None) -> TopTokens | None:
     return None if entries is None else [(int(token), float(logprob)) for logprob, token, *_ in entries]
 
 
-class SGLangClient(BroadcastClient):
-    """Tokens in and out over ``/generate``."""
+class SGLangBackend(BroadcastBackend):
+    """Servers that generate at ``/generate``."""
 
     kind = "sglang"
+    pauses_running_requests = True
     parameters = ParameterTable(
         {
             "max_new_tokens": "max_new_tokens",
@@ -105,12 +108,12 @@ class SGLangClient(BroadcastClient):
             "skip_special_tokens": "skip_special_tokens",
             "seed": "sampling_seed",
         },
-        always={"no_stop_trim": True},  # output_tokens keeps the tokens of the stop string
+        always={"no_stop_trim": True},  # output_tokens includes the tokens of the stop string
     )
 
-    def __init__(self, config: RolloutConfig | None = None, *, addresses: Iterable[str] | None = None) -> None:
-        super().__init__(config, addresses=addresses)
-        self._facts: dict[str, _Facts] = {}
+    def __init__(self, config: RolloutConfig, servers: ServerSet) -> None:
+        super().__init__(config, servers)
+        self.facts: dict[str, SGLangFacts] = {}
 
     @classmethod
     def command(cls, launch: ServerLaunch) -> list[str]:
@@ -134,7 +137,7 @@ class SGLangClient(BroadcastClient):
             if launch.threads is not None:
                 extra.setdefault("threads", launch.threads)
             section = dataclasses.replace(section, extra_args=extra)
-        elif launch.key_file is not None:  # SGLang reads its key from its command line, which everybody sees, or from a file
+        elif launch.key_file is not None:  # SGLang reads its key from its command line, which everybody can see, or from a file
             if "config" in section.extra_args:
                 raise ConfigError(
                     "sglang.extra_args.config takes the place of the file that gives SGLang its key: write the settings of that file "
@@ -144,12 +147,12 @@ class SGLangClient(BroadcastClient):
         return SGLangConfig.build_cmd(section, launch.gpus, launch.first_gpu, host=launch.host, port=launch.port)
 
     @property
-    def is_batch_invariant(self) -> bool:  # type: ignore[override]
-        """What a request is answered does not depend on what else is computed, by what every server says."""
-        return bool(self._facts) and all(facts.batch_invariant for facts in self._facts.values())
+    def is_batch_invariant(self) -> bool:
+        """True if every server reports it."""
+        return bool(self.facts) and all(facts.batch_invariant for facts in self.facts.values())
 
     def on_connected(self, server: Server) -> None:
-        """Note what the server says about itself."""
+        """Record what the server reports about itself."""
         try:
             info = self.ask(server, "GET", "/server_info", timeout=30.0)
         except ServerRefusedError as error:
@@ -163,7 +166,7 @@ class SGLangClient(BroadcastClient):
         models = {} if is_builtin else self.ask(server, "GET", "/v1/models", timeout=30.0)
         if not is_builtin:  # serve-model refuses unknown names
             self.note_checkpoint(server, info.get("model_path"))
-        self._facts[server.address] = _Facts(
+        self.facts[server.address] = SGLangFacts(
             is_builtin,
             bool(info.get("enable_deterministic_inference")),
             bool(info.get("batch_invariant" if is_builtin else "enable_deterministic_inference")),
@@ -179,11 +182,11 @@ class SGLangClient(BroadcastClient):
 
     @property
     def _is_builtin(self) -> bool:
-        """Every server is ``rollwright serve-model``, which does more than SGLang."""
-        return all(facts.is_builtin for facts in self._facts.values())
+        """True if every server is ``rollwright serve-model``, which supports more than SGLang."""
+        return all(facts.is_builtin for facts in self.facts.values())
 
     def check(self, request: ModelRequest, where: str) -> bool:
-        """See ``RemoteRequests.check``. SGLang processes images itself; ``serve-model`` knows branches, and no images."""
+        """See ``ServerBackend.check``. SGLang processes images itself; ``serve-model`` supports branches but no images."""
         is_builtin = self._is_builtin
         if is_builtin and request.multi_modal is not None:
             raise EngineError(f"multi_modal inputs cannot travel to {where}; use the built-in engine in this process.")
@@ -198,7 +201,7 @@ class SGLangClient(BroadcastClient):
                 f"prompt_logprobs_from cannot be honoured by {where} at temperature {request.gconfig.temperature:g}: SGLang scores "
                 "prompts at temperature 1. Use that, or the built-in engine."
             )
-        if request.gconfig.seed is not None and not is_builtin and not all(f.deterministic for f in self._facts.values()):
+        if request.gconfig.seed is not None and not is_builtin and not all(f.deterministic for f in self.facts.values()):
             raise EngineError(
                 f"gconfig.seed={request.gconfig.seed} cannot be honoured: {where} draws from its own generator. Start it with "
                 "enable_deterministic_inference in sglang.extra_args, or leave the seed out."
@@ -208,7 +211,7 @@ class SGLangClient(BroadcastClient):
         )
 
     def payload(self, request: ModelRequest, wire_id: str, server: Server) -> dict[str, Any]:
-        """The body of a request; ``position_ids`` and ``branch_ids`` are extensions of ``rollwright serve-model``."""
+        """See ``ServerBackend.payload``; ``position_ids`` and ``branch_ids`` are extensions of ``rollwright serve-model``."""
         optional = {
             "image_data": request.image_data and [encoded_image(image) for image in request.image_data],
             "lora_path": request.lora_name,
@@ -228,15 +231,15 @@ class SGLangClient(BroadcastClient):
         }
 
     def _within_context(self, request: ModelRequest, server: Server) -> GenerationHyperparameters:
-        """The generation arguments with ``max_new_tokens`` cut to the context: other servers cut it themselves, SGLang refuses."""
-        gconfig, context = request.gconfig, self._facts[server.address].context_length
+        """Limit ``max_new_tokens`` to the context, as other servers do themselves; SGLang refuses the request instead."""
+        gconfig, context = request.gconfig, self.facts[server.address].context_length
         room = gconfig.max_new_tokens if context is None else context - len(request.input_ids)
-        if room >= gconfig.max_new_tokens or room < 1:  # a prompt that leaves no room is refused by the server, as it should
+        if room >= gconfig.max_new_tokens or room < 1:  # the server refuses a prompt that leaves no room
             return gconfig
         return gconfig.new(max_new_tokens=room, min_new_tokens=min(gconfig.min_new_tokens, room))
 
     def response(self, request: ModelRequest, data: dict[str, Any], version_when_sent: int) -> ModelResponse:
-        """Tokens with their log-probabilities and versions."""
+        """See ``ServerBackend.response``."""
         meta = data["meta_info"]
         reason = meta["finish_reason"]
         if reason.get("type") == "abort" and "status_code" in reason and int(reason["status_code"] or 0) >= 400:
@@ -277,53 +280,47 @@ class SGLangClient(BroadcastClient):
 
     # -- control -------------------------------------------------------------------------------------------------------
 
-    def pause(self) -> None:
-        """Stop sampling on every server; with ``on_weight_update: wait``, after the requests of this client have ended."""
-        if self.config.on_weight_update == "wait":
-            self.hold(drained=True)
-        super().pause()
-
     def pause_server(self, server: Server) -> None:
-        """Pause; what runs keeps its tokens."""
+        """See ``ServerBackend.pause_server``."""
         self.ask(server, "POST", "/pause_generation", {"mode": PAUSE_MODES[self.config.on_weight_update]})
 
     def resume_server(self, server: Server) -> None:
-        """Go on."""
+        """See ``ServerBackend.resume_server``."""
         self.ask(server, "POST", "/continue_generation", {})
 
     def abort_on_server(self, server: Server, wire_ids: list[str]) -> None:
-        """End requests one by one."""
+        """See ``ServerBackend.abort_on_server``."""
         for wire_id in wire_ids:
             self.ask(server, "POST", "/abort_request", {"rid": wire_id})
 
     def read_version(self, server: Server) -> str | None:
-        """The label of the weights."""
+        """See ``ServerBackend.read_version``."""
         return self.ask(server, "GET", "/model_info", timeout=30.0).get("weight_version")
 
     def label_version(self, server: Server, version: int) -> None:
-        """Number the weights."""
+        """See ``ServerBackend.label_version``."""
         self.ask(server, "POST", "/update_weight_version", {"new_version": str(version), "abort_all_requests": False})
 
     # -- weights -------------------------------------------------------------------------------------------------------
 
     def held_dtype(self, server: Server) -> torch.dtype | None:
-        """What the server was told. With ``auto`` that is bfloat16 on a GPU, or what its model's configuration says, which it does
-        not tell."""
-        facts = self._facts[server.address]
+        """The configured type. ``auto`` means bfloat16 on a GPU; otherwise it depends on the model's configuration, which the server does
+        not report."""
+        facts = self.facts[server.address]
         names = {"half": "float16", "float": "float32", "auto": "bfloat16" if facts.device == "cuda" else ""}
         kind = getattr(torch, names.get(facts.dtype or "", facts.dtype or ""), None)
         return kind if isinstance(kind, torch.dtype) else None
 
     def load_from_disk(self, server: Server, directory: str, version: int, digest: str | None) -> None:
-        """Load files; ``serve-model`` also checks the digest."""
+        """See ``ServerBackend.load_from_disk``; ``serve-model`` also checks the digest."""
         body: dict[str, Any] = {
             "model_path": str(directory),
             "weight_version": str(version),
-            "flush_cache": self.config.on_weight_update != "keep",  # which SGLang refuses while requests run
+            "flush_cache": self.config.on_weight_update != "keep",  # SGLang refuses it while requests run
             "abort_all_requests": False,
             "keep_pause": True,
         }
-        if digest is not None and self._facts[server.address].is_builtin:
+        if digest is not None and self.facts[server.address].is_builtin:
             body["content_digest"] = digest
         self._post_update(server, "update_weights_from_disk", body)
 
@@ -336,10 +333,15 @@ class SGLangClient(BroadcastClient):
         if not answer.get("success", False):
             raise WeightUpdateError(f"The server at {server.address} did not take new weights: {answer.get('message')}")
 
-    def _weights_roots(self) -> list[str]:
-        said = [facts.weights_roots for facts in self._facts.values() if facts.weights_roots is not None]
+    def weights_roots(self, launched: list[str]) -> list[str]:
+        """See ``ServerBackend.weights_roots``; ``serve-model`` reports its own directories.
+
+        Raises:
+            WeightUpdateError: no directory can be read by every server.
+        """
+        said = [facts.weights_roots for facts in self.facts.values() if facts.weights_roots is not None]
         if not said:
-            return super()._weights_roots()
+            return launched
         if shared := [root for root in said[0] if all(root in other for other in said)]:
             return shared
         raise WeightUpdateError(
@@ -349,12 +351,13 @@ class SGLangClient(BroadcastClient):
     # -- a distributed group (weights/broadcast.py) --------------------------------------------------------------------
 
     def ranks_of(self, server: Server, meta: WeightUpdateMeta) -> int:
-        """As SGLang numbers them: ``rank_offset + tp_rank``. With DP attention its data-parallel ranks are among these.
+        """See ``BroadcastBackend.ranks_of``. SGLang numbers ranks by ``rank_offset + tp_rank``; with DP attention these include the
+        data-parallel ranks.
 
         Raises:
-            WeightUpdateError: several of the server's processes would take one rank, or an allocation contradicts the server.
+            WeightUpdateError: several of the server's processes would have the same rank, or the allocation contradicts the server.
         """
-        facts = self._facts[server.address]
+        facts = self.facts[server.address]
         if facts.pipeline_stages > 1:
             raise WeightUpdateError(
                 f"The server at {server.address} has pp_size={facts.pipeline_stages}: SGLang numbers the ranks of a weight group by "
@@ -374,29 +377,29 @@ class SGLangClient(BroadcastClient):
         return facts.ranks or allocated or 1
 
     def group_backend(self, servers: list[Server], meta: WeightUpdateMeta) -> str:
-        """NCCL where every server and the trainer have a GPU; else Gloo, which SGLang's GPU ranks can receive by, too."""
-        if meta.backend == "nccl" and not torch.cuda.is_available():  # said before the servers wait for it
+        """NCCL if every server and the trainer have a GPU, otherwise Gloo, which SGLang's GPU ranks support, too."""
+        if meta.backend == "nccl" and not torch.cuda.is_available():  # fails before the servers start to wait
             raise WeightUpdateError("The nccl backend needs a GPU in the trainer and in the servers; use gloo.")
         if meta.backend != "auto":
             return meta.backend
-        devices = {self._facts[server.address].device for server in servers}
+        devices = {self.facts[server.address].device for server in servers}
         backend = "nccl" if devices == {"cuda"} and torch.cuda.is_available() else "gloo"
         logger.info("weights are broadcast by %s: the servers compute on %s", backend, " and ".join(sorted(devices)))
         return backend
 
     def sending_half(self, place: GroupPlace) -> WeightGroup:
-        """See ``BroadcastClient.sending_half``."""
+        """See ``BroadcastBackend.sending_half``."""
         return WeightGroup(
             place.master_address, place.master_port, place.rank_offset, place.world_size, place.group_name, place.backend
         )
 
     def join_group(self, server: Server, place: GroupPlace) -> None:
-        """See ``BroadcastClient.join_group``."""
+        """See ``BroadcastBackend.join_group``."""
         body = {name: value for name, value in dataclasses.asdict(place).items() if name != "invitation"}
         self._post_update(server, "init_weights_update_group", body)
 
     def receive_bucket(self, server: Server, group_name: str, bucket: Bucket, version: int) -> None:
-        """A bucket as one flat tensor; the last names the version."""
+        """Send a bucket as one flat tensor; the last bucket names the version."""
         body: dict[str, Any] = {
             "names": bucket.names,
             "dtypes": bucket.dtypes,
@@ -411,14 +414,14 @@ class SGLangClient(BroadcastClient):
         self._post_update(server, "update_weights_from_distributed", body)
 
     def forget_group(self, server: Server, name: str) -> None:
-        """Have ``serve-model`` leave; SGLang is not asked, as it may wait there for ranks that are gone."""
-        if self._facts[server.address].is_builtin:
+        """Have ``serve-model`` leave. SGLang is not asked, because it might wait for ranks that are gone."""
+        if self.facts[server.address].is_builtin:
             with contextlib.suppress(EngineError):  # it may never have joined, or be gone
                 self.ask(server, "POST", "/destroy_weights_update_group", {"group_name": name})
 
 
-class BuiltinServersClient(SGLangClient):
-    """``rollwright serve-model`` in processes that every run starts for itself."""
+class BuiltinServersBackend(SGLangBackend):
+    """``rollwright serve-model`` in processes that every run starts itself."""
 
     kind = "builtin_process"
     needs_gpu = False
@@ -436,3 +439,10 @@ class BuiltinServersClient(SGLangClient):
             batch_invariant=launch.deterministic,
         )
         return LocalServerConfig.build_cmd(server, host=launch.host, port=launch.port)
+
+
+class SGLangClient(RemoteInferenceEngine):
+    """A remote engine of SGLang servers."""
+
+    def __init__(self, config: RolloutConfig | None = None, *, addresses: Iterable[str] | None = None) -> None:
+        super().__init__(SGLangBackend, config, addresses=addresses)

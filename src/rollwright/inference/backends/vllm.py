@@ -1,4 +1,4 @@
-"""A client of vLLM servers: tokens in and out over ``/inference/v1/generate``, which also says each token's version.
+"""vLLM's protocol: tokens in and out over ``/inference/v1/generate``, which also reports each token's version.
 
 The server has to be started with ``--enable-scale-out``, ``--logprobs-mode processed_logprobs`` and
 ``VLLM_SERVER_DEV_MODE=1``; ``VLLMConfig.build_cmd`` does so.
@@ -16,28 +16,31 @@ from rollwright.config.sections import RolloutConfig
 from rollwright.config.servers import VLLMConfig
 from rollwright.errors import EngineError, WeightUpdateError
 from rollwright.inference.backends import ServerLaunch
+from rollwright.inference.backends.server_backend import BroadcastBackend
 from rollwright.inference.connections import ServerRefusedError
 from rollwright.inference.parameters import ParameterTable, Wire
+from rollwright.inference.remote import RemoteInferenceEngine
 from rollwright.inference.request import ModelRequest, ModelResponse, TopTokens, versions_of_spans
 from rollwright.inference.router import Server
-from rollwright.inference.weights.broadcast import BroadcastClient, Bucket, GroupPlace, SendingHalf
+from rollwright.inference.server_set import ServerSet
+from rollwright.inference.weights.group import Bucket, GroupPlace, SendingHalf
+from rollwright.inference.weights.transfer import WeightUpdateMeta
 from rollwright.inference.weights.vllm_group import VLLMGroup
-from rollwright.inference.weights.ways import WeightUpdateMeta
 from rollwright.tracking.logging import getLogger
 
 logger = getLogger("VLLMClient")
 
-#: vLLM's names of what happens to requests that run while weights change. Whether they keep their old cache is decided by
-#: the reset of the prefix cache after the update.
+#: vLLM's names for what happens to requests that run while weights change. The reset of the prefix cache after the update decides
+#: whether they keep their old cache.
 PAUSE_MODES = {"recompute": "keep", "keep": "keep", "wait": "wait"}
-#: vLLM puts this before the request id that a client gives.
+#: vLLM puts this prefix before a client's request id.
 _ENGINE_ID_PREFIX = "generate-tokens-"
-#: Has a server receive weights over NCCL.
+#: Makes a server ready to receive weights over NCCL.
 _TRANSFERS = {"weight-transfer-config": '{"backend": "nccl"}'}
 
 
 def _scores(request: ModelRequest, content: list[Any], prompt: list[Any] | None) -> dict[str, Any]:
-    """What a response has besides the sampled tokens' log-probabilities, where the request asks for it."""
+    """Further log-probabilities of a response that the request asks for."""
     scores: dict[str, Any] = {}
     count, start = request.top_logprobs or 0, request.prompt_logprobs_from
     if count:
@@ -59,31 +62,31 @@ def _most_likely(tokens: TopTokens, count: int) -> TopTokens:
 
 
 @dataclasses.dataclass(frozen=True)
-class _Facts:
-    """What a server said about itself."""
+class VLLMFacts:
+    """What a server reports about itself."""
 
     ranks: int = 1  # over all data-parallel copies
-    transfer: str | None = None  # the backend of its weight-transfer engine; None: it has none
+    transfer: str | None = None  # backend of its weight-transfer engine, if it has one
     dtype: torch.dtype | None = None
     batch_invariant: bool = False
 
 
-def _facts(config: Mapping[str, Any], environment: Mapping[str, Any]) -> _Facts:
+def _facts(config: Mapping[str, Any], environment: Mapping[str, Any]) -> VLLMFacts:
     parallel, model, transfer = (config.get(f"{part}_config") or {} for part in ("parallel", "model", "weight_transfer"))
     sizes = [int(parallel.get(f"{kind}_parallel_size") or 1) for kind in ("tensor", "pipeline", "data")]
     workers = int(parallel.get("world_size") or sizes[0] * sizes[1])
     dtype = getattr(torch, str(model.get("dtype")).removeprefix("torch."), None)
-    kept_type = dtype if isinstance(dtype, torch.dtype) else None
-    return _Facts(workers * sizes[2], transfer.get("backend"), kept_type, bool(environment.get("VLLM_BATCH_INVARIANT")))
+    held_type = dtype if isinstance(dtype, torch.dtype) else None
+    return VLLMFacts(workers * sizes[2], transfer.get("backend"), held_type, bool(environment.get("VLLM_BATCH_INVARIANT")))
 
 
-class VLLMClient(BroadcastClient):
-    """Tokens in and out over ``/inference/v1/generate``."""
+class VLLMBackend(BroadcastBackend):
+    """Servers that generate at ``/inference/v1/generate``."""
 
     kind = "vllm"
     generate_path = "/inference/v1/generate"
     refused_inputs: Mapping[str, str] = {
-        name: remedy for name, remedy in BroadcastClient.refused_inputs.items() if "logprobs" not in name
+        name: remedy for name, remedy in BroadcastBackend.refused_inputs.items() if "logprobs" not in name
     }
     parameters = ParameterTable(
         {
@@ -112,10 +115,10 @@ class VLLMClient(BroadcastClient):
         always={"include_stop_str_in_output": True, "logprobs": 0},
     )
 
-    def __init__(self, config: RolloutConfig | None = None, *, addresses: Iterable[str] | None = None) -> None:
-        super().__init__(config, addresses=addresses)
-        self._dies_of_seeds: set[str] = set()
-        self._facts: dict[str, _Facts] = {}
+    def __init__(self, config: RolloutConfig, servers: ServerSet) -> None:
+        super().__init__(config, servers)
+        self.crash_on_seeds: set[str] = set()  # addresses of servers that a seed could end
+        self._facts: dict[str, VLLMFacts] = {}
 
     @classmethod
     def command(cls, launch: ServerLaunch) -> list[str]:
@@ -136,13 +139,12 @@ class VLLMClient(BroadcastClient):
         return VLLMConfig.build_cmd(section, launch.gpus, launch.first_gpu, launch.host, launch.port)
 
     @property
-    def is_batch_invariant(self) -> bool:  # type: ignore[override]
-        """What a request is answered does not depend on what else is computed, by what every server says. A server that gets no
-        seeds draws from its own generator."""
-        return bool(self._facts) and not self._dies_of_seeds and all(facts.batch_invariant for facts in self._facts.values())
+    def is_batch_invariant(self) -> bool:
+        """True if every server reports it and gets seeds; without a seed, a server draws from its own generator."""
+        return bool(self._facts) and not self.crash_on_seeds and all(facts.batch_invariant for facts in self._facts.values())
 
     def on_connected(self, server: Server) -> None:
-        """See that the server says its versions and gives the right log-probabilities."""
+        """Check that the server reports versions and returns the log-probabilities that training needs."""
         try:
             self.ask(server, "GET", "/weight_info", timeout=30.0)
         except ServerRefusedError as error:
@@ -152,7 +154,7 @@ class VLLMClient(BroadcastClient):
             ) from error
         info = self.ask(server, "GET", "/server_info?config_format=json", timeout=120.0)
         said = info.get("vllm_config")
-        config = said if isinstance(said, dict) else {}  # others give text
+        config = said if isinstance(said, dict) else {}  # other versions return text
         model, device, scheduler = (config.get(part) or {} for part in ("model_config", "device_config", "scheduler_config"))
         mode = model.get("logprobs_mode")
         if mode is not None and mode != "processed_logprobs":
@@ -163,7 +165,7 @@ class VLLMClient(BroadcastClient):
         self._facts[server.address] = _facts(config, info.get("vllm_env") or {})
         self.note_checkpoint(server, model.get("model"))
         if "cpu" in (device.get("device_type"), device.get("device")) and scheduler.get("enable_chunked_prefill"):
-            self._dies_of_seeds.add(server.address)
+            self.crash_on_seeds.add(server.address)
             logger.warning(
                 "The vLLM server at %s runs on a CPU with chunked prefill, where a request with a seed can end it: seeds are not "
                 "sent. Start it with --no-enable-chunked-prefill (vllm.device: cpu) to have them.",
@@ -171,15 +173,15 @@ class VLLMClient(BroadcastClient):
             )
 
     def _seed(self, request: ModelRequest) -> int | None:
-        """The seed that is sent: none where it could end the server."""
-        return None if self._dies_of_seeds else request.effective_seed
+        """The seed to send; None if it could end the server."""
+        return None if self.crash_on_seeds else request.effective_seed
 
     def check(self, request: ModelRequest, where: str) -> bool:
-        """See ``RemoteRequests.check``; a seed that could end the server is refused, too."""
-        if request.gconfig.seed is not None and self._dies_of_seeds:
+        """See ``ServerBackend.check``; also refuses a seed that could end the server."""
+        if request.gconfig.seed is not None and self.crash_on_seeds:
             raise EngineError(
                 f"gconfig.seed={request.gconfig.seed} cannot be honoured: the CPU build of vLLM at "
-                f"{', '.join(sorted(self._dies_of_seeds))} ends when a request with a seed is prefilled in parts. Start it with "
+                f"{', '.join(sorted(self.crash_on_seeds))} ends when a request with a seed is prefilled in parts. Start it with "
                 "--no-enable-chunked-prefill (vllm.device: cpu), or leave the seed out."
             )
         if request.prompt_logprobs_from is not None and request.gconfig.effective_temperature != 1.0:
@@ -190,10 +192,10 @@ class VLLMClient(BroadcastClient):
         return super().check(request, where)
 
     def payload(self, request: ModelRequest, wire_id: str, server: Server) -> dict[str, Any]:
-        """The body of a request; vLLM names adapters as models."""
+        """See ``ServerBackend.payload``; for vLLM, an adapter is a model name."""
         params = self.parameters.sampling_params(request.gconfig, self._seed(request))
         if request.top_logprobs:
-            params["logprobs"] = request.top_logprobs + 1  # the sampled token takes one place
+            params["logprobs"] = request.top_logprobs + 1  # the sampled token counts, too
         if request.prompt_logprobs_from is not None:
             params["prompt_logprobs"] = request.top_logprobs or 0
         adapter = {} if request.lora_name is None else {"model": request.lora_name}
@@ -205,7 +207,7 @@ class VLLMClient(BroadcastClient):
         }
 
     def response(self, request: ModelRequest, data: dict[str, Any], version_when_sent: int) -> ModelResponse:
-        """The first choice, with the versions that its spans name."""
+        """See ``ServerBackend.response``; reads the only choice and its version spans."""
         (choice,) = data["choices"]
         output_ids = [int(token) for token in choice["token_ids"] or []]
         content = (choice.get("logprobs") or {}).get("content") or []
@@ -235,36 +237,36 @@ class VLLMClient(BroadcastClient):
     # -- control -------------------------------------------------------------------------------------------------------
 
     def pause_server(self, server: Server) -> None:
-        """Pause; what runs is kept, or ends first (``on_weight_update: wait``), which may take as long as a request may."""
+        """Pause. With ``on_weight_update: wait`` running requests end first, which may take as long as a request."""
         mode = PAUSE_MODES[self.config.on_weight_update]
         limit = self.config.request_timeout if mode == "wait" else None
         self.ask(server, "POST", f"/pause?mode={mode}", timeout=limit)
 
     def resume_server(self, server: Server) -> None:
-        """Go on."""
+        """See ``ServerBackend.resume_server``."""
         self.ask(server, "POST", "/resume")
 
     def abort_on_server(self, server: Server, wire_ids: list[str]) -> None:
-        """End requests by the ids that vLLM made of ours."""
+        """See ``ServerBackend.abort_on_server``; vLLM has added a prefix to our ids."""
         self.ask(server, "POST", "/abort_requests", {"request_ids": [_ENGINE_ID_PREFIX + wire_id for wire_id in wire_ids]})
 
     def read_version(self, server: Server) -> str | None:
-        """The label of the weights."""
+        """See ``ServerBackend.read_version``."""
         return self.ask(server, "GET", "/weight_info", timeout=30.0).get("weight_version")
 
     def label_version(self, server: Server, version: int) -> None:
-        """Number the weights."""
+        """See ``ServerBackend.label_version``."""
         self.ask(server, "POST", "/update_weight_version", {"new_version": str(version)})
 
     # -- weights -------------------------------------------------------------------------------------------------------
 
     def held_dtype(self, server: Server) -> torch.dtype | None:
-        """The type that the server computes in, which ``auto`` has become."""
+        """The type that the server computes in, with ``auto`` resolved."""
         return self._facts[server.address].dtype
 
     def load_from_disk(self, server: Server, directory: str, version: int, digest: str | None) -> None:
-        """Reload weights. A server that keeps a packed copy of a tied output head answers 200 and computes with old weights:
-        the audit that follows every publication compares log-probabilities for that reason."""
+        """Reload weights. A server with a packed copy of a tied output head answers 200 but computes with its old weights; this is why an
+        audit compares log-probabilities after every publication."""
         body = {"method": "reload_weights", "kwargs": {"weights_path": str(directory)}}
         self._update_call(server, "collective_rpc", body, version)
         self.label_version(server, version)
@@ -283,14 +285,14 @@ class VLLMClient(BroadcastClient):
     # -- the weight-transfer engine (weights/broadcast.py) -------------------------------------------------------------
 
     def ranks_of(self, server: Server, meta: WeightUpdateMeta) -> int:
-        """Every worker of every data-parallel copy, as vLLM numbers them from ``rank_offset`` on."""
+        """See ``BroadcastBackend.ranks_of``. vLLM numbers every worker of every data-parallel copy, starting at ``rank_offset``."""
         return self._facts[server.address].ranks
 
     def group_backend(self, servers: list[Server], meta: WeightUpdateMeta) -> str:
-        """NCCL, which the servers have to have been started for.
+        """NCCL, for which the servers must have been started.
 
         Raises:
-            WeightUpdateError: ``meta`` names another, the trainer has no GPU, or a server has no weight-transfer engine.
+            WeightUpdateError: ``meta`` names another backend, the trainer has no GPU, or a server has no weight-transfer engine.
         """
         if meta.backend == "gloo" or not torch.cuda.is_available():
             raise WeightUpdateError(
@@ -310,11 +312,11 @@ class VLLMClient(BroadcastClient):
         return VLLMGroup.invitation()
 
     def sending_half(self, place: GroupPlace) -> SendingHalf:
-        """See ``BroadcastClient.sending_half``."""
+        """See ``BroadcastBackend.sending_half``."""
         return VLLMGroup(place)
 
     def join_group(self, server: Server, place: GroupPlace) -> None:
-        """See ``BroadcastClient.join_group``."""
+        """See ``BroadcastBackend.join_group``."""
         joining = {
             "nccl_unique_id_b64": place.invitation,
             "rank_offset": place.rank_offset,
@@ -327,7 +329,7 @@ class VLLMClient(BroadcastClient):
             raise WeightUpdateError(f"The vLLM server at {server.address} did not join the group: {error}") from error
 
     def begin_receiving(self, server: Server, version: int) -> None:
-        """Begin an update; one that a trainer began and did not end is ended first."""
+        """Start an update, after finishing one that a trainer left unfinished."""
         try:
             self._update_call(server, "start_weight_update", {}, version)
         except WeightUpdateError as error:
@@ -337,11 +339,18 @@ class VLLMClient(BroadcastClient):
             self._update_call(server, "start_weight_update", {}, version)
 
     def receive_bucket(self, server: Server, group_name: str, bucket: Bucket, version: int) -> None:
-        """See ``BroadcastClient.receive_bucket``."""
+        """See ``BroadcastBackend.receive_bucket``."""
         info = {"names": bucket.names, "dtype_names": bucket.dtypes, "shapes": bucket.shapes}
         self._update_call(server, "update_weights", {"update_info": info}, version)
 
     def end_receiving(self, server: Server, version: int) -> None:
-        """Have the server put the weights into the form that it computes with, and call them ``version``."""
+        """Have the server convert the weights to the form that it computes with, and label them ``version``."""
         self._update_call(server, "finish_weight_update", {"weight_version": str(version)}, version)
         self._forget_old_prefixes(server, version)
+
+
+class VLLMClient(RemoteInferenceEngine):
+    """A remote engine of vLLM servers."""
+
+    def __init__(self, config: RolloutConfig | None = None, *, addresses: Iterable[str] | None = None) -> None:
+        super().__init__(VLLMBackend, config, addresses=addresses)

@@ -1,1 +1,1 @@
-"""New weights on their way to inference engines: the ways there are, files, the distributed group, publication."""
+"""Transfer of new weights to inference engines: publication, versions, files, shared memory and broadcast."""

@@ -1,4 +1,4 @@
-"""Weights as files: safetensors written beside and renamed, with a digest of their content."""
+"""Weights as files: safetensors that are written atomically, with a digest of their content."""
 
 from __future__ import annotations
 
@@ -19,15 +19,15 @@ from rollwright.experience.packed import safetensors_head
 from rollwright.inference.weights.group import buckets
 from rollwright.inference.weights.stream import WeightStream
 
-#: Says what a directory of weights holds: ``{"version", "digest"}``.
+#: File that describes a directory of weights: ``{"version", "digest"}``.
 MANIFEST = "rollwright_weights.json"
 _FILE_BYTES = 4 << 30
 
 
 def content_digest(named: Iterable[tuple[str, Tensor]]) -> str:
-    """SHA-256 over names, types, shapes and bytes of tensors, in the order of their names' sort.
+    """Compute SHA-256 over the names, types, shapes and bytes of tensors, sorted by name.
 
-    Two sets of weights have one digest exactly where they are equal bit for bit, however they were stored.
+    Two sets of weights have the same digest exactly if they are equal bit for bit, however they are stored.
     """
     return _total_digest({name: _tensor_digest(name, tensor) for name, tensor in named})
 
@@ -53,18 +53,18 @@ def write_weights(
     version: int,
     config: Any = None,
 ) -> str:
-    """Write weights so that no reader ever sees half of them, one tensor at a time.
+    """Write weights one tensor at a time. Readers never see incomplete weights.
 
-    They are written to a directory beside ``directory``, which is then renamed; one that is there already is replaced.
+    They are written to a directory beside ``directory``, which then replaces it.
 
     Args:
-        directory: where they are to be found.
-        named: parameter names and whole tensors, each once; tied weights once.
-        version: of these weights.
-        config: a Hugging Face config, saved beside them so that the directory is a model directory.
+        directory: target directory.
+        named: parameter names and whole tensors; each tensor, also a tied one, occurs once.
+        version: version of these weights.
+        config: a Hugging Face config, saved as well so that the result is a model directory.
 
     Returns:
-        The content's digest.
+        Digest of the content.
 
     Raises:
         WeightUpdateError: the disk is full or cannot be written.
@@ -84,13 +84,13 @@ def write_weights(
 
 
 def write_files(directory: Path, weights: WeightStream) -> str:
-    """Write ``model.safetensors``, or files of at most 4 GiB and their index, holding one tensor at a time.
+    """Write ``model.safetensors``, or files of at most 4 GiB and their index, with one tensor in memory at a time.
 
     Returns:
-        The digest of all.
+        Digest of the content.
 
     Raises:
-        WeightUpdateError: there is nothing to write, or a name is there twice.
+        WeightUpdateError: there is nothing to write, or a name occurs twice.
     """
     names = [name for name, _ in weights.described]
     if not names:
@@ -115,7 +115,7 @@ def write_files(directory: Path, weights: WeightStream) -> str:
                     raise WeightUpdateError(
                         f"Weight {given} came where {name} of {described.dtype} {list(described.shape)} was announced."
                     )
-                tensor = tensor.detach().to("cpu")  # once: it is read for the digest, and written
+                tensor = tensor.detach().to("cpu")  # copied once, for both the digest and the file
                 digests[name] = _tensor_digest(name, tensor)
                 out.write(_content(tensor))
                 index["weight_map"][name] = file
@@ -126,10 +126,10 @@ def write_files(directory: Path, weights: WeightStream) -> str:
 
 
 def read_weights(directory: str | Path) -> Iterator[tuple[str, Tensor]]:
-    """The tensors of a directory's safetensors files, read one by one from mapped memory.
+    """Read the tensors of a directory's safetensors files one by one from mapped memory.
 
     Raises:
-        WeightUpdateError: there is no such file, or one is damaged.
+        WeightUpdateError: there are no such files, or one is damaged.
     """
     paths = sorted(Path(directory).glob("*.safetensors"))
     if not paths:

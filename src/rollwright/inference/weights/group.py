@@ -1,6 +1,6 @@
 """A process group of the trainer's first rank and the inference servers, over which weights are broadcast.
 
-It is a group beside the default one of either side: neither has to have one, and a server may be in several.
+The group is independent of the default group of either side: neither has to have one, and a server may be in several.
 """
 
 from __future__ import annotations
@@ -9,37 +9,90 @@ import functools
 import math
 import os
 from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
 from datetime import timedelta
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch._C._distributed_c10d import BroadcastOptions, PrefixStore, TCPStore
+from torch.distributed import PrefixStore, TCPStore  # pyright: ignore[reportPrivateImportUsage]  # documented names
 
 from rollwright.errors import WeightUpdateError
 
 DEFAULT_GROUP = "weight_update_group"
-#: Bytes of one bucket: large enough that a broadcast is bandwidth, small enough to fit beside the weights.
+#: Size of a bucket: large enough that bandwidth dominates a broadcast, small enough to fit beside the weights.
 BUCKET_BYTES = 512 << 20
+
+
+@dataclass(frozen=True)
+class GroupPlace:
+    """Where a group meets, and the rank of a server's first process, in SGLang's names.
+
+    ``invitation`` is what a server needs from the sender besides the address, if anything.
+    """
+
+    master_address: str
+    master_port: int
+    rank_offset: int
+    world_size: int
+    group_name: str
+    backend: str
+    invitation: str = ""
+
+
+@dataclass(frozen=True)
+class Bucket:
+    """Description of a bucket that a server gets before its tensors."""
+
+    names: list[str]
+    dtypes: list[str]
+    shapes: list[list[int]]
+    is_last: bool
+
+    @classmethod
+    def of(cls, named: Sequence[tuple[str, Tensor]], is_last: bool) -> Bucket:
+        """Describe tensors."""
+        names, tensors = zip(*named, strict=True)
+        dtypes = [str(tensor.dtype).removeprefix("torch.") for tensor in tensors]
+        return cls(list(names), dtypes, [list(tensor.shape) for tensor in tensors], is_last)
+
+
+class SendingHalf(Protocol):
+    """The trainer's place in a group: rank 0. The servers have the other ranks."""
+
+    name: str
+
+    def send(self, named: Sequence[tuple[str, Tensor]]) -> None:
+        """Send a bucket's tensors to every other rank.
+
+        Raises:
+            WeightUpdateError: a rank is gone.
+        """
+        ...
+
+    def close(self) -> None:
+        """Leave the group, so that ranks that wait for this one notice."""
+        ...
 
 
 class WeightGroup:
     """Rank 0 sends, the others receive.
 
-    Gloo works on CPU tensors and NCCL on GPU ones. SGLang joins a group by torch's own helper over a store that it prefixed
-    before, so the keys of a rank stand below three prefixes: the group's name, the helper's ``name/``, and the device. Ours have
-    to be the same, or both sides wait for each other until their time is over.
+    Gloo works on CPU tensors and NCCL on GPU tensors. SGLang joins a group through torch's own helper over a store that already has a
+    prefix, so a rank's keys have three prefixes: the group's name, the helper's ``name/``, and the device. Ours must match, or both
+    sides wait for each other until they time out.
     """
 
     def __init__(
         self, master_address: str, master_port: int, rank: int, world_size: int, name: str, backend: str, timeout: float = 120.0
     ) -> None:
         """Args:
-        master_address, master_port: of rank 0, which listens there.
-        rank, world_size, name: of this process in the group, and of the group.
+        master_address, master_port: address that rank 0 listens on.
+        rank: rank of this process.
+        world_size, name: size and name of the group.
         backend: ``"gloo"`` or ``"nccl"``.
-        timeout: seconds until a rank that does not come is given up.
+        timeout: seconds to wait for a rank that does not join.
 
         Raises:
             WeightUpdateError: the group could not be formed.
@@ -49,12 +102,14 @@ class WeightGroup:
         if backend == "nccl" and not torch.cuda.is_available():
             raise WeightUpdateError("The nccl backend needs a GPU on both sides; use gloo.")
         if backend == "nccl":
-            os.environ.setdefault("NCCL_CUMEM_ENABLE", "0")  # as SGLang's ranks have it; NCCL reads it at its first use
+            os.environ.setdefault("NCCL_CUMEM_ENABLE", "0")  # as in SGLang's ranks; NCCL reads it at its first use
         limit = timedelta(seconds=timeout)
         self.device = torch.device("cuda", torch.cuda.current_device()) if backend == "nccl" else torch.device("cpu")
         try:
             self._store: Any = TCPStore(master_address, master_port, world_size, rank == 0, limit)
-            store = PrefixStore(f"{self.device.type}/", PrefixStore(f"{name}/", PrefixStore(name, self._store)))
+            store = self._store
+            for prefix in (name, f"{name}/", f"{self.device.type}/"):
+                store = PrefixStore(prefix, store)
             self._group: Any = None
             if backend == "gloo":
                 self._group = dist.ProcessGroupGloo(store, rank, world_size, limit)
@@ -70,41 +125,39 @@ class WeightGroup:
         self.rank, self.world_size, self.name = rank, world_size, name
 
     def broadcast(self, tensor: Tensor) -> None:
-        """Send ``tensor`` from rank 0 into that of every other rank.
+        """Send ``tensor`` from rank 0 to the tensors of all other ranks.
 
         Raises:
             WeightUpdateError: a rank is gone.
         """
         if self._group is None:
             raise WeightUpdateError(f"The group {self.name!r} was left; form another.")
-        options = BroadcastOptions()
-        options.rootRank, options.rootTensor = 0, 0
         try:
-            self._group.broadcast([tensor], options).wait()
+            self._group.broadcast(tensor, root=0).wait()
         except RuntimeError as error:
             raise WeightUpdateError(f"A broadcast in the group {self.name!r} failed: {error}") from error
 
     def close(self) -> None:
-        """Leave the group: its connections close, so that ranks that wait for this one hear of it."""
+        """Leave the group and close its connections, so that ranks that wait for this one notice."""
         group, self._group, self._store = self._group, None, None
         if group is not None and self.device.type == "cuda":
             group.abort()
 
     def send(self, named: Sequence[tuple[str, Tensor]]) -> None:
-        """Broadcast the tensors of one bucket, all of one type, as one flat tensor (rank 0)."""
+        """Broadcast the tensors of a bucket, which have one type, as one flat tensor (rank 0)."""
         self.broadcast(torch.cat([tensor.detach().to(self.device).reshape(-1) for _, tensor in named]))
 
     def receive(
         self, names: Sequence[str], dtypes: Sequence[str], shapes: Sequence[Sequence[int]], *, flat: bool = False
     ) -> list[tuple[str, Tensor]]:
-        """Receive the tensors that rank 0 sends in this order.
+        """Receive tensors from rank 0, in the order in which it sends them.
 
         Args:
-            names, dtypes, shapes: one of each for a tensor.
-            flat: they come as one tensor (SGLang's ``flattened_bucket``); else each comes alone.
+            names, dtypes, shapes: name, type and shape of each tensor.
+            flat: the tensors arrive as one tensor (SGLang's ``flattened_bucket``) instead of one by one.
 
         Raises:
-            WeightUpdateError: a type has no name in torch, or a flat tensor would be of nothing.
+            WeightUpdateError: torch does not know a type, or a flat bucket is empty.
         """
         kinds = [_dtype(name, dtype) for name, dtype in zip(names, dtypes, strict=True)]
         if not flat:
@@ -117,7 +170,7 @@ class WeightGroup:
         if not kinds:
             raise WeightUpdateError("A flattened bucket has no tensors: name some.")
         sizes = [math.prod(shape) for shape in shapes]
-        # Of several types they travel in the one that torch.cat makes of them, as SGLang's bucket does.
+        # Tensors of several types are sent in the type that torch.cat promotes them to, as in SGLang's buckets.
         together = torch.empty(sum(sizes), dtype=functools.reduce(torch.promote_types, kinds), device=self.device)
         self.broadcast(together)
         parts = [part.view(tuple(shape)) for part, shape in zip(together.split(sizes), shapes, strict=True)]
@@ -134,13 +187,13 @@ def _dtype(name: str, dtype: str) -> torch.dtype:
 def buckets(
     named: Iterable[tuple[str, Tensor]], limit: int = BUCKET_BYTES, *, of_one_type: bool = False
 ) -> Iterator[list[tuple[str, Tensor]]]:
-    """Tensors in lists of at most ``limit`` bytes (one larger tensor is alone), in order.
+    """Split tensors into lists of at most ``limit`` bytes, in order; a larger tensor gets a list of its own.
 
     Args:
         named: the tensors.
-        limit: bytes.
-        of_one_type: the tensors of a list have one type, so that they can be sent as one; types take turns without closing each
-            other's lists.
+        limit: size of a list in bytes.
+        of_one_type: each list contains tensors of one type, so that they can be sent as one. Lists of different types fill
+            independently.
     """
     filling: dict[torch.dtype | None, list[tuple[str, Tensor]]] = {}
     sizes: dict[torch.dtype | None, int] = {}

@@ -75,7 +75,7 @@ def as_published(model: Any, weights: WeightStream) -> WeightStream:
     """
     if not hasattr(model, "_keys_to_ignore_on_save"):
         return weights
-    names = {name: _kept_name(model, name) for name, _ in weights.described}
+    names = {name: _saved_name(model, name) for name, _ in weights.described}
     described = {names[own]: t for own, t in weights.described if own not in (model._keys_to_ignore_on_save or ())}
     own_names = {id(tensor): name for name, tensor in described.items()}
     published = _reverted(model, described)
@@ -107,14 +107,14 @@ def as_published(model: Any, weights: WeightStream) -> WeightStream:
     return WeightStream(converted(weights.described), lambda: converted(weights))
 
 
-def _kept_name(model: Any, name: str) -> str:
+def _saved_name(model: Any, name: str) -> str:
     """The name of a tensor in checkpoints; they store a tied tensor under only one of its names."""
-    kept = (getattr(model, "all_tied_weights_keys", None) or {}).get(name, name)
+    saved = (getattr(model, "all_tied_weights_keys", None) or {}).get(name, name)
     try:
-        is_tied = kept == name or model.get_parameter(kept) is model.get_parameter(name)
+        is_tied = saved == name or model.get_parameter(saved) is model.get_parameter(name)
     except AttributeError:
         return name
-    return kept if is_tied else name
+    return saved if is_tied else name
 
 
 def _reverted(model: Any, weights: dict[str, Tensor]) -> dict[str, Tensor]:

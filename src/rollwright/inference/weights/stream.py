@@ -1,4 +1,4 @@
-"""Weights that are read one tensor at a time, in a known order: what goes from a trainer to engines and files."""
+"""Streams of weights, which are read one tensor at a time in a known order."""
 
 from __future__ import annotations
 
@@ -12,24 +12,24 @@ Pairs = Iterable[tuple[str, Tensor]]
 
 
 class WeightStream:
-    """Named tensors that exist only when their turn comes. It may be read again.
+    """Named tensors that are produced one at a time, so that the whole model never has to exist at once. Can be read repeatedly.
 
     Attributes:
-        described: names with tensors on the meta device (shape and type, no memory), in the order in which they are read:
-            wider types first, so that each is aligned in a file.
+        described: names and tensors on the meta device (shape and type, no memory), in reading order: wider types first, so that
+            each tensor is aligned in a file.
     """
 
     def __init__(self, described: Pairs, read: Callable[[], Iterator[tuple[str, Tensor]]]) -> None:
         """Args:
-        described: what is read; sorted here by the width of their types.
-        read: yields the tensors in the order of ``described``, each only until the next is asked for.
+        described: names and meta tensors; sorted here by the width of their types.
+        read: yields the tensors in the order of ``described``. Each is valid only until the next one is requested.
         """
         self.described = sorted(described, key=lambda pair: -pair[1].itemsize)
         self._read = read
 
     @classmethod
     def of(cls, weights: Mapping[str, Tensor] | Pairs | WeightStream) -> WeightStream:
-        """A stream over tensors that exist; those that are another one's memory (tied weights) only under their first name."""
+        """Stream existing tensors. Tensors that share memory (tied weights) appear once, under their first name."""
         if isinstance(weights, WeightStream):
             return weights
         named = sorted(distinct_weights(weights), key=lambda pair: -pair[1].itemsize)
@@ -40,12 +40,12 @@ class WeightStream:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of all tensors."""
+        """Total size of the tensors in bytes."""
         return sum(tensor.nbytes for _, tensor in self.described)
 
 
 def distinct_weights(weights: Mapping[str, Tensor] | Pairs) -> list[tuple[str, Tensor]]:
-    """Named tensors without those that are another one's memory (tied weights), whose first name counts."""
+    """Drop tensors that share memory with an earlier one (tied weights)."""
     pairs = cast("Pairs", weights.items() if isinstance(weights, Mapping) else weights)
     seen: set[tuple[object, ...]] = set()
     distinct: list[tuple[str, Tensor]] = []

@@ -1,8 +1,8 @@
 """The NCCL group that vLLM's weight-transfer engine joins, formed without vLLM in the trainer's environment.
 
-Rank 0 makes NCCL's id, which travels to the servers in the request to join. Every rank makes a communicator of it, and all reduce
-one number, as vLLM's ranks do at once. After that each tensor is broadcast by itself, in the order of the names that the server
-was told.
+Rank 0 creates NCCL's id and sends it to the servers in the request to join. Every rank creates a communicator from it, and all ranks
+reduce one number, as vLLM's ranks do on joining. Then each tensor is broadcast on its own, in the order of the names that were
+announced to the server.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ import torch.cuda.nccl
 from torch import Tensor
 
 from rollwright.errors import WeightUpdateError
-from rollwright.inference.weights.broadcast import GroupPlace
+from rollwright.inference.weights.group import GroupPlace
 
 
 class VLLMGroup:
@@ -27,13 +27,13 @@ class VLLMGroup:
 
     @staticmethod
     def invitation() -> str:
-        """NCCL's id for a new group, as vLLM reads it: standard base64."""
+        """Create NCCL's id for a new group, in standard base64 as vLLM expects it."""
         return base64.b64encode(torch.cuda.nccl.unique_id()).decode()
 
     def __init__(self, place: GroupPlace, timeout: float = 120.0) -> None:
         """Args:
-        place: the size of the group, and the invitation that the servers were given.
-        timeout: seconds until a rank that does not come, or takes no tensor, is given up.
+        place: size of the group, and the invitation that was sent to the servers.
+        timeout: seconds to wait for a rank that does not join or does not receive a tensor.
 
         Raises:
             WeightUpdateError: the group could not be formed.
@@ -51,7 +51,7 @@ class VLLMGroup:
             except RuntimeError as error:
                 formed.put(error)
 
-        # In a thread that may be left behind: NCCL waits for the other ranks without a limit.
+        # In a thread that may be left behind, because NCCL waits for the other ranks without a time limit.
         threading.Thread(target=form, name="rollwright-nccl", daemon=True).start()
         try:
             self._communicator = formed.get(timeout=timeout)
@@ -67,7 +67,7 @@ class VLLMGroup:
         self._wait("the servers' ranks did not meet this one")
 
     def send(self, named: Sequence[tuple[str, Tensor]]) -> None:
-        """Broadcast each tensor by itself; see ``SendingHalf.send``."""
+        """Broadcast each tensor on its own; see ``SendingHalf.send``."""
         if self._communicator is None:
             raise WeightUpdateError(f"The group {self.name!r} was left; form another.")
         tensors = [tensor.detach().to(self._device).contiguous() for _, tensor in named]
@@ -81,7 +81,7 @@ class VLLMGroup:
         self._wait("the servers did not take a bucket")
 
     def _wait(self, otherwise: str) -> None:
-        """Return when the stream is done; a rank that is gone is waited for no longer than the limit."""
+        """Wait until the stream is done, up to the time limit; a rank may be gone."""
         done = torch.cuda.Event()
         done.record(self._stream)
         deadline = time.monotonic() + self._timeout

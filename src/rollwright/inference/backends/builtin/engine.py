@@ -40,7 +40,7 @@ from rollwright.inference.compute_threads import fastest_number, release_workers
 from rollwright.inference.engine import InferenceEngine
 from rollwright.inference.request import ModelRequest, ModelResponse
 from rollwright.inference.weights.stream import WeightStream
-from rollwright.inference.weights.ways import WeightUpdateMeta
+from rollwright.inference.weights.transfer import WeightUpdateMeta
 from rollwright.tracking.logging import getLogger
 
 logger = getLogger(__name__)

@@ -1,4 +1,4 @@
-"""How new weights reach engines: one interface over memory, shared memory, disk and a distributed group."""
+"""How new weights are transferred to engines: in memory, through shared memory or disk, or over a distributed group."""
 
 from __future__ import annotations
 
@@ -27,24 +27,24 @@ from rollwright.tracking.logging import getLogger
 
 logger = getLogger("Weights")
 
-#: Where shared weights are mapped: memory that looks like a directory.
+#: Directory in memory in which shared weights are mapped.
 _SHARED_MEMORY = Path("/dev/shm")
 _SHARED_PREFIX = "rollwright-weights-"
 
 
 @dataclass(frozen=True)
 class WeightUpdateMeta:
-    """By which way weights go to the engines. Make one with the class methods.
+    """How to transfer weights to the engines. Create one with the class methods.
 
     Attributes:
         type: ``memory`` (an engine in this process copies them), ``shared`` (memory mapped by both processes of one host),
-            ``disk`` (safetensors in a directory that both see) or ``xccl`` (broadcast in a distributed group).
-        path: the directory of ``disk``, or of ``shared`` (None: chosen).
+            ``disk`` (safetensors in a directory that both can access) or ``xccl`` (broadcast in a distributed group).
+        path: directory for ``disk`` or ``shared``. With ``shared``, None chooses one.
         allocation: sizes of the engines, for ``xccl``.
-        backend: of ``xccl``: gloo, nccl, or auto (nccl where the servers and the trainer are on GPUs).
-        keep: versions kept on disk; a server that comes back is given the newest.
+        backend: for ``xccl``: gloo, nccl, or auto (nccl if the servers and the trainer are on GPUs).
+        keep: number of versions to keep on disk; a server that comes back loads the newest.
         group: name of the distributed group.
-        bucket_bytes: most bytes of one bucket.
+        bucket_bytes: largest size of a bucket.
     """
 
     type: Literal["memory", "shared", "disk", "xccl"]
@@ -65,7 +65,7 @@ class WeightUpdateMeta:
         """Servers on this host read a file that is mapped in memory and written in place.
 
         Args:
-            path: its directory; None: one that the servers may read, in shared memory where there is some.
+            path: its directory. None chooses one that the servers may read, in shared memory if available.
         """
         return cls("shared", path=None if path is None else str(path))
 
@@ -74,9 +74,9 @@ class WeightUpdateMeta:
         """Servers read safetensors from ``path/v<version>``.
 
         Args:
-            path: a directory that every server sees under the same name; ``rollwright serve-model`` reads only below its
+            path: a directory that every server can access under the same name; ``rollwright serve-model`` reads only below its
                 ``--weights-root``.
-            keep: versions kept.
+            keep: number of versions to keep.
         """
         return cls("disk", path=str(path), keep=keep)
 
@@ -87,8 +87,8 @@ class WeightUpdateMeta:
         """The trainer's first rank broadcasts to the servers, bucket by bucket.
 
         Args:
-            allocation: such as ``AllocationMode.from_str("sglang:d1p1t1+d1p1t1")``; the one-engine form
-                ``"sglang:d1p1t1"`` serves too.
+            allocation: for example ``AllocationMode.from_str("sglang:d1p1t1+d1p1t1")``, or just the engine's part,
+                ``"sglang:d1p1t1"``.
             backend: NCCL needs GPUs on both sides; Gloo works on CPUs.
         """
         if isinstance(allocation, str):
@@ -104,22 +104,22 @@ class MappedWeights:
 
     def __init__(self, directory: Path) -> None:
         """Args:
-        directory: is created; ``close`` removes it.
+        directory: created here; ``close`` removes it.
         """
         self.directory = directory
-        self._remove = weakref.finalize(self, _remove, directory, os.getpid())  # also where the process ends first
+        self._remove = weakref.finalize(self, _remove, directory, os.getpid())  # also if the process ends first
         self._path = directory / "model.safetensors"
         self._mapped: dict[str, Tensor] = {}
 
     def write(self, weights: WeightStream, version: int, config: Any = None) -> None:
-        """Put tensors into the file, one at a time; their names, types and shapes are those of the first time.
+        """Write tensors to the file, one at a time. Names, types and shapes must be the same every time.
 
         Raises:
-            WeightUpdateError: the model changed its shape, or the disk is full.
+            WeightUpdateError: the weights have changed their names, types or shapes, or the disk is full.
         """
         if not self._mapped:
             write_weights(self.directory, weights, version, config)
-            if not self._path.exists():  # sharded: too large for one file, so every version is written whole
+            if not self._path.exists():  # sharded because it is too large for one file, so every version is written whole
                 return
             self._mapped = _map(self._path)
             return
@@ -140,7 +140,7 @@ class MappedWeights:
 
 def _remove(directory: Path, owner: int) -> None:
     if os.getpid() != owner:
-        return  # a fork of the process that shares it
+        return  # a fork of the process that shares the weights
     shutil.rmtree(directory, ignore_errors=True)
     if directory.parent.name.startswith(_SHARED_PREFIX):
         with contextlib.suppress(OSError):
@@ -165,10 +165,10 @@ _DTYPES = {name: dtype for dtype, name in TYPE_NAMES.items()}
 
 
 def shared_directory(roots: Iterable[str | Path] = ()) -> Path:
-    """A fresh directory for shared weights.
+    """Create a directory for shared weights.
 
     Args:
-        roots: directories that the servers may read; none: they may read any.
+        roots: directories that the servers may read. Without any, they may read all directories.
 
     Raises:
         WeightUpdateError: none of the roots exists on this host.

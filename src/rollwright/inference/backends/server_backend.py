@@ -1,0 +1,222 @@
+"""The protocol of one kind of inference server: its command line, its requests and its control calls.
+
+A backend knows a protocol and nothing else. ``RemoteInferenceEngine`` finds the servers, watches them, sends the requests and publishes
+weights; it asks the backend how.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from rollwright.config.sections import RolloutConfig
+from rollwright.errors import ConfigError, EngineError
+from rollwright.inference.parameters import ParameterTable
+from rollwright.inference.request import ModelRequest, ModelResponse
+from rollwright.inference.router import Server
+from rollwright.inference.server_set import ServerSet
+from rollwright.inference.weights.files import checkpoint_names
+
+if TYPE_CHECKING:
+    import torch
+
+    from rollwright.inference.backends import ServerLaunch
+    from rollwright.inference.weights.group import Bucket, GroupPlace, SendingHalf
+    from rollwright.inference.weights.transfer import WeightUpdateMeta
+
+
+class ServerBackend(ABC):
+    """One kind of inference server. Subclass it for servers that speak a protocol of their own.
+
+    Attributes:
+        kind: name of the servers in messages.
+        generate_path: path of the generation endpoint.
+        parameters: how generation parameters are sent.
+        refused_inputs: fields of a request that these servers do not accept, with the alternative to suggest.
+        transports: ways to receive weights (``WeightUpdateMeta.type``).
+        needs_gpu: each server computes on ``rollout.tensor_parallel`` GPUs.
+        finds_servers: servers that are already running are used. If False, every run starts its own.
+        pauses_running_requests: a pause interrupts requests even under ``on_weight_update: wait``, so the engine waits for its own
+            requests before it pauses.
+        checkpoint_names: names of the weights in the checkpoint that each server was started with, by address, if known.
+    """
+
+    kind = "remote"
+    generate_path = "/generate"
+    parameters = ParameterTable({})
+    refused_inputs: Mapping[str, str] = {
+        "position_ids": "use the built-in engine or rollwright serve-model",
+        "branch_ids": "use the built-in engine or rollwright serve-model",
+        "multi_modal": "use the built-in engine in this process",
+        "image_data": "use the built-in engine or an SGLang server",
+        "top_logprobs": "use the built-in engine, SGLang or vLLM",
+        "prompt_logprobs_from": "use the built-in engine, SGLang or vLLM",
+    }
+    transports: tuple[str, ...] = ("shared", "disk")
+    needs_gpu = True
+    finds_servers = True
+    pauses_running_requests = False
+
+    def __init__(self, config: RolloutConfig, servers: ServerSet) -> None:
+        self.config = config
+        self.servers = servers
+        self.checkpoint_names: dict[str, frozenset[str]] = {}
+
+    def ask(self, server: Server, method: str, path: str, body: Any = None, *, timeout: float | None = None) -> dict[str, Any]:
+        """Make one synchronous call to a server; see ``ServerSet.ask``."""
+        return self.servers.ask(server, method, path, body, timeout=timeout)
+
+    # -- servers -------------------------------------------------------------------------------------------------------
+
+    @classmethod
+    def command(cls, launch: ServerLaunch) -> list[str]:
+        """Return the command line of one server.
+
+        Raises:
+            ConfigError: these servers cannot be started here.
+        """
+        raise ConfigError(
+            f"rollout.backend {launch.rollout.backend!r} has no servers to start: {cls.__name__} has no command. Start servers and "
+            "name them in rollout.addresses."
+        )
+
+    @property
+    def is_batch_invariant(self) -> bool:
+        """True if no server's answer to a request depends on what else it computes."""
+        return False
+
+    def on_connected(self, server: Server) -> None:  # noqa: B027
+        """Inspect a server that has just become healthy, for the first time or again."""
+
+    @abstractmethod
+    def pause_server(self, server: Server) -> None:
+        """Stop sampling. Running requests keep their tokens."""
+
+    @abstractmethod
+    def resume_server(self, server: Server) -> None:
+        """Continue after ``pause_server``."""
+
+    # -- requests ------------------------------------------------------------------------------------------------------
+
+    def check(self, request: ModelRequest, where: str) -> bool:
+        """Refuse what these servers cannot do.
+
+        Returns:
+            True if the log-probabilities will not be those that training needs.
+
+        Raises:
+            EngineError: the request cannot be served as asked; the message names the field.
+        """
+        for name, remedy in self.refused_inputs.items():
+            if getattr(request, name) is not None:
+                raise EngineError(f"{name} cannot travel to {where}; {remedy}.")
+        return self.parameters.check(request.gconfig, where, accept_shifted=self.config.accept_shifted_logprobs)
+
+    @abstractmethod
+    def payload(self, request: ModelRequest, wire_id: str, server: Server) -> dict[str, Any]:
+        """Build the body of a generation request; ``wire_id`` names it for ``abort_on_server``."""
+
+    @abstractmethod
+    def response(self, request: ModelRequest, data: dict[str, Any], version_when_sent: int) -> ModelResponse:
+        """Read a server's answer, including the version that sampled each token."""
+
+    def abort_on_server(self, server: Server, wire_ids: list[str]) -> None:  # noqa: B027
+        """End requests early; they return the tokens that they have. By default they run to their end."""
+
+    # -- weights -------------------------------------------------------------------------------------------------------
+
+    @abstractmethod
+    def read_version(self, server: Server) -> str | None:
+        """Return the server's label of its weights."""
+
+    def label_version(self, server: Server, version: int) -> None:
+        """Number the server's weights. Needed only if servers start with a label that is not a number."""
+        raise EngineError(f"The {self.kind} server at {server.address} has no number for its weights, and takes none.")
+
+    def version_number(self, label: Any) -> int:
+        """Convert a server's version label to a number.
+
+        Raises:
+            EngineError: the label is not a number, so something else changed the server's weights.
+        """
+        try:
+            return int(label)
+        except (TypeError, ValueError):
+            raise EngineError(
+                f"The {self.kind} server names its weights {label!r}, which is no version number: something else changed them. "
+                "Publish weights again, or restart the server."
+            ) from None
+
+    @abstractmethod
+    def load_from_disk(self, server: Server, directory: str, version: int, digest: str | None) -> None:
+        """Have one server load safetensors from a directory. Afterwards ``read_version`` returns ``version``.
+
+        Args:
+            server: a paused server.
+            directory: a model directory with ``*.safetensors``.
+            version: version of these weights.
+            digest: digest of their content (``weights.files.content_digest``). ``rollwright serve-model`` refuses files with another
+                digest; other servers ignore it, and only the audit compares.
+
+        Raises:
+            EngineError: the server did not load them.
+        """
+
+    def held_dtype(self, server: Server) -> torch.dtype | None:
+        """Return the type of a server's weights, or None if it is unknown."""
+        return None
+
+    def weights_roots(self, launched: list[str]) -> list[str]:
+        """Return the directories that every server may read weights from; an empty list means any.
+
+        Args:
+            launched: directories shared with servers that were started for this engine.
+        """
+        return launched
+
+    def note_checkpoint(self, server: Server, directory: str | None) -> None:
+        """Record the names in a server's initial checkpoint, because some servers report success for unknown names."""
+        names = None if directory is None or not Path(directory).is_dir() else checkpoint_names(directory)
+        if names is not None:
+            self.checkpoint_names[server.address] = names
+
+
+class BroadcastBackend(ServerBackend):
+    """Servers that also receive weights over a distributed group (``xccl``, ``weights/broadcast.py``)."""
+
+    transports = ("shared", "disk", "xccl")
+
+    @abstractmethod
+    def ranks_of(self, server: Server, meta: WeightUpdateMeta) -> int:
+        """Return the number of ranks that a server has in the group."""
+
+    @abstractmethod
+    def group_backend(self, servers: list[Server], meta: WeightUpdateMeta) -> str:
+        """Return ``nccl`` or ``gloo``: the one that ``meta`` names, or the one that suits the servers' devices."""
+
+    def invitation(self) -> str:
+        """Return what servers need, besides the address, to find the sender of a new group."""
+        return ""
+
+    @abstractmethod
+    def sending_half(self, place: GroupPlace) -> SendingHalf:
+        """Form the group as rank 0; returns when all ranks have joined."""
+
+    @abstractmethod
+    def join_group(self, server: Server, place: GroupPlace) -> None:
+        """Have a server's ranks join; returns when the group is formed."""
+
+    def begin_receiving(self, server: Server, version: int) -> None:
+        """Prepare a server for buckets."""
+
+    @abstractmethod
+    def receive_bucket(self, server: Server, group_name: str, bucket: Bucket, version: int) -> None:
+        """Have a server receive a bucket; returns when the server has loaded it."""
+
+    def end_receiving(self, server: Server, version: int) -> None:
+        """Finish after the last bucket."""
+
+    def forget_group(self, server: Server, name: str) -> None:
+        """Have a server leave a group, if it can do so without waiting for ranks that are gone."""

@@ -1,0 +1,383 @@
+"""Which weights the servers of a remote engine hold: pauses, versions, and servers that join, leave or come back.
+
+Invariants:
+
+* no server samples while its weights change;
+* every server in service holds the current version. A server that did not take a publication stays out of service until it is proven
+  to hold the current version;
+* a server's own label proves nothing after a failed update or a restart: such a server is given the weights again;
+* if another engine publishes (``publisher``), a server is used once that engine reports that it holds the version;
+* a pause, a publication and the return of a server never overlap (``lock``).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+import time
+from collections.abc import Callable, Collection, Iterable, Iterator
+
+from rollwright.errors import EngineError, WeightUpdateError
+from rollwright.inference.backends.server_backend import ServerBackend
+from rollwright.inference.connections import UpdateRefusedError
+from rollwright.inference.router import Server
+from rollwright.inference.server_set import CHECK_SECONDS, ServerSet
+from rollwright.tracking.logging import getLogger
+
+logger = getLogger("RemoteWeights")
+
+
+class ServerWeights:
+    """Keeps a set of servers on one version of the weights.
+
+    Attributes:
+        version: the version that servers in service hold.
+        is_paused: no server samples, between ``pause`` and ``resume``.
+        is_holding: new requests wait in this process.
+        publisher: returns the version that another engine has published and the addresses of the servers that hold it; other servers
+            are not used. None means that this engine publishes.
+        restore: gives one server the current weights. None if they are not on disk.
+        lock: held during a publication, ``pause``, ``resume`` and the return of a server.
+    """
+
+    def __init__(
+        self,
+        backend: ServerBackend,
+        servers: ServerSet,
+        *,
+        servers_are_replaced: bool = False,
+        only_asks: bool = False,
+    ) -> None:
+        """Args:
+        backend: the servers' protocol.
+        servers: the servers.
+        servers_are_replaced: lost servers are started again, so this engine starts with those that answer and takes in the others
+            later.
+        only_asks: another engine publishes to these servers, pauses and resumes them. This one only sends requests, and none before
+            ``follow``.
+        """
+        self.backend = backend
+        self.servers = servers
+        self.config = servers.config
+        self.version = 0
+        self.is_paused = False
+        self.is_holding = False
+        self.publisher: Callable[[], tuple[int, Collection[str]]] | None = None
+        self.restore: Callable[[Server], None] | None = None
+        self.lock = threading.RLock()
+        self._servers_are_replaced = servers_are_replaced
+        self._only_asks = only_asks
+        self._when_resumed: Callable[[], object] | None = None
+
+    # -- pauses --------------------------------------------------------------------------------------------------------
+
+    def pause(self) -> None:
+        """Stop sampling on every server; a server that cannot be paused is taken out.
+
+        With ``on_weight_update: wait``, running requests end first.
+
+        Raises:
+            EngineError: all servers that were started for this engine have ended.
+        """
+        if self.backend.pauses_running_requests and self.config.on_weight_update == "wait":
+            self.hold(drained=True)
+        with self.lock:
+            self.is_paused = True
+            try:
+                self.servers.each_in_service(self.backend.pause_server, "be paused")
+            except BaseException:
+                self.is_paused = self.is_holding = False
+                raise
+
+    def resume(self) -> None:
+        """Continue after ``pause`` and call what ``when_resumed`` was given; a server that cannot continue is taken out.
+
+        Raises:
+            EngineError: all servers that were started for this engine have ended.
+        """
+        with self.lock:
+            try:
+                self.servers.each_in_service(self.backend.resume_server, "go on")
+            finally:
+                self.is_paused = self.is_holding = False
+        action, self._when_resumed = self._when_resumed, None
+        if action is not None:
+            action()
+
+    @contextlib.contextmanager
+    def paused(self) -> Iterator[None]:
+        """Pause for the block; an engine that is already paused stays paused."""
+        if self.is_paused:
+            yield
+            return
+        self.pause()
+        try:
+            yield
+        finally:
+            self.resume()
+
+    def when_resumed(self, action: Callable[[], object]) -> None:
+        """See ``WeightReceiver.when_resumed``; only the last of several actions is called."""
+        if self.is_paused:
+            self._when_resumed = action
+        else:
+            action()
+
+    def hold(self, *, drained: bool) -> None:
+        """Send no new requests until ``resume``, or until ``follow`` if another engine pauses the servers.
+
+        Args:
+            drained: wait until running requests are answered. Do not call this on the event loop that awaits them.
+
+        Raises:
+            WeightUpdateError: they were not answered within ``request_timeout``.
+        """
+        self.is_holding = True
+        deadline = time.monotonic() + self.config.request_timeout
+        while drained and any(server.load for server in self.servers.router.in_service()):
+            if time.monotonic() > deadline:
+                self.is_holding = False
+                raise WeightUpdateError(
+                    f"Requests in flight did not end within {self.config.request_timeout:g} s (rollout.on_weight_update=wait): "
+                    "use recompute, or call from another thread than the one that awaits them."
+                )
+            time.sleep(0.01)
+
+    # -- the first version ---------------------------------------------------------------------------------------------
+
+    def connect(self) -> None:
+        """Wait for the servers and read their versions; servers that have just been started get a number for their weights.
+
+        Raises:
+            EngineError: a server has ended, or is not healthy within ``setup_timeout``.
+            WeightUpdateError: the servers hold different weights.
+        """
+        router = self.servers.router
+        if self._servers_are_replaced or self._only_asks:
+            for server in router.servers:
+                server.in_service, server.reason = False, "it has just joined"
+        if self._only_asks:
+            self.publisher = lambda: (0, [])
+            return
+        if self._servers_are_replaced:
+            labels = self._first_labels()
+        else:
+            self.servers.wait_healthy()
+            self.servers.each(self.backend.on_connected, router.servers)
+            labels = list(zip(router.servers, self.servers.each(self.backend.read_version, router.servers), strict=True))
+        numbers = {server.address: self._numbered(server, label) for server, label in labels}
+        if not self._servers_are_replaced and len(set(numbers.values())) > 1:
+            raise WeightUpdateError(
+                f"The {self.backend.kind} servers hold different weights (versions {numbers}). Publish weights to all, or restart them."
+            )
+        self.version = max(numbers.values())
+        for server, _ in labels:
+            if (number := numbers[server.address]) == self.version:
+                router.put_back(server)
+            else:
+                server.reason = f"it holds version {number}, and another one version {self.version}"
+
+    def _first_labels(self) -> list[tuple[Server, str | None]]:
+        """Version labels of the servers that answer, as soon as one does."""
+
+        def label(server: Server) -> str | None:
+            self.servers.ask(server, "GET", "/health", timeout=CHECK_SECONDS)
+            self.backend.on_connected(server)
+            return self.backend.read_version(server)
+
+        router, deadline = self.servers.router, time.monotonic() + self.config.setup_timeout
+        while not (labels := self.servers.settled(label, router.servers)[0]):
+            if time.monotonic() > deadline:
+                raise EngineError(
+                    f"No {self.backend.kind} server was healthy within {self.config.setup_timeout:g} s: {router.describe()}."
+                )
+            time.sleep(0.2)
+        return labels
+
+    def _numbered(self, server: Server, label: str | None) -> int:
+        """The number of a server's weights; a server without one is given the current version."""
+        if label is None or not str(label).lstrip("-").isdigit():
+            self.backend.label_version(server, self.version)
+            return self.version
+        return int(label)
+
+    # -- the next version ----------------------------------------------------------------------------------------------
+
+    def set_version(self, version: int) -> None:
+        """Confirm a published version, possibly one that another engine published.
+
+        Raises:
+            WeightUpdateError: the servers hold another version.
+        """
+        with self.lock:
+            if version == self.version:
+                return
+            labels = self.servers.each_in_service(self.backend.read_version, "say its version")
+            held = {server.address: label for server, label in labels}
+            if not held or any(str(label) != str(version) for label in held.values()):
+                raise WeightUpdateError(
+                    f"set_version({version}) does not match what the {self.backend.kind} servers hold: {held}. Versions are set by "
+                    "publishing weights (actor.update_weights); set_version only confirms them."
+                )
+            self.version, self.restore = version, None  # another engine published, so the weights on disk are older
+
+    def confirm(self, server: Server, version: int) -> None:
+        """Check that a server reports ``version`` after an update.
+
+        Raises:
+            WeightUpdateError: it reports another version.
+        """
+        held = self.backend.read_version(server)
+        if str(held) != str(version):
+            raise WeightUpdateError(
+                f"The {self.backend.kind} server at {server.address} says it holds version {held!r} after an update to {version}."
+            )
+
+    def answering_servers(self) -> list[Server]:
+        """Servers that can take part in an update; see ``ServerSet.answering``."""
+        answering = self.servers.answering()
+        # A server that is out of service may be new, and the backend knows nothing about it yet.
+        _, failed = self.servers.settled(self.backend.on_connected, [server for server in answering if not server.in_service])
+        return [server for server in answering if all(server is not other for other, _ in failed)]
+
+    def apply_update(
+        self,
+        version: int,
+        update: Callable[[Server], None],
+        *,
+        restore: Callable[[Server], None] | None,
+        servers: list[Server] | None = None,
+        alongside: Callable[[], object] = lambda: None,
+    ) -> list[str]:
+        """Pause, give new weights to every server that answers, make ``version`` the current one, and resume.
+
+        A server that fails is taken out. A server that was out of service and takes the weights is put back.
+
+        Args:
+            version: version of the new weights.
+            update: gives them to one server; raises if the server does not confirm them.
+            restore: does the same for a server that comes back later. None keeps it out until the next publication.
+            servers: servers that take part. None means all that answer.
+            alongside: runs in this thread while the servers update (the sending half of a broadcast).
+
+        Returns:
+            Addresses of the servers that confirmed.
+
+        Raises:
+            WeightUpdateError: no server took the weights.
+        """
+        with self.lock:
+            chosen = self.answering_servers() if servers is None else servers
+
+            def give(server: Server) -> None:
+                if not server.in_service:  # it was not paused with the others, and may still run old requests
+                    self.backend.pause_server(server)
+                update(server)
+
+            with self.paused():
+                failures = self._update_each(chosen, version, give, alongside)
+                confirmed = [server for server in chosen if server.address not in failures]
+                if not confirmed:
+                    causes = " ".join(dict.fromkeys(map(str, failures.values()))) or self.servers.router.describe()
+                    raise WeightUpdateError(f"No {self.backend.kind} server took version {version}: {causes}.")
+                self.version, self.restore = version, restore
+                for server in confirmed:
+                    server.has_doubtful_weights = False
+                    self.servers.router.put_back(server)
+            return [server.address for server in confirmed]
+
+    def _update_each(
+        self, servers: list[Server], version: int, update: Callable[[Server], None], alongside: Callable[[], object]
+    ) -> dict[str, EngineError]:
+        """Return why servers did not take the weights, by address, and take them out unless all refused before reading any."""
+        failures: dict[str, EngineError] = {}
+
+        def send() -> None:
+            try:
+                alongside()
+            except EngineError as error:
+                failures.update({server.address: error for server in servers})
+
+        _, failed = self.servers.settled(update, servers, send)
+        failures |= {server.address: error for server, error in failed}
+        if servers and all(isinstance(failures.get(server.address), UpdateRefusedError) for server in servers):
+            return failures  # all of them still compute with the old weights
+        for server in servers:
+            if (failure := failures.get(server.address)) is None:
+                continue
+            # Some of its weights may have changed, whatever its label says.
+            server.has_doubtful_weights |= not isinstance(failure, UpdateRefusedError)
+            if not server.in_service:
+                logger.error("The server at %s stays out of service: %s", server.address, failure)
+            self.servers.router.take_out(server, f"it did not take version {version}: {failure}")
+            self.servers.router.give_up(server)  # it stays paused, with its requests unanswered
+        return failures
+
+    # -- servers that come back or join later --------------------------------------------------------------------------
+
+    def bring_back(self, server: Server) -> None:
+        """Put a server that answers again back in service, once it holds the current weights.
+
+        Raises:
+            EngineError: it cannot be given the current weights; it stays out of service.
+        """
+        with self.lock:
+            self.backend.on_connected(server)
+            if self.publisher is None:
+                self._give_current(server)
+                (self.backend.pause_server if self.is_paused else self.backend.resume_server)(server)
+            else:
+                version, holders = self.publisher()
+                label = self.backend.read_version(server)
+                if server.address not in holders or str(label) != str(version):
+                    raise WeightUpdateError(
+                        f"it holds version {label!r}, and has not been given version {version}, the current one"
+                    )
+                self.version = version
+                # The publisher pauses and resumes its servers while weights change, and probes them. A server that this engine paused
+                # would never answer the probe.
+                if not self._only_asks and not self.is_paused:
+                    self.backend.resume_server(server)
+            self.servers.router.put_back(server)
+
+    def _give_current(self, server: Server) -> None:
+        """Give the current weights to a server that is not proven to hold them."""
+        label, doubtful = str(self.backend.read_version(server)), server.has_doubtful_weights
+        # A restarted server may label its initial weights 0, too.
+        if label == str(self.version) and not doubtful and not (label == "0" and self.restore is not None):
+            return
+        if self.restore is not None:
+            self.backend.pause_server(server)  # its running requests must not see its weights change
+            self.restore(server)
+            server.has_doubtful_weights = False
+        elif self.version == 0 and not label.isdigit() and not doubtful:
+            self.backend.label_version(server, 0)
+        else:
+            raise WeightUpdateError(
+                f"it holds version {label!r}{', which may be incomplete,' if doubtful else ''} and version {self.version} is "
+                "not on disk; it comes back with the next publication"
+            )
+
+    # -- another engine publishes --------------------------------------------------------------------------------------
+
+    def adopt_version(self) -> None:
+        """Take over the version that ``publisher`` reports, and take out servers that do not hold it yet."""
+        assert self.publisher is not None
+        version, holders = self.publisher()
+        with self.lock:
+            if version != self.version:
+                self.version, self.restore = version, None
+            for server in self.servers.router.in_service():
+                if server.address not in holders:
+                    self.servers.router.take_out(server, f"it was not given version {version}")
+                    self.servers.router.give_up(server)  # its older requests stay unanswered
+
+    def follow(self, addresses: Iterable[str], version: int) -> None:
+        """Use these servers, which hold this version according to the engine that watches them; ends ``hold``."""
+        holders = list(addresses)
+        self.publisher = lambda: (version, holders)
+        self.servers.router.replace(holders)
+        self.adopt_version()
+        waiting = [server for server in self.servers.router.servers if not server.in_service]
+        self.servers.settled(self.bring_back, waiting)
+        self.is_holding = False
