@@ -92,7 +92,7 @@ def main() -> None:
             rank.wait_started(120.0)
             pool = RolloutWorkers(workers, 120.0, journal=directory)
             pool.wait_started()
-            executor = RolloutExecutor(LongAnswers(), RolloutConfig(), elsewhere=pool)
+            executor = RolloutExecutor(LongAnswers(), RolloutConfig(), workers=pool)
             short = [arguments.short] * GROUP
             tasks = [{"ordinal": number, "tokens": short} for number in range(4 + arguments.rows // GROUP)]
             executor.rollout_batch(tasks[:4], Answer(), group_size=GROUP)  # imports and first uses

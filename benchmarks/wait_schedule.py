@@ -17,7 +17,7 @@ from pathlib import Path
 from async_training import tool_wait
 from report import Report
 
-from rollwright.rollout.staleness import Staleness
+from rollwright.rollout.scheduler import Staleness
 
 
 def seconds_a_step(

@@ -38,7 +38,7 @@ class DistributedRolloutEngine(RemoteEngine):
         seed: int,
     ) -> None:
         super().__init__(config, client=client, seed=seed)
-        self.elsewhere = self.pool = pool
+        self.workers = self.pool = pool
         self._publisher = publisher
         self._workers_run = False
 

@@ -21,8 +21,8 @@ from rollwright.inference.engine import InferenceEngine, WeightReceiver
 from rollwright.inference.remote import RemoteInferenceEngine
 from rollwright.inference.request import ModelRequest, ModelResponse
 from rollwright.inference.server_watch import ServerWatch
+from rollwright.rollout.episode import EpisodeWorkers
 from rollwright.rollout.executor import RolloutExecutor
-from rollwright.rollout.runner import Elsewhere
 from rollwright.tracking.logging import getLogger
 
 if TYPE_CHECKING:
@@ -56,12 +56,12 @@ class RolloutEngine(InferenceEngine):
         deterministic: see docs/determinism.md.
 
     Attributes:
-        journal: what episodes are asked and answered is written there; to be set before ``initialize``. None: nowhere.
-        elsewhere: runs the episodes of training in other processes; to be set before ``initialize``. None: they run here.
+        journal: records the episodes; to be set before ``initialize``. None disables recording.
+        workers: run the episodes in other processes; to be set before ``initialize``. None runs them in this one.
     """
 
     journal: Journal | None = None
-    elsewhere: Elsewhere | None = None
+    workers: EpisodeWorkers | None = None
 
     def __init__(
         self,
@@ -112,7 +112,7 @@ class RolloutEngine(InferenceEngine):
                 seed=self.seed,
                 deterministic=self.deterministic,
                 journal=self.journal,
-                elsewhere=self.elsewhere,
+                workers=self.workers,
             )
         except BaseException:  # settings that it refuses; servers that were started for the client must not outlive that
             self._client.destroy()

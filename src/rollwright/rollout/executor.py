@@ -7,25 +7,30 @@ samples run on the executor's loop, in a thread that the executor owns.
 from __future__ import annotations
 
 import concurrent.futures
+import contextvars
 import math
 import threading
 from collections import deque
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from rollwright.config.sections import RolloutConfig
-from rollwright.errors import ConfigError, DatasetEnded, RolloutError
+from rollwright.errors import BrokenRewardError, ConfigError, DatasetEnded, ReplayError, RolloutError
 from rollwright.experience.journal.episodes import RecordedEpisode
 from rollwright.experience.journal.writing import Journal
 from rollwright.experience.trajectory import Trajectory, concat_padded_tensors
 from rollwright.inference.compute_threads import release_workers
 from rollwright.inference.engine import InferenceEngine
+from rollwright.rollout.episode import EpisodeRunner, EpisodeWorkers, Outcome, record_end
 from rollwright.rollout.event_loop import LoopThread
 from rollwright.rollout.failure_budget import Failure, with_cause
-from rollwright.rollout.resume import PastEpisodes, load_state, recall, state_of
-from rollwright.rollout.runner import Elsewhere, Runner
-from rollwright.rollout.task_group import AcceptFunction, Batch, Group, GroupFactory, GroupState, TaskSource, Waiter
+from rollwright.rollout.replay_order import ReplayOrder
+from rollwright.rollout.resume import PastEpisodes, read_past
+from rollwright.rollout.sample_engine import SampleEngine
+from rollwright.rollout.scheduler import GroupScheduler
+from rollwright.rollout.task_group import AcceptFunction, Batch, Group, GroupFactory, GroupState, TaskSource
 from rollwright.tracking.logging import getLogger
 
 logger = getLogger("rollout")
@@ -33,6 +38,27 @@ logger = getLogger("rollout")
 MAX_UNDELIVERED_TASKS = 65_536
 PAUSED_WARNING_SECONDS = 30.0
 EPOCHS_WITHOUT_ACCEPTANCE = 2
+
+
+@dataclass(eq=False)
+class Waiter:
+    """A caller whose thread waits for ``future``.
+
+    Args:
+        take: called on the loop after each change. Returns the groups, or None if they are not ready; may raise ``RolloutError``.
+        caller: identity of the thread, if it takes groups for training that it has to release.
+        own_groups: groups that nobody else waits for; they are dropped when the caller gives up.
+    """
+
+    take: Callable[[], list[Group] | None]
+    caller: int | None = None
+    own_groups: Sequence[Group] = ()
+    future: concurrent.futures.Future[list[Group]] = field(default_factory=concurrent.futures.Future)
+
+    def fail(self, error: BaseException) -> None:
+        """Answer with an error."""
+        if not self.future.done():
+            self.future.set_exception(error)
 
 
 class RolloutExecutor:
@@ -43,12 +69,12 @@ class RolloutExecutor:
         config: limits and policies of rollout.
         seed: the run's seed; every request's seed derives from it.
         deterministic: batches leave in the order of their ordinals (docs/determinism.md).
-        batch_size: groups in a training batch, for the admission rule; None: learnt from ``prepare_batch``.
-        journal: what episodes are asked and answered is written there; None: nowhere.
-        elsewhere: runs the episodes in other processes; None: they run on the loop of this one.
+        batch_size: groups in a training batch, for the admission rule. None: taken from ``prepare_batch``.
+        journal: records the episodes. None disables recording.
+        workers: run the episodes in other processes. None runs them on this executor's loop.
 
     Raises:
-        ConfigError: ``over_sampling`` in deterministic mode: what it cuts is for the clock to decide.
+        ConfigError: ``over_sampling`` in deterministic mode, because what it cuts depends on timing.
     """
 
     def __init__(
@@ -60,7 +86,7 @@ class RolloutExecutor:
         deterministic: bool = False,
         batch_size: int | None = None,
         journal: Journal | None = None,
-        elsewhere: Elsewhere | None = None,
+        workers: EpisodeWorkers | None = None,
     ) -> None:
         self.config = config or RolloutConfig()
         if deterministic and self.config.over_sampling > 0:
@@ -71,10 +97,19 @@ class RolloutExecutor:
         self.engine = engine
         self._thread = LoopThread(at_exit=self.destroy)
         self._call = self._thread.call
-        self._runner = Runner(engine, self.config, self._thread.loop, seed, deterministic, journal, elsewhere)
-        self._delivery = self._runner.delivery
-        self._delivery.staleness.batch = batch_size
-        self._delivery.staleness.version = engine.get_version()
+        self._episodes = EpisodeRunner(
+            engine,
+            self.config,
+            self._thread.loop,
+            seed,
+            ended=self._sample_ended,
+            stopped=self._fail_waiters,
+            journal=journal,
+            workers=workers,
+        )
+        self._scheduler = GroupScheduler(self.config, deterministic, batch_size, engine.get_version())
+        self._waiters: list[Waiter] = []
+        self._reaction_is_due = False
         self._factory = GroupFactory()
         self._sources: dict[int, TaskSource] = {}  # by the id of the dataloader, which they keep alive
         self._restored: deque[dict[str, Any]] = deque()  # tasks that a checkpoint had drawn and not trained
@@ -111,14 +146,14 @@ class RolloutExecutor:
             RolloutError: too many tasks were submitted and not taken, or rollout has stopped.
         """
         self._start()
-        if len(self._runner.tasks) >= MAX_UNDELIVERED_TASKS:
+        if len(self._scheduler.tasks) >= MAX_UNDELIVERED_TASKS:
             raise RolloutError(
                 f"{MAX_UNDELIVERED_TASKS} tasks are queued, running or ready already: take results with wait() before submitting more."
             )
         group = self._factory.make(data, workflow, workflow_kwargs, should_accept_fn, group_size, is_eval)
         group.past = dict(past or {})
-        self._runner.tasks[group.task_id] = group  # counted here: the loop may be far behind
-        self._thread.loop.call_soon_threadsafe(self._runner.enqueue, [group])
+        self._scheduler.tasks[group.task_id] = group  # counted here: the loop may be far behind
+        self._thread.loop.call_soon_threadsafe(self._enqueue, [group])
         return group.task_id
 
     def wait(self, count: int, timeout: float | None = None, is_eval: bool = False) -> Trajectory:
@@ -138,23 +173,22 @@ class RolloutExecutor:
         """
         if count < 1:
             raise RolloutError(f"wait({count}): wait for at least one group.")
-        runner, caller = self._runner, threading.get_ident()
+        scheduler, caller = self._scheduler, threading.get_ident()
 
         def take() -> list[Group] | None:
-            groups = self._delivery.take_evaluation(count) if is_eval else self._delivery.take(count)
+            groups = scheduler.take_evaluation(count) if is_eval else scheduler.take(count)
             if groups is not None:
                 return groups
             if not is_eval:
-                runner.refuse_if_stuck(caller, f"{count} groups are asked for, but")
-                may_come = bool(runner.stream) or self._delivery.staleness.running > 0
+                scheduler.refuse_if_stuck(caller, f"{count} groups are asked for, but")
+                may_come = scheduler.has_work
             else:
-                may_come = any(group.is_eval for group in list(runner.tasks.values()) if not group.is_over)
-            if timeout is None and not runner.is_paused and not may_come:
-                ready = sum(group.is_eval == is_eval for group in self._delivery.ready)
+                may_come = any(group.is_eval for group in list(scheduler.tasks.values()) if not group.is_over)
+            if timeout is None and not scheduler.is_paused and not may_come:
                 raise with_cause(
-                    f"wait({count}): only {ready} groups are ready, and no task is queued or running that could bring more "
-                    f"({runner.describe()}). Submit more tasks, or wait with a timeout for those of another thread.",
-                    runner.failures.first,
+                    f"wait({count}): only {scheduler.ready(is_eval)} groups are ready, and no task is queued or running that could "
+                    f"bring more ({scheduler.describe()}). Submit more tasks, or wait with a timeout for those of another thread.",
+                    scheduler.failures.first,
                 )
             return None
 
@@ -167,10 +201,9 @@ class RolloutExecutor:
             TimeoutError: not complete in time.
             RolloutError: the task was rejected, dropped, failed, delivered already or never submitted.
         """
-        runner, caller = self._runner, threading.get_ident()
-        group = self._call(lambda: runner.tasks.get(task_id))
+        scheduler, caller = self._scheduler, threading.get_ident()
+        group, reason = self._call(lambda: (scheduler.tasks.get(task_id), scheduler.reasons.get(task_id)))
         if group is None:
-            reason = self._call(lambda: runner.ends.get(task_id))
             raise RolloutError(
                 f"task {task_id} gives no trajectory: {reason}."
                 if reason
@@ -178,16 +211,13 @@ class RolloutExecutor:
             )
 
         def take() -> list[Group] | None:
-            if group in self._delivery.ready:
-                self._delivery.deliver([group])
-                return [group]
             if group.state in (GroupState.DROPPED, GroupState.FAILED):
                 raise RolloutError(f"{group} gives no trajectory: {group.reason}.")
             if group.state is GroupState.DELIVERED:
                 raise RolloutError(f"{group} was delivered already; a group is delivered once.")
             if group.state is GroupState.QUEUED and not group.is_eval:
-                runner.refuse_if_stuck(caller, f"{group} cannot start:")
-            return None
+                scheduler.refuse_if_stuck(caller, f"{group} cannot start:")
+            return scheduler.take_one(group)
 
         return self._await(Waiter(take, caller), timeout, f"wait_for_task({task_id})")
 
@@ -207,10 +237,9 @@ class RolloutExecutor:
         failed: dict[int, Trajectory | str] = {}
 
         def take() -> list[Group] | None:
-            failed.update(self._runner.ends)
-            self._runner.ends.clear()
-            ready = [group for group in self._delivery.ready if not group.is_eval]
-            self._delivery.deliver(ready)
+            failed.update(self._scheduler.reasons)
+            self._scheduler.reasons.clear()
+            ready = self._scheduler.take_all()
             return ready if ready or failed else None
 
         groups = self._wait_for_groups(Waiter(take), timeout, "wait_for_any")
@@ -218,13 +247,8 @@ class RolloutExecutor:
 
     def abandon(self, task_ids: Iterable[int]) -> None:
         """Drop submitted tasks whose groups nobody will take; samples that run are cancelled."""
-        runner = self._runner
-
-        def drop() -> None:
-            groups = [runner.tasks[task_id] for task_id in task_ids if task_id in runner.tasks]
-            runner.forget(Waiter(lambda: None, own_groups=groups))
-
-        self._call(drop)
+        tasks = self._scheduler.tasks
+        self._call(lambda: self._drop_abandoned([tasks[task_id] for task_id in task_ids if task_id in tasks]))
 
     # -- many tasks ----------------------------------------------------------------------------------------------------
 
@@ -264,7 +288,7 @@ class RolloutExecutor:
             if batch.missing:
                 return None
             accepted = [group for group in groups if group.state is GroupState.READY]
-            self._delivery.deliver(accepted)
+            self._scheduler.deliver(accepted)
             return accepted
 
         trajectory = self._await(Waiter(take, own_groups=groups), None, "rollout_batch", groups)
@@ -302,7 +326,7 @@ class RolloutExecutor:
             DataError: the dataset is empty or gives what is no task.
         """
         self._start()
-        runner, delivery, caller = self._runner, self._delivery, threading.get_ident()
+        scheduler, caller = self._scheduler, threading.get_ident()
         with self._prepare_lock:
             source = self._sources.setdefault(id(dataloader), TaskSource(dataloader, self._restored))
             count = batch_size or source.batch_size
@@ -312,102 +336,100 @@ class RolloutExecutor:
 
             def take() -> list[Group] | None:
                 """A batch; no group at all where more tasks should be drawn, or where the dataset ended."""
-                if is_over and not runner.stream and not delivery.staleness.running:
-                    return delivery.take(count, final=True) or []
-                groups = delivery.take(count)
-                if groups is None and not is_over and runner.wanted() > 0:
+                if is_over and not scheduler.has_work:
+                    return scheduler.take(count, final=True) or []
+                groups = scheduler.take(count)
+                if groups is None and not is_over and scheduler.wanted() > 0:
                     return []
                 if groups is None:
-                    runner.refuse_if_stuck(caller, f"{count} groups are asked for, but")
+                    scheduler.refuse_if_stuck(caller, f"{count} groups are asked for, but")
                 return groups and sorted(groups, key=lambda group: group.ordinal)  # so that minibatches do not go by arrival
 
-            self._call(setattr, delivery.staleness, "batch", count)
-            epochs, accepted = source.epochs, runner.groups["accepted"]
+            self._call(scheduler.use_batch_size, count)
+            epochs, accepted = source.epochs, scheduler.groups["accepted"]
             while True:
-                wanted, is_again = self._call(lambda: (runner.wanted(), bool(delivery.again)))
-                drawn = self._past.draw(source, wanted, is_again)
+                rows = scheduler.replay.draw(source, self._call(scheduler.wanted))
                 groups = [
-                    self._past.give(self._factory.make(row, workflow, workflow_kwargs, should_accept_fn, group_size))
-                    for row in drawn
+                    self._past.give(
+                        self._factory.make(self._past.row(row), workflow, workflow_kwargs, should_accept_fn, group_size)
+                    )
+                    for row in rows
                 ]
-                is_over = source.is_over and not self._past.later
+                is_over = source.is_over and not scheduler.replay.deferred
                 taken = self._await(Waiter(take, caller), None, "prepare_batch", groups)
                 if taken:
                     return taken
                 if is_over:
-                    raise DatasetEnded(f"prepare_batch: the dataloader has ended and no group is left ({runner.describe()}).")
-                if runner.groups["accepted"] != accepted:
-                    epochs, accepted = source.epochs, runner.groups["accepted"]
+                    raise DatasetEnded(
+                        f"prepare_batch: the dataloader has ended and no group is left ({scheduler.describe()})."
+                    )
+                if scheduler.groups["accepted"] != accepted:
+                    epochs, accepted = source.epochs, scheduler.groups["accepted"]
                 elif source.epochs - epochs > EPOCHS_WITHOUT_ACCEPTANCE:
                     raise with_cause(
                         f"prepare_batch: no group was accepted in {EPOCHS_WITHOUT_ACCEPTANCE} whole epochs "
-                        f"({runner.describe()}). Look at the workflow (None rejects a sample), should_accept_fn and dynamic_filter.",
-                        runner.failures.first,
+                        f"({scheduler.describe()}). Look at the workflow (None rejects a sample), should_accept_fn and dynamic_filter.",
+                        scheduler.failures.first,
                     )
 
     # -- between batches -----------------------------------------------------------------------------------------------
 
     def pause(self) -> None:
         """Start no more samples; those that run go on."""
-        self._call(setattr, self._runner, "is_paused", True)
+        self._call(setattr, self._scheduler, "is_paused", True)
 
     def resume(self) -> None:
         """Start samples again."""
-        self._call(lambda: (setattr(self._runner, "is_paused", False), self._runner.pump()))
+        self._change(setattr, self._scheduler, "is_paused", False)
 
     def settle(self) -> None:
-        """Wait until every admitted group has ended. Called before each change of weights, it fixes which version samples what: no
-        episode spans two versions, and how far sampling is ahead does not go by the clock."""
-        runner = self._runner
-        self._await(Waiter(lambda: [] if runner.is_settled else None), None, "the change of weights")
+        """Wait until every admitted group has ended.
+
+        Called before each change of weights, it fixes which version samples what: no episode spans two versions, and the lead of
+        sampling does not depend on timing.
+        """
+        scheduler = self._scheduler
+        self._await(Waiter(lambda: [] if scheduler.is_settled else None), None, "the change of weights")
 
     def set_version(self, version: int) -> None:
-        """Weights were published: groups in training release their places. The current version again is a no-op."""
-        self._call(self._delivery.publish, version)
+        """Weights were published: groups in training release their slots. The current version again is a no-op."""
+        self._change(self._scheduler.publish, version)
 
     @property
     def version(self) -> int:
-        """The version that was last published."""
-        return self._delivery.staleness.version
+        """The version that was published last."""
+        return self._scheduler.version
 
     @property
     def frontier(self) -> int:
         """Every task with a lower ordinal is done: trained, rejected, dropped or given up."""
-        return self._delivery.frontier.frontier
+        return self._scheduler.frontier
 
     def release_batch(self) -> None:
-        """The batches that were taken are done with, though no version was published (a skipped step)."""
-        self._call(self._delivery.finish_training)
+        """Release the slots of the batches that were taken, though no version was published (a skipped step)."""
+        self._change(self._scheduler.finish_training)
 
     def counters(self) -> dict[str, float]:
         """How samples and groups ended so far (``samples/…``, ``groups/…``), and how many there are in each state."""
-        runner, staleness = self._runner, self._delivery.staleness
-        groups = {"accepted": 0, "rejected": 0, "failed": 0, **runner.groups}
         return {
-            **{f"samples/{name}": runner.samples[name] for name in ("accepted", "rejected", "failed", "retried", "cut")},
-            **{f"groups/{name}": count for name, count in groups.items()},
-            "running_samples": runner.running_samples,
-            "abandoned_samples": runner.abandoned_samples,
-            "queued": len(runner.stream),
-            "running": staleness.running,
-            "ready": staleness.ready,
-            "in_training": staleness.in_training,
+            **self._scheduler.counters(),
+            "abandoned_samples": self._episodes.abandoned,
             "slow_loop_reports": self._thread.monitor.reports,
         }
 
     @property
     def stopped_by(self) -> BaseException | None:
-        """What stopped rollout for good (too many failures, a fault of ours); None while it can go on."""
-        return self._runner.fatal
+        """What stopped rollout for good (too many failures, or an internal fault). None while it can go on."""
+        return self._episodes.stopped_by
 
     def hurry(self) -> None:
         """The run will end after the current batch: give up sooner if nothing succeeds. Safe to call in a signal handler."""
-        self._runner.failures.is_hurried = True
+        self._scheduler.failures.is_hurried = True
 
     @property
     def failures(self) -> list[Failure]:
         """The latest failures, each with task, cause and traceback."""
-        return list(self._runner.failures.recent)
+        return list(self._scheduler.failures.recent)
 
     # -- checkpoints ---------------------------------------------------------------------------------------------------
 
@@ -419,30 +441,68 @@ class RolloutExecutor:
             (ordinals that are done); ``pending`` (tasks drawn and not done, in order) and ``finished`` (complete groups that no
             batch has taken), by which the dataloader is ahead.
         """
-        drawn = [*self._restored, *self._past.later, *(row for source in self._sources.values() for row in source.rows)]
-        return self._call(state_of, self._runner, self._factory, drawn)
+        drawn = [
+            *self._restored,
+            *self._scheduler.replay.deferred,
+            *(row for source in self._sources.values() for row in source.rows),
+        ]
+        state = self._call(self._scheduler.state_dict, self._episodes.workers is None)
+        numbers = {"next_ordinal": self._factory.next_ordinal, "next_task_id": self._factory.next_task_id}
+        return {**state, **numbers, "pending": [*state["pending"], *map(dict, drawn)]}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Go on where another executor stood: its pending tasks run before the dataloader's next ones."""
+        """Continue from another executor's state: its pending tasks run before the dataloader's next ones.
+
+        Raises:
+            RolloutError: tasks are in flight.
+        """
+        finished, pending = state["finished"], state["pending"]
+        if self._episodes.workers is not None:  # these tasks run again, answered from the journal
+            again = sorted((entry["task"] for entry in finished), key=lambda task: task["ordinal"])
+            finished, pending = [], [*again, *pending]
+
+        def load() -> None:
+            if not self._scheduler.is_idle:
+                raise RolloutError("load_state_dict: tasks are in flight already; load the state before the first one.")
+            self._factory.next_ordinal, self._factory.next_task_id = state["next_ordinal"], state["next_task_id"]
+            self._scheduler.load_state_dict(state, [self._factory.restored(entry) for entry in finished])
+
+        self._call(load)
         self._restored.clear()
-        self._restored.extend(self._call(load_state, self._runner, self._factory, state))
+        self._restored.extend(map(dict, pending))
 
     def recall(self, directories: Iterable[str | Path]) -> PastEpisodes:
-        """Go on with what earlier processes of the run had sampled beyond its checkpoint: see ``rollout.resume``.
+        """Continue what earlier processes of the run had sampled beyond its checkpoint; see ``rollout.resume``.
 
-        To be called after ``load_state_dict``, or without where there is no checkpoint, and before the first task.
+        Call it after ``load_state_dict``, if there is a checkpoint, and before the first task.
 
         Args:
             directories: of their journals.
         """
-        self._past = recall(self._runner, directories)
-        return self._past
+        scheduler, journal = self._scheduler, self._episodes.journal
+        past = read_past(directories, lambda ordinal: not scheduler.is_done(ordinal), journal)
+        if journal is not None:
+            journal.goes_on_to = max([*past.episodes, *past.order, *past.rejected, *past.failed], default=-1)
+        for ordinal in scheduler.complete_ordinals():  # the checkpoint has their rows
+            past.episodes.pop(ordinal, None)
+        scheduler.replay = ReplayOrder(past.order, past.failed, past.rejected)
+        if past.episodes or past.order:
+            logger.info(
+                "going on from the journal: %d episodes have a past, of %d tokens; %d groups were taken after the checkpoint, and are again",
+                past.count,
+                past.tokens,
+                len(past.order),
+            )
+        self._past = past
+        return past
 
     # -- the end -------------------------------------------------------------------------------------------------------
 
     def destroy(self) -> None:
         """Cancel what runs and stop the thread; callers that wait get a ``RolloutError``. Idempotent."""
-        self._thread.stop(lambda: self._runner.stop(RolloutError("the rollout executor was destroyed while this call waited.")))
+        self._thread.stop(
+            lambda: self._episodes.stop(RolloutError("the rollout executor was destroyed while this call waited."))
+        )
 
     def __enter__(self) -> RolloutExecutor:
         return self
@@ -450,15 +510,19 @@ class RolloutExecutor:
     def __exit__(self, *error: object) -> None:
         self.destroy()
 
-    # -- inside --------------------------------------------------------------------------------------------------------
+    # -- inside: callers' threads -----------------------------------------------------------------------------------------
 
     def _start(self) -> None:
         self._thread.start()
-        if self._runner.fatal is not None:
-            raise self._runner.fatal
+        if self.stopped_by is not None:
+            raise self.stopped_by
         version = self.engine.get_version()
-        if version != self._delivery.staleness.version:  # published by whoever holds the engine itself
-            self._call(self._delivery.publish, version)
+        if version != self.version:  # published by whoever holds the engine itself
+            self.set_version(version)
+
+    def _change(self, change: Callable[..., None], *arguments: Any) -> None:
+        """Change the scheduler on the loop, and react."""
+        self._call(lambda: (change(*arguments), self._react()))
 
     def _await(self, waiter: Waiter, timeout: float | None, what: str, groups: Sequence[Group] = ()) -> Trajectory:
         """Queue ``groups``, wait until ``waiter`` is answered, and join the rows. No keys if the answer has no group."""
@@ -471,7 +535,7 @@ class RolloutExecutor:
     def _wait_for_groups(self, waiter: Waiter, timeout: float | None, what: str, groups: Sequence[Group] = ()) -> list[Group]:
         """Queue ``groups`` and wait until ``waiter`` is answered."""
         self._start()
-        self._call(self._runner.add_waiter, waiter, groups)
+        self._call(self._add_waiter, waiter, groups)
         release_workers()  # this thread trains; while it waits the engine in this process has the cores
         left = math.inf if timeout is None else timeout
         try:
@@ -479,11 +543,121 @@ class RolloutExecutor:
                 step = min(left, PAUSED_WARNING_SECONDS)
                 concurrent.futures.wait([waiter.future], step)
                 left -= step
-                if self._runner.is_paused and not waiter.future.done() and left > 0:
-                    logger.warning("%s waits while rollout is paused (%s): call resume().", what, self._runner.describe())
+                if self._scheduler.is_paused and not waiter.future.done() and left > 0:
+                    logger.warning("%s waits while rollout is paused (%s): call resume().", what, self._scheduler.describe())
         finally:
             if not waiter.future.done() and not self._thread.is_stopped:
-                self._call(self._runner.forget, waiter)
+                self._call(self._forget, waiter)
         if not waiter.future.done():
-            raise TimeoutError(f"{what}: not complete after {timeout:g} s ({self._runner.describe()}).")
+            raise TimeoutError(f"{what}: not complete after {timeout:g} s ({self._scheduler.describe()}).")
         return waiter.future.result()
+
+    # -- inside: the loop --------------------------------------------------------------------------------------------------
+
+    def _enqueue(self, groups: Sequence[Group]) -> None:
+        self._scheduler.enqueue(groups)
+        self._react()
+
+    def _add_waiter(self, waiter: Waiter, groups: Sequence[Group]) -> None:
+        if self.stopped_by is None:
+            self._waiters.append(waiter)
+        else:
+            waiter.fail(self.stopped_by)
+        self._enqueue(groups)
+
+    def _forget(self, waiter: Waiter) -> None:
+        """A caller gave up waiting."""
+        if waiter in self._waiters:
+            self._waiters.remove(waiter)
+        self._drop_abandoned(waiter.own_groups)
+
+    def _drop_abandoned(self, groups: Iterable[Group]) -> None:
+        for group in groups:
+            if not group.is_over or group.state is GroupState.READY:
+                self._scheduler.drop(group, "abandoned", "its caller stopped waiting")
+        self._react()
+
+    def _fail_waiters(self, error: BaseException) -> None:
+        waiters, self._waiters = self._waiters, []
+        for waiter in waiters:
+            waiter.fail(error)
+
+    def _sample_ended(self, group: Group, sample: SampleEngine, outcome: Outcome, is_cut: bool) -> None:
+        scheduler, name, diverged = self._scheduler, sample.name, sample.episode.diverged
+        scheduler.leave(is_cut)
+        journal = self._episodes.journal
+        if not is_cut and diverged is not None and journal is not None and journal.config.on_divergence == "fail":
+            sample.episode.end("cut", str(diverged)[:2000])
+            self._episodes.stop(
+                ReplayError(
+                    f"{diverged} Change it back, or set journal.on_divergence to restart: such episodes then begin anew."
+                )
+            )
+        elif not is_cut:
+            is_final = scheduler.is_last_attempt(name)
+            ended = record_end(sample, outcome, scheduler.failures, group.data, is_final=is_final)
+            if diverged is not None:
+                logger.warning("%s It begins anew.", diverged)
+                scheduler.repeat(group, name)
+            elif isinstance(ended, Failure) and isinstance(outcome, BrokenRewardError):
+                self._episodes.stop(with_cause("rollout stops, because further samples cannot be scored either.", ended))
+            else:
+                scheduler.end_sample(group, name, ended)
+                self._after_group(group)
+        self._react_soon()
+
+    def _after_group(self, group: Group) -> None:
+        """Act at once if a group is over, before other samples of this step of the loop are reported."""
+        if group.state is GroupState.READY:
+            self._episodes.cancel(group, "belongs to a group that is full")
+        if group.is_over:
+            self._end_groups()
+            self._answer()
+        if group.state is GroupState.FAILED and (error := self._scheduler.failures.too_many()):
+            self._episodes.stop(error)
+
+    def _react_soon(self) -> None:
+        """React once for all samples that end in the same step of the loop."""
+        if not self._reaction_is_due:
+            self._reaction_is_due = True
+            self._thread.loop.call_soon(self._react, context=contextvars.Context())
+
+    def _react(self) -> None:
+        """Act on what the scheduler decided: end what is over, start what there is room for, and answer callers."""
+        self._reaction_is_due = False
+        with self._episodes.faults_stop():
+            may_start_more = True
+            while may_start_more:
+                self._end_groups()
+                self._start_samples()
+                self._answer()
+                may_start_more = self._scheduler.may_start_more and self.stopped_by is None
+
+    def _end_groups(self) -> None:
+        for group, state in self._scheduler.pop_ended():
+            group.note_end(self._episodes.journal, state)
+            self._episodes.cancel(group, f"belongs to a group that has come to its end ({group.reason})")
+
+    def _start_samples(self) -> None:
+        while self.stopped_by is None and (sample := self._scheduler.next_sample()) is not None:
+            self._episodes.start(*sample, self.version)
+
+    def _answer(self) -> None:
+        """Answer the waiters that can be."""
+        waiting = []
+        for waiter in self._waiters:
+            try:
+                groups = waiter.take()
+            except RolloutError as error:
+                waiter.fail(error)
+                continue
+            if groups is None:
+                waiting.append(waiter)
+                continue
+            for group in groups:
+                group.note_end(self._episodes.journal, "delivered")
+            if waiter.caller is not None and not all(group.is_eval for group in groups):
+                self._scheduler.taken_by = waiter.caller
+            if not waiter.future.done():
+                waiter.future.set_result(groups)
+        self._waiters = waiting

@@ -7,26 +7,22 @@ differing token.
 from __future__ import annotations
 
 import asyncio
-import contextvars
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from itertools import islice
 from typing import Any
 
 import numpy as np
-import torch
 
 from rollwright.errors import ReplayError
-from rollwright.experience.contract import Trajectory, check_trajectory
-from rollwright.experience.durable import EPISODE
+from rollwright.experience.contract import Trajectory
 from rollwright.experience.journal.episodes import RecordedEpisode
 from rollwright.experience.journal.records import ImageDigest, with_images
 from rollwright.experience.journal.writing import EpisodeWriter, row_digests
-from rollwright.experience.normaliser import normalise
 from rollwright.inference.engine import InferenceEngine
 from rollwright.inference.request import ModelRequest, ModelResponse
-from rollwright.processes.sandbox import sandboxed
-from rollwright.rollout.sample_engine import CURRENT_SAMPLE, SampleEngine
+from rollwright.rollout.episode import run
+from rollwright.rollout.sample_engine import SampleEngine
 from rollwright.rollout.seeds import SampleName
 from rollwright.rollout.task_group import GroupFactory
 
@@ -151,24 +147,12 @@ class Replayer:
         )
         sample.samples_asked = begin.samples_asked
 
-        async def run() -> Any:
-            CURRENT_SAMPLE.set(sample)
-            EPISODE.set(episode)
-            with sandboxed(self.sandbox):
-                return await group.workflow.arun_episode(sample, dict(group.data))
-
         try:
-            result = await asyncio.create_task(run(), context=contextvars.copy_context())
+            return await asyncio.create_task(run(sample, group.workflow, group.data, sandbox=self.sandbox))
         finally:
             sample.close("has ended")
-            if episode.diverged is not None:  # also where the workflow made something else of it
+            if episode.diverged is not None:  # the workflow may have caught the error
                 raise episode.diverged
-        rows = normalise(result, sample.recorder, workflow=group.workflow_name, task=str(name))
-        if rows is not None and sample.sample_of_row is not None:
-            rows["sample_ids"] = torch.tensor(sample.sample_of_row)
-        if rows is not None:
-            check_trajectory(rows, workflow=group.workflow_name, task=str(name))
-        return rows
 
     def _difference(self, recorded: RecordedEpisode, rows: Trajectory | None, now: list[float], then: list[float]) -> str:
         """In what the rows are others than the recorded ones; empty where they are the same."""

@@ -1,11 +1,11 @@
-"""Going on after a stop: the executor's part of a recover checkpoint, and what the journal has beyond it, which is not sampled again.
+"""Going on after a stop: what the journal has beyond the recover checkpoint is not sampled again.
 
 One path for what was finished, what was under way and what was trained after the checkpoint:
 
 * every episode of a task that is not done runs again with its past: what it asked is answered from the journal, up to the first new
   request. One that was finished ends without asking a model, and its rows have the tokens, versions and log-probabilities of then;
 * an ordinal is the task that it was; one that was rejected or filtered stays so, and one that failed begins anew;
-* batches that were taken after the checkpoint are taken again in the same order: steps that were lost are made again of the same groups.
+* batches that were taken after the checkpoint are taken again in the same order; see ``replay_order``.
 """
 
 from __future__ import annotations
@@ -16,7 +16,6 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from rollwright.errors import RolloutError
 from rollwright.experience.journal.episodes import RecordedEpisode, read_episodes
 from rollwright.experience.journal.reading import Gap, RecordPosition, TaskFiles, lost_files
 from rollwright.experience.journal.records import (
@@ -30,8 +29,7 @@ from rollwright.experience.journal.records import (
     unpack_task,
 )
 from rollwright.experience.journal.writing import Journal
-from rollwright.rollout.runner import Runner
-from rollwright.rollout.task_group import Group, GroupFactory, TaskSource
+from rollwright.rollout.task_group import Group
 from rollwright.tracking.logging import getLogger
 
 logger = getLogger("rollout")
@@ -47,9 +45,8 @@ class PastEpisodes:
 
     Attributes:
         episodes: (ordinal, sample index) -> the attempt that got furthest.
-        given_up: groups that were rejected or filtered, by ordinal.
+        rejected: ends of the groups that were rejected or filtered, by ordinal.
         failed: ordinals of failed groups, which start again.
-        later: failed tasks, deferred until the interrupted batches have been replayed.
         order: ordinals of the delivered groups, in order of delivery.
         newest_version: newest weight version of their tokens; -1 if there are none.
         tokens: number of sampled tokens in ``episodes``.
@@ -59,9 +56,8 @@ class PastEpisodes:
     """
 
     episodes: dict[int, dict[int, RecordedEpisode]] = field(default_factory=dict)
-    given_up: dict[int, GroupEnd] = field(default_factory=dict)
+    rejected: dict[int, GroupEnd] = field(default_factory=dict)
     failed: set[int] = field(default_factory=set)
-    later: list[dict[str, Any]] = field(default_factory=list)
     order: list[int] = field(default_factory=list)
     newest_version: int = -1
     tokens: int = 0
@@ -73,23 +69,6 @@ class PastEpisodes:
     def count(self) -> int:
         """Episodes that have a past."""
         return sum(map(len, self.episodes.values()))
-
-    def draw(self, source: TaskSource, count: int, is_again: bool) -> list[dict[str, Any]]:
-        """Rows of a source, each the task that its ordinal was. What failed comes behind the batches that were taken without it.
-
-        Args:
-            source: where they are drawn.
-            count: how many there are at most.
-            is_again: such batches are still to be taken.
-        """
-        if self.later and (source.is_over or not is_again):
-            source.put_back(self.later)
-            self.later, self.failed = [], set()
-        rows = source.draw(count)
-        if is_again and self.failed:
-            self.later += [row for row in rows if row.get("ordinal") in self.failed]
-            rows = [row for row in rows if row.get("ordinal") not in self.failed]
-        return [self.row(row) for row in rows]
 
     def row(self, row: dict[str, Any]) -> dict[str, Any]:
         """The task that the ordinal of ``row`` was, should another be drawn for it now.
@@ -116,66 +95,6 @@ class PastEpisodes:
         if group.in_stream and group.ordinal in self.episodes:
             group.past = self.episodes.pop(group.ordinal)
         return group
-
-
-def state_of(runner: Runner, factory: GroupFactory, drawn: Iterable[dict[str, Any]]) -> dict[str, Any]:
-    """The executor's part of a recover checkpoint: a consistent cut. ``drawn`` are tasks of which no group was made yet."""
-    delivery = runner.delivery
-    complete = [group for group in delivery.ready if not group.is_eval]
-    elsewhere = set(complete) if runner.elsewhere is not None else set()  # their tasks run again, from the journal
-    untrained = {*delivery.running, *runner.stream, *delivery.in_training, *elsewhere}
-    return {
-        "version": delivery.staleness.version,
-        "failed_lately": list(runner.failures.outcomes),
-        "next_ordinal": factory.next_ordinal,
-        "next_task_id": factory.next_task_id,
-        "frontier": delivery.frontier.frontier,
-        "beyond": delivery.frontier.beyond,
-        "pending": [*(group.task for group in sorted(untrained, key=lambda group: group.ordinal)), *map(dict, drawn)],
-        "finished": [
-            {"task": group.task, "trajectory": group.join(), "admitted": group.admitted, "size": group.size}
-            for group in complete
-            if group not in elsewhere
-        ],
-    }
-
-
-def load_state(runner: Runner, factory: GroupFactory, state: dict[str, Any]) -> list[dict[str, Any]]:
-    """Stand where ``state_of`` was taken; returns the tasks that were drawn and not done, in order.
-
-    Raises:
-        RolloutError: tasks are in flight.
-    """
-    delivery = runner.delivery
-    if runner.stream or delivery.staleness.running or delivery.ready:
-        raise RolloutError("load_state_dict: tasks are in flight already; load the state before the first one.")
-    runner.failures.outcomes.extend(state.get("failed_lately", ()))
-    factory.next_ordinal, factory.next_task_id = state["next_ordinal"], state["next_task_id"]
-    finished, again = state["finished"], list[dict[str, Any]]()
-    if runner.elsewhere is not None:  # workers run these again from the journal
-        finished, again = [], [entry["task"] for entry in finished]
-    restored = [factory.restored(entry) for entry in finished]
-    delivery.restore(state["version"], state["frontier"], state["beyond"], restored)
-    return [dict(row) for row in (*sorted(again, key=lambda task: task["ordinal"]), *state["pending"])]
-
-
-def recall(runner: Runner, directories: Iterable[str | Path]) -> PastEpisodes:
-    """Have a runner go on with what earlier processes recorded beyond the state that it was loaded with."""
-    delivery = runner.delivery
-    past = read_past(directories, lambda ordinal: not delivery.frontier.is_done(ordinal), runner.journal)
-    if runner.journal is not None:
-        runner.journal.goes_on_to = max([*past.episodes, *past.order, *past.given_up, *past.failed], default=-1)
-    for group in delivery.ready:  # the checkpoint has their rows
-        past.episodes.pop(group.ordinal, None)
-    delivery.again, runner.given_up = dict.fromkeys(past.order), dict(past.given_up)
-    if past.episodes or past.order:
-        logger.info(
-            "going on from the journal: %d episodes have a past, of %d tokens; %d groups were taken after the checkpoint, and are again",
-            past.count,
-            past.tokens,
-            len(past.order),
-        )
-    return past
 
 
 def read_past(
@@ -218,16 +137,16 @@ def read_past(
         files = None if task_files is None else task_files.of(directory, is_open)
         for episode in read_episodes(directory, is_wanted, note, files):
             found[episode.begin.ordinal, episode.begin.index].append(episode)
-    past = PastEpisodes(given_up={ordinal: end for ordinal, end in ends.items() if end.state not in DECIDED_ANEW})
+    past = PastEpisodes(rejected={ordinal: end for ordinal, end in ends.items() if end.state not in DECIDED_ANEW})
     if journal is not None:
         past.redacted = journal.redacted
     past.checkpoints = checkpoints
     past.lost = [gap for path, files in listed.items() for gap in lost_files(path, files)]
-    past.order = [ordinal for ordinal in delivered if ordinal not in past.given_up]
+    past.order = [ordinal for ordinal in delivered if ordinal not in past.rejected]
     past.failed = {ordinal for ordinal, end in ends.items() if end.state == "failed"} - delivered.keys()
     for (ordinal, index), episodes in sorted(found.items()):
         furthest = _furthest(episodes, failed.get(ordinal, 0.0))
-        if furthest is not None and ordinal not in past.given_up:
+        if furthest is not None and ordinal not in past.rejected:
             past.episodes.setdefault(ordinal, {})[index] = furthest
             past.newest_version = max(past.newest_version, furthest.newest_version)
             past.tokens += furthest.tokens

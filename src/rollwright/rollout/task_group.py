@@ -5,8 +5,6 @@
 
 from __future__ import annotations
 
-import asyncio
-import concurrent.futures
 import copy
 import dataclasses
 import functools
@@ -29,7 +27,6 @@ from rollwright.experience.journal.writing import EpisodeWriter, Journal
 from rollwright.experience.packed_batch import as_packed, check_joined, unpacked
 from rollwright.experience.trajectory import Trajectory, concat_padded_tensors
 from rollwright.rollout.failure_budget import Failure
-from rollwright.rollout.sample_engine import SampleEngine
 from rollwright.rollout.seeds import SampleName
 from rollwright.tracking.logging import getLogger
 from rollwright.workflows.registry import resolve_function, resolve_workflow, workflow_name
@@ -72,7 +69,6 @@ class Group:
     size: int = 0  # samples that make it complete
     samples: int = 0  # that its runs delivered so far
     rows: list[Any] = field(default_factory=list)  # a trajectory of each run, None where it is not at an end
-    running: dict[asyncio.Task[Any], SampleEngine] = field(default_factory=dict)
     head_version: int | None = None  # of the oldest token
     reason: str = ""  # why it was dropped or given up
     failure: Failure | None = None  # of the sample that it was given up for
@@ -155,17 +151,6 @@ class Group:
             self.rows += [None] * (len(self.runs) - first)
         return range(first, len(self.runs))
 
-    def cancel(self, because: str) -> list[asyncio.Task[Any]]:
-        """End the samples that run; a workflow that goes on all the same gets no answers.
-
-        Returns:
-            Their tasks.
-        """
-        for task, sample in self.running.items():
-            sample.close(because)
-            task.cancel()
-        return list(self.running)
-
     def complete(self) -> None:
         """Fill ``group_ids`` and ``sample_ids`` of the samples' rows, and find the oldest version.
 
@@ -232,27 +217,6 @@ def _layout(rows: Trajectory) -> dict[str, Any]:
         key: None if key in COLUMNS else value.shape[1:] if isinstance(value, torch.Tensor) else type(value)
         for key, value in rows.items()
     }
-
-
-@dataclass(eq=False)
-class Waiter:
-    """A caller whose thread waits for ``future``.
-
-    Args:
-        take: called on the loop after each change; gives the groups, None where they are not there yet, or a ``RolloutError``.
-        caller: identity of the thread, where it takes groups for training that it is to release.
-        own_groups: nobody else waits for them: they are dropped when the caller gives up.
-    """
-
-    take: Callable[[], list[Group] | None]
-    caller: int | None = None
-    own_groups: Sequence[Group] = ()
-    future: concurrent.futures.Future[list[Group]] = field(default_factory=concurrent.futures.Future)
-
-    def fail(self, error: BaseException) -> None:
-        """Answer with an error."""
-        if not self.future.done():
-            self.future.set_exception(error)
 
 
 @dataclass

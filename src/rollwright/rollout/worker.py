@@ -1,4 +1,4 @@
-"""A process that runs episodes for another one: the executor's runner and a client of the servers, asked for one episode at a time.
+"""A process that runs episodes for another one, with a client of the servers, asked for one episode at a time.
 
 The other process names the episode (ordinal, index, attempt) and decides on retries; it gets the episode's rows, packed. Nothing here
 knows how the two processes reach each other.
@@ -21,8 +21,9 @@ from rollwright.experience.packed import pack_rows
 from rollwright.experience.trajectory import Trajectory
 from rollwright.inference.engine import InferenceEngine
 from rollwright.inference.remote import RemoteInferenceEngine
+from rollwright.rollout.episode import EpisodeRunner, Outcome, record_end
 from rollwright.rollout.event_loop import LoopThread
-from rollwright.rollout.runner import TRACEBACK_KEPT, Runner
+from rollwright.rollout.failure_budget import Failure, FailureLog
 from rollwright.rollout.sample_engine import SampleEngine
 from rollwright.rollout.seeds import SampleName
 from rollwright.rollout.task_group import Group, GroupFactory, GroupState
@@ -63,7 +64,11 @@ class RolloutWorker:
         self._group_size = group_size
         self._factory = GroupFactory()
         self._thread = LoopThread(at_exit=self.close)
-        self._runner = _Episodes(engine, config, self._thread.loop, seed, deterministic=False, journal=journal)
+        self._episodes = EpisodeRunner(
+            engine, config, self._thread.loop, seed, ended=self._ended, stopped=self._stopped, journal=journal
+        )
+        self._failures = FailureLog(config.max_failed_share)
+        self._callers: dict[Group, tuple[SampleName, Future[Trajectory | None]]] = {}
         self._journal = journal
         self._drains = config.on_weight_update == "wait"
         self._thread.start()
@@ -88,13 +93,13 @@ class RolloutWorker:
         if past is not None:
             group.past = {sample.index: past.rewind()}
         ended: Future[Trajectory | None] = Future()
-        self._thread.loop.call_soon_threadsafe(self._runner.begin, group, sample, ended)
+        self._thread.loop.call_soon_threadsafe(self._begin, group, sample, ended)
         rows = await asyncio.wrap_future(ended)
         return None if rows is None else pack_rows(rows), get_tracker().take()
 
     def cancel(self, name: tuple[Any, ...]) -> None:
         """End an episode whose rows are not wanted any more."""
-        self._thread.loop.call_soon_threadsafe(self._runner.cut, SampleName(*name))
+        self._thread.loop.call_soon_threadsafe(self._cut, SampleName(*name))
 
     def hold(self) -> None:
         """Weights are about to change: nothing more is asked. With ``on_weight_update: wait``, return when all is answered."""
@@ -105,62 +110,47 @@ class RolloutWorker:
         """Go on, with the servers at these addresses, which hold this version."""
         if isinstance(self.engine, RemoteInferenceEngine):
             self.engine.weights.follow(addresses, version)
-        self._thread.call(setattr, self._runner.delivery.staleness, "version", self.engine.get_version())
 
     def close(self) -> None:
         """Cancel what runs, and end the engine. Idempotent."""
-        self._thread.stop(lambda: self._runner.stop(RolloutError("the worker was closed.")))
+        self._thread.stop(lambda: self._episodes.stop(RolloutError("the worker was closed.")))
         self.engine.destroy()
         if self._journal is not None:
             self._journal.close()
 
-
-class _Episodes(Runner):
-    """Runs single episodes; what becomes of their groups is decided elsewhere."""
-
-    def __init__(self, *arguments: Any, **settings: Any) -> None:
-        super().__init__(*arguments, **settings)
-        self._ends: dict[Group, Future[Trajectory | None]] = {}
-
-    def begin(self, group: Group, name: SampleName, ended: Future[Trajectory | None]) -> None:
-        """Start an episode whose end is told to ``ended``."""
-        if self.fatal is not None:
-            ended.set_exception(self.fatal)
+    def _begin(self, group: Group, name: SampleName, ended: Future[Trajectory | None]) -> None:
+        if self._episodes.stopped_by is not None:
+            ended.set_exception(self._episodes.stopped_by)
             return
         group.state = GroupState.RUNNING
-        self._ends[group] = ended
-        with self._faults_stop():
-            self._start(group, name.index, name.attempt)
+        self._callers[group] = name, ended
+        with self._episodes.faults_stop():
+            self._episodes.start(group, name.index, name.attempt, self.engine.get_version())
 
-    def stop(self, error: BaseException) -> None:
-        """As ``Runner.stop``; who asked for the episodes gets ``error``, too."""
-        super().stop(error)
-        ends, self._ends = self._ends, {}
-        for ended in ends.values():
-            with contextlib.suppress(concurrent.futures.InvalidStateError):
-                ended.set_exception(error)
+    def _cut(self, name: SampleName) -> None:
+        for group, (running, _) in self._callers.items():
+            if running == name:
+                self._episodes.cancel(group, "is not wanted any more")
 
-    def cut(self, name: SampleName) -> None:
-        """Cancel an episode."""
-        for group in list(self._ends):
-            if any(sample.name == name for sample in group.running.values()):
-                self._abandon_later(group, group.cancel("is not wanted any more"))
-
-    def _sample_ended(self, group: Group, sample: SampleEngine, outcome: Trajectory | BaseException | None) -> None:
-        ended = self._ends[group]  # it stays there until its end is written, so that ``stop`` knows who waits
+    def _ended(self, group: Group, sample: SampleEngine, outcome: Outcome, is_cut: bool) -> None:
+        if is_cut:
+            return
+        _, caller = self._callers[group]  # stays there until the end is written, so that ``_stopped`` can tell it
+        ended = record_end(sample, outcome, self._failures, group.data)
+        error = sample.episode.diverged
+        if isinstance(ended, Failure):
+            is_broken = isinstance(outcome, BrokenRewardError)  # stops the run, wherever the episode ran
+            error = (BrokenRewardError if is_broken else RolloutError)(ended.cause)
+            error.add_note(ended.traceback)
         with contextlib.suppress(concurrent.futures.InvalidStateError):
-            if sample.episode.diverged is not None:
-                sample.episode.end("diverged", str(sample.episode.diverged)[:2000])
-                ended.set_exception(sample.episode.diverged)
-            elif isinstance(outcome, BaseException):
-                failure = self._failed(group, outcome, str(sample.name), is_final=False)
-                reason = f"{type(outcome).__name__}: {outcome}"[:2000]
-                sample.episode.end("failed", reason, traceback=failure.traceback[-TRACEBACK_KEPT:])
-                is_broken = isinstance(outcome, BrokenRewardError)  # stops the run, wherever the episode ran
-                error = (BrokenRewardError if is_broken else RolloutError)(failure.cause)
-                error.add_note(failure.traceback)
-                ended.set_exception(error)
-            else:
-                sample.episode.end("rejected" if outcome is None else "accepted", rows=outcome)
-                ended.set_result(outcome)
-        del self._ends[group]
+            if error is not None:
+                caller.set_exception(error)
+            elif not isinstance(ended, Failure):
+                caller.set_result(ended)
+        del self._callers[group]
+
+    def _stopped(self, error: BaseException) -> None:
+        callers, self._callers = self._callers, {}
+        for _, caller in callers.values():
+            with contextlib.suppress(concurrent.futures.InvalidStateError):
+                caller.set_exception(error)

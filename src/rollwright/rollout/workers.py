@@ -78,7 +78,7 @@ class RolloutWorkers:
             wait_running(process, self._timeout)
 
     async def run(self, group: Group, sample: SampleEngine) -> Trajectory | None:
-        """See ``Elsewhere``. All samples of a task go to one worker; tasks are distributed round-robin."""
+        """See ``EpisodeWorkers``. All samples of a task go to one worker; tasks are distributed round-robin."""
         name = sample.name
         try:
             task = pack_value(group.data)

@@ -450,7 +450,7 @@ def test_files_stay_as_long_as_they_say_which_tasks_were_given_up(tmp_path):
     before.write(GroupEnd(7, 0, False, "rejected", "", 0, time.time()))
     before.close()
     with RolloutExecutor(EchoEngine(), RolloutConfig(), journal=journal) as executor:
-        assert executor.recall([tmp_path]).given_up.keys() == {7}
+        assert executor.recall([tmp_path]).rejected.keys() == {7}
         assert journal.goes_on_to == 7
 
 

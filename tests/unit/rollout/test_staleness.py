@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from rollwright.config.sections import RolloutConfig
 from rollwright.errors import DatasetEnded
 from rollwright.rollout.executor import RolloutExecutor
-from rollwright.rollout.staleness import Frontier, Staleness
+from rollwright.rollout.scheduler import Frontier, Staleness
 
 
 @settings(max_examples=200, deadline=None)

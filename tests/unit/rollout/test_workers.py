@@ -103,7 +103,7 @@ def make():
 
     def build(count=2, **config):
         processes = [Process(number, **config) for number in range(count)]
-        executor = RolloutExecutor(EchoEngine(), RolloutConfig(**config), elsewhere=RolloutWorkers(processes, 10.0))
+        executor = RolloutExecutor(EchoEngine(), RolloutConfig(**config), workers=RolloutWorkers(processes, 10.0))
         opened.extend([executor.destroy, *(process.close for process in processes)])
         return executor, processes
 
@@ -143,7 +143,7 @@ def test_a_worker_that_joins_runs_episodes_when_it_has_started(make):
     executor, processes = make(1)
     late = Process(7)
     late.started = Future()
-    pool = executor._runner.elsewhere
+    pool = executor._episodes.workers
     pool.use_servers(["10.0.0.1:3000"], 0)
     pool.add(late)
     executor.rollout_batch(rows(4), OneTurn())
@@ -175,7 +175,7 @@ def test_episodes_of_a_lost_worker_are_leased_again_as_the_same_attempt(make):
     assert all(words[1][2] == 0 for words in processes[1].asked if words[0] == "run")  # attempt
     assert executor.counters()["samples/retried"] == 0
     assert ids == [0, 1]
-    while len(executor._runner.elsewhere.supervisor.running) < 2:  # it came back
+    while len(executor._episodes.workers.supervisor.running) < 2:  # it came back
         assert time.monotonic() < deadline
         time.sleep(0.01)
 
@@ -198,11 +198,11 @@ class TwoTurns:
 
 def test_episodes_of_a_lost_worker_go_on_from_what_it_wrote(make, tmp_path, monkeypatch):
     executor, processes = make()
-    executor._runner.elsewhere._journal = tmp_path
+    executor._episodes.workers._journal = tmp_path
     asked = []
     for process in processes:
         process.worker._workflow = TwoTurns(), None
-        process.worker._runner.journal = Journal(tmp_path)
+        process.worker._episodes.journal = Journal(tmp_path)
         answer = process.worker.engine.agenerate
 
         async def agenerate(request, answer=answer):
@@ -225,14 +225,14 @@ def test_episodes_of_a_lost_worker_go_on_from_what_it_wrote(make, tmp_path, monk
     assert all(executor.wait_for_task(task, timeout=60)["rewards"].tolist() == [1.0, 1.0] for task in tasks)
     firsts = [prompt for prompt in asked if len(prompt) == 3]
     assert sorted(firsts) == [[1, 2, 1]] * 2 + [[1, 2, 2]] * 2  # nothing was asked twice
-    executor._runner.elsewhere.close()
+    executor._episodes.workers.close()
 
 
 def test_an_episode_of_a_lost_worker_that_asks_something_else_now_begins_anew(make, tmp_path, monkeypatch):
     executor, (process,) = make(1)
-    executor._runner.elsewhere._journal = tmp_path
+    executor._episodes.workers._journal = tmp_path
     process.worker._workflow, journal = (Asks(), None), Journal(tmp_path)
-    process.worker._runner.journal = journal
+    process.worker._episodes.journal = journal
     asked = []
 
     async def never(request):
@@ -304,7 +304,7 @@ def test_all_workers_lost_are_waited_for(make):
 
 def test_what_is_heard_late_of_a_lost_worker_does_not_end_the_one_that_took_its_place(make):
     executor, (process,) = make(count=1)
-    pool, start = executor._runner.elsewhere, process.started
+    pool, start = executor._episodes.workers, process.started
     process.lose()
     pool._lose(process, start)
     deadline = time.monotonic() + 60
@@ -331,12 +331,12 @@ def test_an_episode_that_is_not_wanted_any_more_is_ended_there(make):
     executor, processes = make(count=1, sample_timeout=60.0)
     task = executor.submit(rows(1, does="hang")[0], OneTurn())
     deadline = time.monotonic() + 60
-    while not processes[0].worker._runner._ends:
+    while not processes[0].worker._callers:
         assert time.monotonic() < deadline
         time.sleep(0.01)
-    group = executor._runner.tasks[task]
-    executor._thread.call(executor._runner._drop, group, "test", "not wanted")
-    while processes[0].worker._runner._ends:
+    group = executor._scheduler.tasks[task]
+    executor._change(executor._scheduler.drop, group, "test", "not wanted")
+    while processes[0].worker._callers:
         assert time.monotonic() < deadline
         time.sleep(0.01)
 
@@ -504,7 +504,7 @@ def test_what_was_asked_may_take_longer_to_be_answered_than_a_worker_to_start():
 
 def test_the_journal_of_a_worker_says_where_an_episode_failed(make, tmp_path):
     executor, (process,) = make(count=1, max_sample_retries=0)
-    process.worker._runner.journal = Journal(tmp_path)
+    process.worker._episodes.journal = Journal(tmp_path)
     with pytest.raises(RolloutError, match="a bug in the workflow"):
         executor.rollout_batch([{"id": 0, "does": "raise"}], OneTurn())
     (episode,) = read_episodes(tmp_path)
@@ -516,7 +516,7 @@ def test_a_worker_that_cannot_write_its_journal_says_so_and_nobody_waits(make, t
         raise JournalError("the disk is full")
 
     executor, (process,) = make(count=1, max_sample_retries=0)
-    process.worker._runner.journal = journal = Journal(tmp_path)
+    process.worker._episodes.journal = journal = Journal(tmp_path)
     monkeypatch.setattr(journal, "_append", is_full)
     for _ in range(2):  # of an episode that was under way, and of one that comes later
         with pytest.raises(JournalError, match="the disk is full"):  # which ends the run, wherever it was raised
@@ -532,8 +532,8 @@ class HeldOut(OneTurn):
 def test_evaluation_runs_there_with_a_workflow_of_its_own(make, tmp_path):
     executor, processes = make()
     for process in processes:
-        process.worker._evaluation, process.worker._runner.journal = (HeldOut(), None), Journal(tmp_path)
-    executor._runner.elsewhere._journal, executor._runner.journal = tmp_path, Journal(tmp_path)
+        process.worker._evaluation, process.worker._episodes.journal = (HeldOut(), None), Journal(tmp_path)
+    executor._episodes.workers._journal, executor._episodes.journal = tmp_path, Journal(tmp_path)
     assert executor.rollout_batch(rows(2), OneTurn())["rewards"].tolist() == [0.0, 1.0]
     get_tracker().export(reset=True)
     assert executor.rollout_batch(rows(2), HeldOut(), is_eval=True)["rewards"].tolist() == [7.0, 7.0]
@@ -548,8 +548,8 @@ def test_evaluation_runs_there_with_a_workflow_of_its_own(make, tmp_path):
 
 def test_an_evaluation_of_a_lost_worker_takes_no_past_from_the_training_task_of_its_ordinal(make, tmp_path):
     executor, (process,) = make(count=1)
-    process.worker._runner.journal = Journal(tmp_path)
-    executor._runner.elsewhere._journal = tmp_path
+    process.worker._episodes.journal = Journal(tmp_path)
+    executor._episodes.workers._journal = tmp_path
     executor.rollout_batch(rows(1), OneTurn())
     process.lose()
     assert executor.rollout_batch(rows(1), OneTurn(), is_eval=True)["rewards"].tolist() == [0.0]
@@ -622,7 +622,7 @@ def ended_for_good():
 
 def test_a_worker_that_was_ended_for_good_is_not_said_to_be_started_again(make, caplog):
     executor, processes = make()
-    pool = executor._runner.elsewhere
+    pool = executor._episodes.workers
     processes[1].restart = ended_for_good
     processes[1].lose()
     assert executor.rollout_batch(rows(2), OneTurn())["rewards"].tolist() == [0.0, 1.0]
@@ -767,6 +767,6 @@ def test_the_pool_tells_the_cause_to_episodes_that_nobody_can_run(make):
     executor, (process,) = make(count=1, max_sample_retries=0)
     task = executor.submit(rows(1, does="hang")[0], OneTurn())
     wait_until(lambda: runs(process))
-    executor._runner.elsewhere.fail(RolloutError("No inference server is left: it is out of memory"))
+    executor._episodes.workers.fail(RolloutError("No inference server is left: it is out of memory"))
     with pytest.raises(RolloutError, match="it is out of memory"):
         executor.wait_for_task(task, timeout=20)

@@ -34,7 +34,7 @@ from rollwright.placement.local_rollout import make_rollout_engine
 from rollwright.placement.task_services import TaskServices
 from rollwright.rollout.engines import RolloutEngine
 from rollwright.rollout.resume import read_past
-from rollwright.rollout.staleness import Staleness
+from rollwright.rollout.scheduler import Staleness
 from rollwright.store import ExperienceStore, TaskClaim
 from rollwright.tracking.learning_signs import warn_of_reasons
 from rollwright.tracking.logging import getLogger
@@ -337,7 +337,7 @@ class Explorer:
         tasks = []
         for claim in claims:
             row = past.row({**self.tasks.row(claim.ordinal), "ordinal": claim.ordinal})
-            end = past.given_up.get(claim.ordinal)
+            end = past.rejected.get(claim.ordinal)
             reason = "" if end is None else end.reason or end.state
             tasks.append(ClaimedTask(claim, row, past.episodes.get(claim.ordinal, {}), reason))
         return tasks

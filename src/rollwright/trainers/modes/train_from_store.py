@@ -17,7 +17,7 @@ from rollwright.config.recipes import apply_recipe
 from rollwright.errors import ConfigError
 from rollwright.experience.operators import joined_samples
 from rollwright.experience.trajectory import Trajectory, concat_padded_tensors
-from rollwright.rollout.staleness import Staleness
+from rollwright.rollout.scheduler import Staleness
 from rollwright.rollout.task_group import SAMPLE_BITS
 from rollwright.store import Sampling, StoredBatch
 from rollwright.tracking.logging import getLogger
