@@ -149,11 +149,12 @@ def placement_of_stages(stages: Sequence[Stage]) -> Placement:
     Raises:
         ConfigError: they name different ones.
     """
-    clusters = [stage.config.cluster for stage in stages if hasattr(stage.config, "cluster")]
-    for name in ("kind", "processes", "slurm"):
-        values = list(dict.fromkeys(str(getattr(cluster, name)) for cluster in clusters))
-        if len(values) > 1:
-            raise ConfigError(
-                f"the stages of a run have {' and '.join(values)} as cluster.{name}: set it once, at the top level."
-            )
-    return placement_of(clusters[0] if clusters else ClusterConfig())
+    first, *others = [stage.config.cluster for stage in stages if hasattr(stage.config, "cluster")] or [ClusterConfig()]
+    for other in others:
+        for name in ("kind", "processes", "slurm"):
+            values = getattr(first, name), getattr(other, name)
+            if values[0] != values[1]:
+                raise ConfigError(
+                    f"the stages of a run have {values[0]} and {values[1]} as cluster.{name}: set it once, at the top level."
+                )
+    return placement_of(first)
