@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from rollwright import BACKENDS, RemoteClient, ServerBackend
+from rollwright import BACKENDS, ConfigError, RemoteClient, ServerBackend
 
 TOY = """
 import sys
@@ -61,6 +61,11 @@ def test_a_run_samples_from_the_users_servers(run_with, tmp_path):
 
 def test_the_older_name_of_the_base_class_works():
     assert RemoteClient is ServerBackend
+
+
+def test_the_older_name_of_an_attribute_is_refused():
+    with pytest.raises(ConfigError, match="`transports` now"):
+        type("OldBackend", (ServerBackend,), {"ways": ("disk",)})
 
 
 def test_what_the_server_cannot_do_is_refused_by_name(run_with):

@@ -59,6 +59,11 @@ class ServerBackend(ABC):
     finds_servers = True
     pauses_running_requests = False
 
+    def __init_subclass__(cls) -> None:
+        super().__init_subclass__()
+        if "ways" in vars(cls):
+            raise ConfigError(f"{cls.__name__}.ways: this attribute of a backend is called `transports` now; rename it.")
+
     def __init__(self, config: RolloutConfig, servers: ServerSet) -> None:
         self.config = config
         self.servers = servers
