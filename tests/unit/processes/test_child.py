@@ -22,9 +22,16 @@ def channels() -> tuple[Channel, Channel]:
     return Channel(ours), Channel(theirs)
 
 
+def is_running(pid: int) -> bool:
+    try:
+        return psutil.Process(pid).status() != psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:  # it may end between two looks
+        return False
+
+
 def wait_gone(pids: list[int]) -> None:
     deadline = time.monotonic() + 60
-    while [pid for pid in pids if psutil.pid_exists(pid) and psutil.Process(pid).status() != psutil.STATUS_ZOMBIE]:
+    while any(map(is_running, pids)):
         assert time.monotonic() < deadline
         time.sleep(0.02)
 
