@@ -137,8 +137,8 @@ def test_a_run_that_loses_rays_head_goes_on_on_another_ray(grpo, another_ray, py
 
 @pytest.mark.slow
 @pytest.mark.timeout(600)
-def test_rows_that_are_lost_with_their_node_are_made_again_from_the_journal(grpo, pytestconfig):
-    """The long form has this: sampling runs ahead on a Ray that keeps even small rows on the nodes, and a node with a worker is lost."""
+def test_a_node_with_a_worker_is_lost_while_sampling_runs_ahead(grpo, pytestconfig):
+    """Rows travel to the controller, so those of the lost node's finished episodes are still trained, each once."""
     if pytestconfig.getoption("--seeds") < 2:
         pytest.skip("the long form has this: --seeds 2 or 3")
     nodes = start_ray(41, max_direct_call_object_size=100, **SOON)
@@ -160,7 +160,6 @@ def test_rows_that_are_lost_with_their_node_are_made_again_from_the_journal(grpo
         raylets = {node.all_processes["raylet"][0].process.pid: node for node in others}
         parents = [psutil.Process(process_of(directory, name)).ppid() for name in ("worker-0", "worker-1")]
         nodes.remove_node(next(raylets[parent] for parent in parents if parent in raylets), allow_graceful=False)
-        wait_until(grpo, process, lambda said: "were lost with their node, and were made again from the journal" in said)
         enough = dumped() + 3
         wait_until(grpo, process, lambda _: dumped() >= enough)
         os.killpg(process.pid, signal.SIGINT)

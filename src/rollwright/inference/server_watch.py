@@ -82,7 +82,7 @@ class ServerWatch:
                 self._look()
             except Exception as error:  # this thread must go on: without it no server would come back
                 if not self._stop.is_set():
-                    logger.warning("Not all could be told which servers there are, and are told again: %s", error)
+                    logger.warning("Could not send the list of servers to every worker; trying again: %s", error)
 
     def _look(self) -> None:
         for process in self._supervisor.running:

@@ -126,7 +126,7 @@ def _rollout_engine(config: PPOConfig, actor: Any, tokenizer: Any, directory: Ru
 
 
 def servers_of(rollout: RolloutConfig) -> type[ServerBackend] | None:
-    """The servers that ``rollout.backend`` names; None: it computes in this process.
+    """Backend class of the servers that ``rollout.backend`` names, or None if that engine runs in this process.
 
     Raises:
         ConfigError: there is no such backend.

@@ -760,7 +760,7 @@ def test_a_server_that_was_ended_for_good_is_given_up_at_once(monkeypatch, caplo
         wait_until(lambda: told)
         assert watch.addresses == ["10.0.0.0:0"]
     assert "its place was needed" in caplog.text
-    assert "Not all could be told" not in caplog.text
+    assert "Could not send the list of servers" not in caplog.text
 
 
 def test_the_pool_tells_the_cause_to_episodes_that_nobody_can_run(make):
