@@ -87,15 +87,27 @@ def noted() -> Iterator[set[KeyPath]]:
 
     for cls, own in CLASSES.items():
         cls.__getattribute__ = getter(own)  # type: ignore[method-assign]
-    dataclasses.replace = lambda source, /, **changes: placed(replace(source, **changes), source, changes)  # type: ignore[assignment]
+
+    def replaced(source: Any, /, **changes: Any) -> Any:
+        return placed(replace(source, **changes), source, changes)
+
+    _exchange(replace, replaced)
     generation.GenerationHyperparameters.new = lambda self, **changes: placed(new(self, **changes), self, changes)  # type: ignore[method-assign]
     try:
         yield read
     finally:
-        dataclasses.replace, generation.GenerationHyperparameters.new = replace, new
+        _exchange(replaced, replace)
+        generation.GenerationHyperparameters.new = new
         for cls in CLASSES:
             if "__getattribute__" in vars(cls):
                 del cls.__getattribute__
+
+
+def _exchange(old: Any, new: Any) -> None:
+    """Put ``new`` in the place of ``dataclasses.replace``, in the modules that imported it by name too, whenever that was."""
+    for name, module in list(sys.modules.items()):
+        if (name == "dataclasses" or name.startswith("rollwright")) and vars(module).get("replace") is old:
+            module.replace = new  # type: ignore[attr-defined]
 
 
 def _is_read(frame: Any) -> bool:
