@@ -62,9 +62,9 @@ def seconds(function: Callable[[], None]) -> Seconds:
 def write_claimed(store: ExperienceStore, groups: list[list[Experience]]) -> None:
     """As an explorer does."""
     left = iter(groups)
-    while claims := store.claim_tasks("explorer", 32):
+    while claims := store.tasks.claim("explorer", 32):
         for claim in claims:
-            store.finish_task(claim, next(left))
+            store.tasks.finish(claim, next(left))
 
 
 def draw(store: ExperienceStore, sampling: Sampling, commit: str | None) -> None:
@@ -108,7 +108,7 @@ def main() -> None:
         blobs: list[list[bytes]] = []
         serialising = seconds(lambda groups=groups, blobs=blobs: blobs.extend([each.serialize() for each in g] for g in groups))
         with tempfile.TemporaryDirectory() as directory, ExperienceStore(f"sqlite:///{directory}/store.db") as store:
-            store.declare_tasks(len(groups))
+            store.tasks.declare(len(groups))
             writing = seconds(lambda store=store, groups=groups: write_claimed(store, groups))
             reading = seconds(lambda store=store: draw(store, Sampling(), "fifo"))
             store.recover(None)

@@ -87,14 +87,14 @@ def test_an_explorer_tells_what_they_did(tiny_model, tmp_path, monkeypatch):
     config.cluster.fileroot = str(tmp_path)
     config.stats_logger.display = "none"
     with claim_part(config) as directory, Explorer(config, directory) as explorer:
-        finish = explorer.store.finish_task
+        finish = explorer.store.tasks.finish
 
         def finish_slowly(*task, **told):  # the store has the last group a while before it is counted
             kept = finish(*task, **told)
             time.sleep(1.0)
             return kept
 
-        monkeypatch.setattr(explorer.store, "finish_task", finish_slowly)
+        monkeypatch.setattr(explorer.store.tasks, "finish", finish_slowly)
         assert explorer.explore()["groups"] >= 2  # no trainer: it ends when the groups of the one step are stored
     (line,) = (json.loads(line) for line in directory.metrics_file.read_text().splitlines())
     assert line["operators/dropped/test_every_second_task"] >= 2.0

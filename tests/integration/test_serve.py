@@ -114,12 +114,12 @@ def test_feedback_becomes_experiences_and_weights_are_followed(service, tiny_mod
         model = load_model(config.actor)
         write_weights(path, model.named_parameters(), 3, config=model.config)
         store.recover(None)
-        store.publish_version(str(path), 3)
+        store.announcements.publish(str(path), 3)
         until_version(client, 3)
         store.recover(None)  # the trainer begins again: what it publishes now is older than what samples
         path = trial_path(config) / "weights" / "v000001"
         write_weights(path, model.named_parameters(), 1, config=model.config)
-        store.publish_version(str(path), 1)
+        store.announcements.publish(str(path), 1)
         until_version(client, 1)
         agent(client.post("/runs", json={}).json())  # the next calls are answered with them
 

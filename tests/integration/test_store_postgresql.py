@@ -36,7 +36,7 @@ def test_stores_opened_at_the_same_moment_make_the_tables_once(postgresql):
 
     def open_and_append(number: int) -> None:
         with ExperienceStore(url, run="together") as store:
-            store.declare_tasks(4)
+            store.tasks.declare(4)
 
     with ThreadPoolExecutor(8) as threads:
         list(threads.map(open_and_append, range(8)))

@@ -40,24 +40,24 @@ def explore(url: str, directory: str, owner: str, seed: int) -> None:
         if store.status().finished_tasks >= TASKS / 2 and not (Path(directory) / "enough kills").exists():
             time.sleep(0.01)
             continue
-        for claim in store.claim_tasks(owner, generator.randint(1, 4), lease_seconds=LEASE, max_outstanding=24):
+        for claim in store.tasks.claim(owner, generator.randint(1, 4), lease_seconds=LEASE, max_outstanding=24):
             time.sleep(generator.uniform(0, 0.004))
             samples = [sample(claim.ordinal, claim.attempt, index) for index in range(SAMPLES)]
             if rejected(claim.ordinal):
-                store.finish_task(claim, [])
+                store.tasks.finish(claim, [])
             elif generator.random() < 0.5:
-                store.finish_task(claim, samples)
+                store.tasks.finish(claim, samples)
             else:
                 for index in range(SAMPLES):
                     store.append(
                         samples[index : index + 1],
                         ordinal=claim.ordinal,
                         index=index,
-                        group_size=SAMPLES + 1,  # finish_task completes it
+                        group_size=SAMPLES + 1,  # tasks.finish completes it
                         attempt=claim.attempt,
                     )
                     time.sleep(generator.uniform(0, 0.002))
-                store.finish_task(claim, None)
+                store.tasks.finish(claim, None)
         time.sleep(0.002)
 
 
@@ -85,7 +85,7 @@ def train(url: str, directory: str, seed: int) -> None:
             time.sleep(generator.uniform(0, 0.004))
             os.rename(fresh, path / f"step-{number:05d}.json")
         version += 1
-        store.publish_version(f"weights/{version}", version)
+        store.announcements.publish(f"weights/{version}", version)
         if batch is None:
             return
 
@@ -106,7 +106,7 @@ def kill_at_random(url: str, tmp_path: Path, seed: int) -> None:
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(["rollwright.store"])
     with ExperienceStore(url, run="processes") as store:
-        store.declare_tasks(TASKS)
+        store.tasks.declare(TASKS)
 
     def start(role: str) -> multiprocessing.Process:
         arguments = (url, str(tmp_path), *([] if role == "trainer" else [role]), generator.randrange(2**30))

@@ -72,7 +72,7 @@ class ExperiencePipeline:
         """Runs the samples of one task through all operators; ``eid.run`` becomes each sample's place.
 
         Returns what is left of each sample (samples with nothing left are gone), what was dropped, and metrics. It is what
-        ``ExperienceStore.finish_task`` takes: ``finish_task(claim, result.samples, drops=result.drops)``.
+        ``ExperienceStore.tasks.finish`` takes: ``finish(claim, result.samples, drops=result.drops)``.
 
         Raises:
             TrajectoryError: an operator failed; the message names it.

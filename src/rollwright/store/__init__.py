@@ -1,11 +1,12 @@
 """The experience store: holds groups of experiences between the processes that sample them and the one that trains on them."""
 
+from rollwright.store.announcements import Announcement
+from rollwright.store.batches import BatchRequest, StoredBatch, TrainingStore
 from rollwright.store.file_store import FileStore
-from rollwright.store.groups import StoredBatch, StoredGroup
+from rollwright.store.groups import StoredGroup
 from rollwright.store.sampling import ORDERS, PRIORITY_FUNCTIONS, Sampling
 from rollwright.store.store import ExperienceStore, StoreStatus, open_store
 from rollwright.store.task_leases import TaskClaim
-from rollwright.store.trainer import Announcement
 
 #: The former name of :class:`StoredBatch`.
 Batch = StoredBatch
@@ -15,6 +16,7 @@ __all__ = [
     "PRIORITY_FUNCTIONS",
     "Announcement",
     "Batch",
+    "BatchRequest",
     "ExperienceStore",
     "FileStore",
     "Sampling",
@@ -22,5 +24,6 @@ __all__ = [
     "StoredBatch",
     "StoredGroup",
     "TaskClaim",
+    "TrainingStore",
     "open_store",
 ]

@@ -35,12 +35,12 @@ CLAIMED, FINISHED, RELEASED = 0, 1, 2
 #: States of a group.
 OPEN, READY, DROPPED = 0, 1, 2
 
-#: SQLite numbers rows by itself only in a column of type INTEGER.
+#: SQLite assigns ids only in columns of type INTEGER.
 _Id = sa.BigInteger().with_variant(sa.Integer, "sqlite")
 
 metadata = sa.MetaData()
 
-#: What the store says about itself: schema version, run, number of tasks.
+#: Properties of the store: schema version, run, number of tasks.
 facts = sa.Table(
     "facts", metadata, sa.Column("name", sa.String(64), primary_key=True), sa.Column("value", sa.Text, nullable=False)
 )
@@ -104,7 +104,7 @@ uses = sa.Table(
     sa.Column("group_id", _Id, sa.ForeignKey("groups.id"), nullable=False),
     sa.Column("batch", sa.BigInteger, nullable=False),
     sa.Column("checkpoint", sa.BigInteger),  # None until the trainer's checkpoint commits it
-    sa.Column("published", sa.Boolean, nullable=False),  # weights trained on it are out: it no longer counts as in training
+    sa.Column("published", sa.Boolean, nullable=False),  # weights trained on it are published: it is no longer in training
     sa.Index("uses_by_group", "group_id"),
     sa.Index("uses_by_checkpoint", "checkpoint"),
     sa.Index("uses_by_published", "published"),
@@ -131,7 +131,7 @@ drops = sa.Table(
     "drops", metadata, sa.Column("reason", sa.String(255), primary_key=True), sa.Column("rows", sa.BigInteger, nullable=False)
 )
 
-#: Seconds that a writer waits for others.
+#: Longest wait of a writer for other processes, in seconds.
 BUSY_SECONDS = 60.0
 _SHORTEST_POLL, _LONGEST_POLL = 0.01, 0.25
 #: Built once: SQLAlchemy takes longer to build a statement than SQLite takes to run it.
@@ -141,20 +141,22 @@ _COUNT = (
     .values(value=counters.c.value + sa.bindparam("by"))
     .returning(counters.c.value)
 )
+#: Modules of the supported databases, by the name of their dialect.
+DIALECTS = {"sqlite": sqlite, "postgresql": postgresql}
 _READ_ONLY = "rollwright_read_only"
 _CREATION_LOCK = 0x524F4C4C  # PostgreSQL advisory lock that serialises the creation of the tables
 
 
 class Database:
-    """A SQLAlchemy engine with two kinds of transactions: readers that see one state, and writers one after another.
+    """A SQLAlchemy engine with two kinds of transactions: readers see one state, and writers run one after another.
 
     Args:
         url: ``sqlite:///path.db``, ``sqlite://`` (in memory, this process only) or another SQLAlchemy URL.
-        run: identity of the run that owns the store; None to open whatever is there.
-        create: make the tables where they are missing.
+        run: identity of the run that owns the store. None opens the store of any run.
+        create: create the tables if they are missing.
 
     Raises:
-        StoreError: the store is missing, damaged, of another version or of another run.
+        StoreError: the store is missing or damaged, or belongs to another version or run.
         ConfigError: the URL or its driver is not usable.
     """
 
@@ -164,7 +166,7 @@ class Database:
         self.dialect = self.engine.dialect.name
         self._in_memory = isinstance(self.engine.pool, StaticPool)
         self._memory_lock = threading.RLock() if self._in_memory else contextlib.nullcontext()
-        # The threads of a process wait for each other here, without a limit, and not in the database, which gives up.
+        # The threads of a process wait for each other here, without a limit. In the database they would time out.
         self._writers = threading.RLock()
         if self.dialect == "sqlite" and not self._in_memory:
             path = Path(self.engine.url.database or "")
@@ -197,47 +199,20 @@ class Database:
 
     @contextlib.contextmanager
     def writing(self) -> Iterator[sa.Connection]:
-        """A transaction beside which no other writer runs; it is undone where the block raises."""
+        """A transaction that excludes other writers; it is rolled back if the block raises."""
         with self._memory_lock, self._writers, self._translated(), self.engine.begin() as connection:
             if self.dialect != "sqlite":  # SQLite's BEGIN IMMEDIATE has done this already
                 connection.execute(sa.select(counters.c.value).where(counters.c.name == "epoch").with_for_update())
             yield connection
 
-    def now(self, connection: sa.Connection) -> float:
-        """Seconds since 1970 by the one clock that all users of the store share."""
-        if self.dialect == "postgresql":
-            return float(connection.execute(sa.text("SELECT extract(epoch FROM clock_timestamp())")).scalar_one())
-        return time.time()
-
-    def add_to(self, connection: sa.Connection, counter: str, by: int = 1) -> int:
-        """Adds to a counter; returns its value before."""
-        return int(connection.execute(_COUNT, {"counter": counter, "by": by}).scalar_one()) - by
-
-    def counter(self, connection: sa.Connection, name: str) -> int:
-        """A counter's value."""
-        return int(connection.execute(sa.select(counters.c.value).where(counters.c.name == name)).scalar_one())
-
-    def fact(self, connection: sa.Connection, name: str) -> str | None:
-        """What the store says about itself under a name."""
-        return connection.execute(sa.select(facts.c.value).where(facts.c.name == name)).scalar_one_or_none()
-
-    def set_fact(self, connection: sa.Connection, name: str, value: str) -> None:
-        """Records a fact; replaces an earlier value."""
-        statement = self.upsert(facts).values(name=name, value=value)
-        connection.execute(statement.on_conflict_do_update(index_elements=["name"], set_={"value": value}))
-
-    def upsert(self, table: Any) -> Any:
-        """An INSERT of this database's dialect, which has ``ON CONFLICT``."""
-        return (postgresql.insert if self.dialect == "postgresql" else sqlite.insert)(table)
-
     def flush(self) -> None:
-        """Makes what is committed survive a power failure too (SQLite's WAL is written through)."""
+        """Make committed transactions survive a power failure (writes SQLite's WAL to the database file)."""
         if self.dialect == "sqlite" and not self._in_memory:
             with self._translated(), self.engine.connect() as connection:
                 connection.connection.cursor().execute("PRAGMA wal_checkpoint(PASSIVE)").close()
 
     def close(self) -> None:
-        """Closes the database's connections."""
+        """Close all connections."""
         self.engine.dispose()
 
     @contextlib.contextmanager
@@ -271,14 +246,14 @@ class Database:
                     sa.insert(counters), [{"name": name, "value": 0} for name in ("next_ordinal", "sequence", "batch", "epoch")]
                 )
                 connection.execute(sa.insert(facts), [{"name": "schema", "value": str(SCHEMA_VERSION)}])
-            if run is not None and self.fact(connection, "run") is None:
-                self.set_fact(connection, "run", run)
+            if run is not None and fact(connection, "run") is None:
+                set_fact(connection, "run", run)
 
     def _check(self, run: str | None) -> None:
         with self.reading() as connection:
             if facts.name not in sa.inspect(connection).get_table_names():
                 raise StoreError(f"{self.name} is no experience store: check store.url.")
-            schema, owner = self.fact(connection, "schema"), self.fact(connection, "run")
+            schema, owner = fact(connection, "schema"), fact(connection, "run")
         if schema != str(SCHEMA_VERSION):
             raise StoreError(
                 f"{self.name} has schema version {schema}, this installation reads {SCHEMA_VERSION}: export it with the version that wrote it."
@@ -289,11 +264,46 @@ class Database:
             )
 
 
-def poll(look: Callable[[], tuple[Any, bool]], timeout: float | None, cancelled: Callable[[], bool]) -> Any:
-    """Looks for what other processes put into a store; returns what the last look found.
+def now(connection: sa.Connection) -> float:
+    """Seconds since 1970 by the clock that all users of the store share."""
+    if connection.dialect.name == "postgresql":
+        return float(connection.execute(sa.text("SELECT extract(epoch FROM clock_timestamp())")).scalar_one())
+    return time.time()
 
-    ``look`` returns what there is, and whether nothing more can come; what is true ends the wait, and so do ``cancelled()``
-    and ``timeout`` seconds (None: without a limit).
+
+def add_to(connection: sa.Connection, counter: str, by: int = 1) -> int:
+    """Add to a counter. Returns its value before the addition."""
+    return int(connection.execute(_COUNT, {"counter": counter, "by": by}).scalar_one()) - by
+
+
+def counter_value(connection: sa.Connection, name: str) -> int:
+    """A counter's value."""
+    return int(connection.execute(sa.select(counters.c.value).where(counters.c.name == name)).scalar_one())
+
+
+def fact(connection: sa.Connection, name: str) -> str | None:
+    """A property of the store; None if it is not set."""
+    return connection.execute(sa.select(facts.c.value).where(facts.c.name == name)).scalar_one_or_none()
+
+
+def set_fact(connection: sa.Connection, name: str, value: str) -> None:
+    """Set a property of the store."""
+    statement = upsert(connection, facts).values(name=name, value=value)
+    connection.execute(statement.on_conflict_do_update(index_elements=["name"], set_={"value": value}))
+
+
+def upsert(connection: sa.Connection, table: Any) -> Any:
+    """An INSERT of the connection's dialect, which has ``ON CONFLICT``."""
+    return DIALECTS[connection.dialect.name].insert(table)
+
+
+def poll(look: Callable[[], tuple[Any, bool]], timeout: float | None, cancelled: Callable[[], bool]) -> Any:
+    """Poll a store for what other processes write. Returns the last result of ``look``.
+
+    Args:
+        look: returns a result, and True if no other result can follow. A result that is true ends the wait.
+        timeout: longest wait in seconds. None sets no limit.
+        cancelled: returns True to end the wait.
     """
     limit = None if timeout is None else time.monotonic() + timeout
     pause = _SHORTEST_POLL
@@ -353,7 +363,7 @@ def _engine(url: str) -> sa.Engine:
 
 
 def _enter_wal(connection: sqlite3.Connection) -> None:
-    """Switches the file to write-ahead logging. SQLite does not wait for other processes when it switches, so this does."""
+    """Switch the file to write-ahead logging. SQLite does not wait for other processes when it switches, so this does."""
 
     def switch() -> tuple[bool, bool]:
         with contextlib.suppress(sqlite3.OperationalError):

@@ -21,17 +21,9 @@ from rollwright.atomic import line_with_checksum, number_of_line, replaced_file,
 from rollwright.errors import ConfigError, StoreError
 from rollwright.experience.experience import Experience, ExperienceId
 from rollwright.experience.packed import plain_json
+from rollwright.store.batches import BatchRequest, StoredBatch, TrainingStore
 from rollwright.store.database import poll
-from rollwright.store.groups import (
-    BatchSize,
-    Group,
-    StoredBatch,
-    StoredGroup,
-    experiences_of,
-    oldest_version,
-    own_name,
-    task_group,
-)
+from rollwright.store.groups import Group, StoredGroup, experiences_of, group_name, oldest_version
 from rollwright.store.sampling import Sampling
 from rollwright.tracking.logging import getLogger
 
@@ -40,7 +32,7 @@ logger = getLogger("store")
 _FIELDS = sorted(each.name for each in fields(Experience))
 
 
-class FileStore:
+class FileStore(TrainingStore):
     """A JSONL file of groups: ``{"group": name, "ordinal": …, "attempt": …, "experiences": […]}`` a line.
 
     A line may also be a single experience. ``<file>.cursor.json`` holds the reader's position at each checkpoint.
@@ -49,7 +41,7 @@ class FileStore:
         path: the file; created by the first append.
     """
 
-    announcements = None  #: no explorer follows the trainer of a file
+    announcements = None  # no explorer follows the trainer of a file
 
     def __init__(self, path: str | Path) -> None:
         self.path = Path(path)
@@ -61,17 +53,13 @@ class FileStore:
         self._recovered = not self._cursor_path.exists()
 
     def append(self, group: Group, *, ordinal: int | None = None, name: str | None = None, attempt: int = 0) -> int:
-        """Append a group in one write and flush it. Returns how many experiences were written: 0 if its name is present.
-
-        Raises:
-            StoreError: another process writes the file.
-        """
+        """See ``TrainingStore.append``. The group is written at once and flushed; only one process may write the file."""
         rows = list(experiences_of(group))
         if not rows:
             raise StoreError(f"{self.path}: append was given a group without experiences: leave it out.")
         with self._lock:
             writer = self._open_writer()
-            name = name or (task_group(ordinal) if ordinal is not None else own_name(rows))
+            name = group_name(rows, ordinal, name)
             if name in self._names:
                 return 0
             documents = [experience_document(each) for each in rows]
@@ -91,39 +79,31 @@ class FileStore:
         cancelled: Callable[[], bool] = lambda: False,
     ) -> StoredBatch | None:
         """The next groups; see ``ExperienceStore.sample``. A batch that is not full is not taken."""
-        size = BatchSize(groups, experiences)
+        request = BatchRequest(groups, experiences)
         if not self._recovered:
             raise StoreError(
                 f"{self.path} was read by an earlier trainer: call recover(checkpoint), or recover(None) to begin anew."
             )
-        batch = poll(lambda: (self._take(size, partial=False), False), timeout, cancelled)
-        return self._take(size, partial=True) if batch is None and partial_batch else batch
+        batch = poll(lambda: (self._take(request, partial=False), False), timeout, cancelled)
+        return self._take(request, partial=True) if batch is None and partial_batch else batch
 
-    def next_batch(
-        self,
-        *,
-        groups: int | None,
-        experiences: int | None,
-        sampling: Sampling,
-        min_version: int | None,
-        cancelled: Callable[[], bool],
-    ) -> StoredBatch | None:
-        """The next groups of the file, or None at its end; see ``ExperienceStore.next_batch``.
+    def next_batch(self, request: BatchRequest, cancelled: Callable[[], bool]) -> StoredBatch | None:
+        """The next groups of the file, or None at its end.
 
-        Lines are read in order and once, the only ``sampling`` that ``open_store`` accepts for a file. ``min_version`` does not
+        Lines are read in order and once, the only sampling that ``open_store`` accepts for a file. ``min_version`` does not
         apply: versions in a file may be those of any model.
         """
-        batch = self.sample(groups=groups, experiences=experiences)
+        batch = self.sample(groups=request.groups, experiences=request.experiences)
         if batch is None:
             logger.info("%s has no further batch", self.path)
         return batch
 
     def groups(self) -> Iterator[StoredGroup]:
-        """Iterate over all groups from the beginning, without using them."""
+        """See ``TrainingStore.groups``."""
         return (group for _, _, group in self._lines(0, 0, uses=0))
 
     def commit(self, checkpoint: str, *, version: int | None = None) -> int:
-        """Bind the reader's position to a checkpoint; see ``ExperienceStore.commit``."""
+        """See ``TrainingStore.commit``. Returns 0, because a file counts no uses."""
         places = self._places()
         if checkpoint in places:
             raise StoreError(
@@ -134,13 +114,7 @@ class FileStore:
         return 0
 
     def recover(self, checkpoint: str | None) -> int:
-        """Go back to the position of a checkpoint, or to the beginning; see ``ExperienceStore.recover``.
-
-        The positions of later checkpoints are forgotten. Returns 0, because a file counts no uses.
-
-        Raises:
-            StoreError: the checkpoint is not known.
-        """
+        """See ``TrainingStore.recover``. Returns 0, because a file counts no uses."""
         places = self._places()
         if checkpoint is not None and checkpoint not in places:
             raise StoreError(
@@ -154,7 +128,7 @@ class FileStore:
         return 0
 
     def forget_used(self, *, sampling: Sampling | None = None, keep_checkpoints: int = 2) -> int:
-        """Return 0: a file keeps its lines."""
+        """See ``TrainingStore.forget_used``. Returns 0, because a file keeps its lines."""
         return 0
 
     def close(self) -> None:
@@ -163,12 +137,6 @@ class FileStore:
             if self._writer is not None:
                 self._writer.close()
                 self._writer = None
-
-    def __enter__(self) -> FileStore:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()
 
     def _open_writer(self) -> IO[bytes]:
         if self._writer is None:
@@ -189,7 +157,7 @@ class FileStore:
             self._writer = writer
         return self._writer
 
-    def _take(self, size: BatchSize, partial: bool) -> StoredBatch | None:
+    def _take(self, request: BatchRequest, partial: bool) -> StoredBatch | None:
         """The next batch. None, with the position unchanged, if it is not full or, with ``partial``, empty."""
         with self._lock:
             found: list[StoredGroup] = []
@@ -198,7 +166,7 @@ class FileStore:
                 found.append(group)
                 rows += len(group.experiences)
                 position = offset, line
-                if size.is_reached(len(found), rows):
+                if request.is_filled_by(len(found), rows):
                     break
             else:
                 if not (partial and found):

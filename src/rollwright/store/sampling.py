@@ -1,32 +1,19 @@
-"""Drawing batches for training: in which order, how often, and which groups are too old."""
+"""Which groups a batch consists of: order, number of uses and age."""
 
 from __future__ import annotations
 
 import inspect
 import random
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, fields
 from typing import Any
 
-from sqlalchemy import Connection, Select, bindparam, delete, insert, or_, select, update
+from sqlalchemy import Connection, Select, select
 
 from rollwright.config.modes import StoreConfig
 from rollwright.errors import ConfigError
 from rollwright.registry import Registry
-from rollwright.store.database import (
-    DROPPED,
-    OPEN,
-    READY,
-    Database,
-    checkpoints,
-    experiences,
-    groups,
-    poll,
-    uses,
-)
-from rollwright.store.groups import BatchSize, GroupTable, StoredBatch
-from rollwright.store.task_leases import TaskLeases
-from rollwright.store.trainer import TrainerCursor
+from rollwright.store.database import READY, groups
 
 #: ``(version of the group, uses so far, random generator, **arguments) -> priority, or None if it must not be used again``.
 PriorityFunction = Callable[..., float | None]
@@ -51,7 +38,7 @@ def linear_decay_use_count_control_randomization(
     return version - decay * uses + (generator.gauss(0.0, sigma) if sigma else 0.0)
 
 
-_COLUMNS = (groups.c.id, groups.c.rows, groups.c.version, groups.c.uses)
+DRAWN_COLUMNS = (groups.c.id, groups.c.rows, groups.c.version, groups.c.uses)
 #: Orders that the database sorts by itself.
 _SORTED_BY = {
     "fifo": (groups.c.sequence,),
@@ -111,7 +98,7 @@ class Sampling:
 
     def eligible(self, now: float, min_version: int | None) -> Select:
         """Statement for the groups that may be drawn: ``id, rows, version, uses``."""
-        statement = select(*_COLUMNS).where(groups.c.state == READY)
+        statement = select(*DRAWN_COLUMNS).where(groups.c.state == READY)
         if self.uses is not None:
             statement = statement.where(groups.c.uses == 0 if self.uses == 1 else groups.c.uses < self.uses)
         if self.cooldown_seconds > 0:
@@ -134,143 +121,3 @@ class Sampling:
         ranked = [(priority, row) for priority, row in zip(priorities, found, strict=True) if priority is not None]
         ranked.sort(key=lambda each: -each[0])  # stable: ties stay in completion order
         return [row for _, row in ranked[:limit]]
-
-
-@dataclass(frozen=True)
-class _Request:
-    """What a call of ``sample`` asks for."""
-
-    sampling: Sampling
-    size: BatchSize
-    min_version: int | None
-    partial_groups: bool
-
-    def first_enough(self, drawn: Sequence[Any]) -> tuple[Sequence[Any], bool]:
-        """The first groups that fill the batch, or all groups; and whether they fill it."""
-        row_count = 0
-        for group_count, group in enumerate(drawn, 1):
-            row_count += group.rows
-            if self.size.is_reached(group_count, row_count):
-                return drawn[:group_count], True
-        return drawn, False
-
-
-class BatchSampler:
-    """Draws batches for the trainer, drops groups that are too old, and deletes groups that are used up."""
-
-    def __init__(self, database: Database, groups: GroupTable, tasks: TaskLeases, trainer: TrainerCursor) -> None:
-        self._database = database
-        self._groups = groups
-        self._tasks = tasks
-        self._trainer = trainer
-
-    def sample(
-        self,
-        *,
-        groups: int | None = None,
-        experiences: int | None = None,
-        sampling: Sampling | None = None,
-        min_version: int | None = None,
-        timeout: float | None = 0.0,
-        partial_batch: bool = False,
-        partial_groups: bool = False,
-        cancelled: Callable[[], bool] = lambda: False,
-    ) -> StoredBatch | None:
-        """Draw a batch for the trainer and count a use of each of its groups.
-
-        Args:
-            groups: number of groups.
-            experiences: instead of ``groups``: draw whole groups until they have at least so many rows.
-            sampling: order and number of uses. None draws each group once, in order of completion.
-            min_version: leave out groups with older tokens.
-            timeout: seconds to wait for enough groups. None waits as long as more can come.
-            partial_batch: take a smaller batch if there are not enough groups when the wait ends.
-            partial_groups: also take groups that lack samples; samples that come later are counted as ``late``.
-            cancelled: polled while waiting; returning True ends the wait.
-
-        Returns:
-            The batch, or None if there were not enough groups; nothing is used then.
-
-        Raises:
-            StoreError: another trainer has taken over, or an earlier trainer's uses wait for ``recover``.
-        """
-        request = _Request(sampling or Sampling(), BatchSize(groups, experiences), min_version, partial_groups)
-        if not self._trainer.has_begun:
-            with self._trainer.consuming():
-                pass  # refuses now rather than after a wait for groups that an earlier trainer holds
-        if not poll(lambda: self._look(request), timeout, cancelled) and not partial_batch:
-            return None
-        with self._trainer.consuming() as connection:
-            number = self._database.counter(connection, "batch")
-            ids = self._take(connection, request, number, partial_batch)
-        if not ids:
-            return None
-        with self._database.reading() as connection:
-            return StoredBatch(number, self._groups.load(connection, ids))
-
-    def drop_older_than(self, version: int, *, sampling: Sampling | None = None, reason: str = "stale") -> int:
-        """Drop groups that have uses left and whose oldest token is older than ``version``. Returns how many.
-
-        The drop is counted under ``reason`` and, like a use, is undone by a recovery from an earlier checkpoint.
-        """
-        eligible = (sampling or Sampling()).eligible(float("inf"), None).with_only_columns(groups.c.id)
-        old = groups.c.id.in_(eligible.where(groups.c.version < version).scalar_subquery())
-        with self._trainer.consuming() as connection:
-            statement = update(groups).where(old).values(state=DROPPED, dropped_by=reason, drop_checkpoint=None)
-            return connection.execute(statement).rowcount
-
-    def forget_used(self, *, sampling: Sampling | None = None, keep_checkpoints: int = 2) -> int:
-        """Delete the rows of used or dropped groups that no kept checkpoint can need. Returns the number of rows.
-
-        Args:
-            sampling: determines how many uses a group has.
-            keep_checkpoints: number of newest checkpoints that a trainer may still go back to.
-        """
-        allowed = (sampling or Sampling()).uses
-        newest = select(checkpoints.c.sequence).order_by(checkpoints.c.sequence.desc())
-        with self._trainer.consuming() as connection:
-            oldest_kept = connection.scalar(newest.offset(keep_checkpoints - 1).limit(1))
-            if oldest_kept is None or allowed is None:
-                return 0
-            needed = select(uses.c.group_id).where(or_(uses.c.checkpoint.is_(None), uses.c.checkpoint > oldest_kept))
-            used_up = (groups.c.uses >= allowed) & groups.c.id.not_in(needed)
-            dropped = (groups.c.state == DROPPED) & (groups.c.drop_checkpoint <= oldest_kept)
-            done = select(groups.c.id).where(or_(used_up, dropped))
-            return connection.execute(delete(experiences).where(experiences.c.group_id.in_(done))).rowcount
-
-    def _look(self, request: _Request) -> tuple[bool, bool]:
-        """Whether a batch can be drawn now, and whether no more groups will come."""
-        with self._database.reading() as connection:
-            _, enough = request.first_enough(self._drawable(connection, request))
-            ended = self._tasks.all_finished(connection)
-        return enough, ended and request.sampling.cooldown_seconds == 0
-
-    def _drawable(self, connection: Connection, request: _Request) -> list[Any]:
-        """The next groups in order, as many as the request can need; incomplete groups come last."""
-        limit = request.size.groups or request.size.experiences or 0
-        batch, now = self._database.counter(connection, "batch"), self._database.now(connection)
-        drawn = request.sampling.draw(connection, limit, batch, now, request.min_version)
-        if request.partial_groups:
-            oldest = -1 if request.min_version is None else request.min_version
-            unfinished = select(*_COLUMNS).where(groups.c.state == OPEN, groups.c.version >= oldest)
-            drawn += connection.execute(unfinished.order_by(groups.c.id).limit(limit)).all()
-        return drawn
-
-    def _take(self, connection: Connection, request: _Request, batch: int, partial_batch: bool) -> Sequence[int]:
-        """Draw a batch and record its uses. Returns the ids of its groups, or none if there are not enough."""
-        drawn, enough = request.first_enough(self._drawable(connection, request))
-        if not drawn or not (enough or partial_batch):
-            return []
-        ids = [group.id for group in drawn]
-        if request.partial_groups:
-            still_open = select(groups.c.id).where(groups.c.id.in_(ids), groups.c.state == OPEN).order_by(groups.c.id)
-            for group_id in connection.scalars(still_open).all():
-                self._groups.complete(connection, group_id)
-        self._database.add_to(connection, "batch")
-        connection.execute(insert(uses), [{"group_id": group_id, "batch": batch, "published": False} for group_id in ids])
-        available_at = self._database.now(connection) + request.sampling.cooldown_seconds
-        connection.execute(
-            update(groups).where(groups.c.id == bindparam("group")).values(uses=groups.c.uses + 1, available_at=available_at),
-            [{"group": group_id} for group_id in ids],
-        )
-        return ids

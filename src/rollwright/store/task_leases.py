@@ -10,8 +10,23 @@ from dataclasses import dataclass
 from sqlalchemy import Connection, bindparam, case, func, insert, or_, select, update
 
 from rollwright.errors import StoreError
-from rollwright.store.database import CLAIMED, FINISHED, READY, RELEASED, Database, count_rows, groups, tasks, uses
-from rollwright.store.groups import Group, GroupTable, rows_of, task_group
+from rollwright.store.database import (
+    CLAIMED,
+    FINISHED,
+    READY,
+    RELEASED,
+    Database,
+    add_to,
+    count_rows,
+    counter_value,
+    fact,
+    groups,
+    now,
+    set_fact,
+    tasks,
+    uses,
+)
+from rollwright.store.groups import Group, add_drops, rows_of, settle_open_group, task_group, write_group
 from rollwright.tracking.logging import getLogger
 
 logger = getLogger("store")
@@ -39,26 +54,25 @@ class TaskClaim:
 class TaskLeases:
     """Claims, leases and ends of tasks."""
 
-    def __init__(self, database: Database, groups: GroupTable) -> None:
+    def __init__(self, database: Database) -> None:
         self._database = database
-        self._groups = groups
 
-    def declare_tasks(self, total: int) -> None:
+    def declare(self, total: int) -> None:
         """Declare that the run has the tasks ``0 … total - 1``, so that claims and waits end. ``total`` may only grow.
 
         Raises:
             StoreError: more were declared before.
         """
         with self._database.writing() as connection:
-            before = self.declared(connection)
+            before = declared_tasks(connection)
             if before is not None and total < before:
                 raise StoreError(
                     f"{self._database.name} was told of {before} tasks and now of {total}: a run may be made longer, not shorter; "
                     "start a run of its own with another trial_name."
                 )
-            self._database.set_fact(connection, _DECLARED, str(total))
+            set_fact(connection, _DECLARED, str(total))
 
-    def claim_tasks(
+    def claim(
         self, owner: str, count: int, *, lease_seconds: float = 60.0, max_outstanding: int | None = None
     ) -> list[TaskClaim]:
         """Claim up to ``count`` tasks to run: first those that another explorer released or lost, then new ordinals.
@@ -66,36 +80,36 @@ class TaskLeases:
         Args:
             owner: name of this explorer, unique among those that run.
             count: number of tasks.
-            lease_seconds: how long the claims last without :meth:`renew_claims`.
+            lease_seconds: how long the claims last without :meth:`renew`.
             max_outstanding: upper limit of ``running + ready + in training`` groups, which is
                 ``(max_head_offpolicyness + 1) · batch``. A group is in training until the version trained on it is
                 published.
         """
         with self._database.writing() as connection:
-            now = self._database.now(connection)
+            started = now(connection)
             if max_outstanding is not None:
-                running = count_rows(connection, tasks, tasks.c.state == CLAIMED, tasks.c.lease_until >= now)
+                running = count_rows(connection, tasks, tasks.c.state == CLAIMED, tasks.c.lease_until >= started)
                 waiting = count_rows(connection, groups, groups.c.state == READY, groups.c.uses == 0)
                 count = min(count, max_outstanding - running - waiting - training_groups(connection))
             if count <= 0:
                 return []
-            lost = or_(tasks.c.state == RELEASED, (tasks.c.state == CLAIMED) & (tasks.c.lease_until < now))
+            lost = or_(tasks.c.state == RELEASED, (tasks.c.state == CLAIMED) & (tasks.c.lease_until < started))
             statement = select(tasks.c.ordinal, tasks.c.attempt).where(lost).order_by(tasks.c.ordinal).limit(count)
             claims = [TaskClaim(row.ordinal, row.attempt + 1, owner) for row in connection.execute(statement)]
-            lease = {"state": CLAIMED, "owner": owner, "lease_until": now + lease_seconds}
+            lease = {"state": CLAIMED, "owner": owner, "lease_until": started + lease_seconds}
             if claims:
                 mine = tasks.c.ordinal.in_([claim.ordinal for claim in claims])
                 connection.execute(update(tasks).where(mine).values(attempt=tasks.c.attempt + 1, **lease))
-            total = self.declared(connection)
-            first = self._database.counter(connection, "next_ordinal")
+            total = declared_tasks(connection)
+            first = counter_value(connection, "next_ordinal")
             last = first + count - len(claims) if total is None else min(first + count - len(claims), total)
             if last > first:
-                self._database.add_to(connection, "next_ordinal", last - first)
+                add_to(connection, "next_ordinal", last - first)
                 connection.execute(insert(tasks), [{"ordinal": each, "attempt": 0, **lease} for each in range(first, last)])
                 claims += [TaskClaim(ordinal, 0, owner) for ordinal in range(first, last)]
             return claims
 
-    def finish_task(
+    def finish(
         self, claim: TaskClaim, group: Group | None, *, version: int | None = None, drops: Mapping[str, int] | None = None
     ) -> bool:
         """Store the group of a task and finish the task, in one transaction.
@@ -118,22 +132,22 @@ class TaskLeases:
             if task is None or task.state != CLAIMED or task.attempt != claim.attempt:
                 return False
             if rows:
-                self._groups.write(connection, task_group(claim.ordinal), claim.ordinal, rows, claim.attempt)
+                write_group(connection, task_group(claim.ordinal), claim.ordinal, rows, claim.attempt)
             else:
-                self._groups.settle_open(connection, claim.ordinal, claim.attempt if group is None else None)
-            self._groups.add_drops(connection, drops or {})
+                settle_open_group(connection, claim.ordinal, claim.attempt if group is None else None)
+            add_drops(connection, drops or {})
             connection.execute(_FINISH, {"task": claim.ordinal})
             return True
 
-    def renew_claims(self, owner: str, *, lease_seconds: float = 60.0) -> int:
+    def renew(self, owner: str, *, lease_seconds: float = 60.0) -> int:
         """Extend the leases of all tasks that an explorer holds. Returns how many it holds."""
         mine = (tasks.c.owner == owner) & (tasks.c.state == CLAIMED)
         with self._database.writing() as connection:
-            until = self._database.now(connection) + lease_seconds
+            until = now(connection) + lease_seconds
             longer = case((tasks.c.lease_until < until, until), else_=tasks.c.lease_until)
             return connection.execute(update(tasks).where(mine).values(lease_until=longer)).rowcount
 
-    def release_claims(self, owner: str, ordinals: Sequence[int] | None = None) -> int:
+    def release(self, owner: str, ordinals: Sequence[int] | None = None) -> int:
         """Release the claims of an explorer that stops or was seen to die. Returns how many.
 
         Args:
@@ -154,7 +168,7 @@ class TaskLeases:
         def renew() -> None:
             while not stop.wait(lease_seconds / 3):
                 try:
-                    self.renew_claims(owner, lease_seconds=lease_seconds)
+                    self.renew(owner, lease_seconds=lease_seconds)
                 except StoreError as error:  # a full disk, a database that restarts: try again soon
                     logger.warning("the claims of %s could not be renewed: %s", owner, error)
 
@@ -165,19 +179,22 @@ class TaskLeases:
         finally:
             stop.set()
             thread.join()
-            self.release_claims(owner)
+            self.release(owner)
 
-    # -- within a transaction of the caller ------------------------------------------------------------------------------
 
-    def declared(self, connection: Connection) -> int | None:
-        """The declared number of tasks; None if no end was declared."""
-        value = self._database.fact(connection, _DECLARED)
-        return None if value is None else int(value)
+# -- within a transaction of the caller ------------------------------------------------------------------------------
 
-    def all_finished(self, connection: Connection) -> bool:
-        """True if the tasks have a declared end and all of them are finished."""
-        declared = self.declared(connection)
-        return declared is not None and count_rows(connection, tasks, tasks.c.state == FINISHED) >= declared
+
+def declared_tasks(connection: Connection) -> int | None:
+    """The declared number of tasks; None if no end was declared."""
+    value = fact(connection, _DECLARED)
+    return None if value is None else int(value)
+
+
+def all_finished(connection: Connection) -> bool:
+    """True if the tasks have a declared end and all of them are finished."""
+    declared = declared_tasks(connection)
+    return declared is not None and count_rows(connection, tasks, tasks.c.state == FINISHED) >= declared
 
 
 def training_groups(connection: Connection) -> int:

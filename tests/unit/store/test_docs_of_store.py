@@ -63,5 +63,5 @@ def test_the_code_of_the_page_runs(tmp_path, monkeypatch):
         exec(compile(trainer.replace("groups=64", f"groups={TASKS}"), "the trainer", "exec"), names)
         assert sum(map(len, trained)) == 2 * TASKS - (TASKS + 1) // 2
         assert renamed == ["step-1"]
-        assert store.latest_version().version == 1
+        assert store.announcements.newest().version == 1
         assert store.recover("step-1") == 0

@@ -12,9 +12,8 @@ pytest.importorskip("sqlalchemy")
 
 from rollwright.errors import ConfigError, StoreError
 from rollwright.experience.experience import Experience
-from rollwright.store import PRIORITY_FUNCTIONS, ExperienceStore, Sampling
+from rollwright.store import PRIORITY_FUNCTIONS, ExperienceStore, Sampling, task_leases
 from rollwright.store import database as store_database
-from rollwright.store.groups import GroupTable
 from rollwright.store.task_leases import TaskLeases
 
 
@@ -211,97 +210,97 @@ class TestSample:
 
     def test_a_wait_ends_when_cancelled_or_when_no_more_can_come(self, store):
         assert store.sample(groups=1, timeout=None, cancelled=lambda: True) is None
-        store.declare_tasks(1)
-        (claim,) = store.claim_tasks("a", 5)
-        store.finish_task(claim, group())
+        store.tasks.declare(1)
+        (claim,) = store.tasks.claim("a", 5)
+        store.tasks.finish(claim, group())
         assert store.sample(groups=2, timeout=None) is None
         assert ordinals(store.sample(groups=2, timeout=None, partial_batch=True)) == [0]
 
 
 class TestTasks:
     def test_each_ordinal_is_claimed_once(self, store):
-        store.declare_tasks(5)
-        first, second = store.claim_tasks("a", 3), store.claim_tasks("b", 3)
+        store.tasks.declare(5)
+        first, second = store.tasks.claim("a", 3), store.tasks.claim("b", 3)
         assert [claim.ordinal for claim in first] == [0, 1, 2]
         assert [claim.ordinal for claim in second] == [3, 4]
-        assert store.claim_tasks("a", 1) == []
+        assert store.tasks.claim("a", 1) == []
 
     def test_a_dead_explorers_claims_go_to_the_next(self, store):
-        lost = store.claim_tasks("a", 2, lease_seconds=0.0)
+        lost = store.tasks.claim("a", 2, lease_seconds=0.0)
         time.sleep(0.01)
-        (again, more, fresh) = store.claim_tasks("b", 3)
+        (again, more, fresh) = store.tasks.claim("b", 3)
         assert [(claim.ordinal, claim.attempt) for claim in (again, more, fresh)] == [(0, 1), (1, 1), (2, 0)]
-        assert store.finish_task(lost[0], group(1)) is False
-        assert store.finish_task(again, group(2)) is True
-        assert store.finish_task(again, group(3)) is False
+        assert store.tasks.finish(lost[0], group(1)) is False
+        assert store.tasks.finish(again, group(2)) is True
+        assert store.tasks.finish(again, group(3)) is False
         (stored,) = store.groups()
         assert (stored.attempt, int(stored.experiences[0].tokens[-1])) == (1, 102)
 
     def test_a_late_explorer_may_finish_what_nobody_else_claimed(self, store):
-        (claim,) = store.claim_tasks("a", 1, lease_seconds=0.0)
+        (claim,) = store.tasks.claim("a", 1, lease_seconds=0.0)
         time.sleep(0.01)
-        assert store.finish_task(claim, group())
+        assert store.tasks.finish(claim, group())
 
     def test_leases_are_renewed_while_the_explorer_lives(self):
         for seconds in (0.6, 2.4, 9.6):  # a machine that stands still for as long as one lease is given the next
             with ExperienceStore(new_database(), run="run-1") as store:
-                with store.keeping_claims("a", lease_seconds=seconds):
-                    store.claim_tasks("a", 2, lease_seconds=seconds)
+                with store.tasks.keeping_claims("a", lease_seconds=seconds):
+                    store.tasks.claim("a", 2, lease_seconds=seconds)
                     time.sleep(1.3 * seconds)
-                    others = [claim.ordinal for claim in store.claim_tasks("b", 1)]
+                    others = [claim.ordinal for claim in store.tasks.claim("b", 1)]
                 if others != [2]:
                     continue
-                assert [(claim.ordinal, claim.attempt) for claim in store.claim_tasks("b", 2)] == [(0, 1), (1, 1)]
+                assert [(claim.ordinal, claim.attempt) for claim in store.tasks.claim("b", 2)] == [(0, 1), (1, 1)]
                 return
         raise AssertionError("a lease was not renewed")
 
     def test_given_back_claims_are_free_at_once(self, store):
-        store.claim_tasks("a", 3)
-        assert store.release_claims("a", [1]) == 1
-        assert [claim.ordinal for claim in store.claim_tasks("b", 1)] == [1]
-        assert store.release_claims("a") == 2
+        store.tasks.claim("a", 3)
+        assert store.tasks.release("a", [1]) == 1
+        assert [claim.ordinal for claim in store.tasks.claim("b", 1)] == [1]
+        assert store.tasks.release("a") == 2
 
     def test_a_finished_task_without_experiences_is_not_run_again(self, store):
-        (claim,) = store.claim_tasks("a", 1, lease_seconds=0.0)
-        assert store.finish_task(claim, [], drops={"reward_filter": 8})
+        (claim,) = store.tasks.claim("a", 1, lease_seconds=0.0)
+        assert store.tasks.finish(claim, [], drops={"reward_filter": 8})
         status = store.status()
         assert (status.finished_tasks, status.experiences, status.drops) == (1, 0, {"reward_filter": 8})
-        assert [each.ordinal for each in store.claim_tasks("a", 1)] == [1]
+        assert [each.ordinal for each in store.tasks.claim("a", 1)] == [1]
 
     def test_samples_appended_before_the_task_is_finished_are_its_group(self, store):
-        (claim,) = store.claim_tasks("a", 1)
+        (claim,) = store.tasks.claim("a", 1)
         for index in range(2):
             store.append([experience(index)], ordinal=claim.ordinal, index=index, group_size=4, attempt=claim.attempt)
-        assert store.finish_task(claim, None)
+        assert store.tasks.finish(claim, None)
         assert [len(each.experiences) for each in store.sample(groups=1)] == [2]
 
     def test_a_rejected_task_leaves_nothing_behind(self, store):
-        (first, second) = store.claim_tasks("a", 2)
+        (first, second) = store.tasks.claim("a", 2)
         for claim in (first, second):
             store.append([experience()], ordinal=claim.ordinal, index=0, group_size=4, attempt=claim.attempt)
-        store.release_claims("a", [second.ordinal])
-        (again,) = store.claim_tasks("b", 1)
-        assert store.finish_task(first, [])
-        assert store.finish_task(again, None)  # the attempt that appended something was another one
+        store.tasks.release("a", [second.ordinal])
+        (again,) = store.tasks.claim("b", 1)
+        assert store.tasks.finish(first, [])
+        assert store.tasks.finish(again, None)  # the attempt that appended something was another one
         assert store.status().experiences == 0
         assert list(store.groups(partial=True)) == []
 
     def test_admission_counts_running_ready_and_training(self, store):
-        claims = store.claim_tasks("a", 10, max_outstanding=4)
+        claims = store.tasks.claim("a", 10, max_outstanding=4)
         assert len(claims) == 4
-        store.finish_task(claims[0], group(0))
-        store.finish_task(claims[1], [])
-        assert len(store.claim_tasks("a", 10, max_outstanding=4)) == 1
+        store.tasks.finish(claims[0], group(0))
+        store.tasks.finish(claims[1], [])
+        assert len(store.tasks.claim("a", 10, max_outstanding=4)) == 1
         assert ordinals(store.sample(groups=1)) == [0]
-        assert store.claim_tasks("a", 10, max_outstanding=4) == []
-        store.publish_version("weights/1", 1)
-        assert len(store.claim_tasks("a", 10, max_outstanding=4)) == 1
+        assert store.tasks.claim("a", 10, max_outstanding=4) == []
+        store.announcements.publish("weights/1", 1)
+        assert len(store.tasks.claim("a", 10, max_outstanding=4)) == 1
 
     def test_a_run_may_be_made_longer_not_shorter(self, store):
-        store.declare_tasks(3)
-        store.declare_tasks(4)
+        store.tasks.declare(3)
+        store.tasks.declare(4)
         with pytest.raises(StoreError, match="longer, not shorter"):
-            store.declare_tasks(2)
+            store.tasks.declare(2)
 
 
 class TestCheckpoints:
@@ -371,7 +370,11 @@ class TestCheckpoints:
             append_groups(first, group(), group())
             first.sample(groups=1)
             second.recover(None)
-            for action in (lambda: first.sample(groups=1), lambda: first.commit("x"), lambda: first.publish_version("w", 1)):
+            for action in (
+                lambda: first.sample(groups=1),
+                lambda: first.commit("x"),
+                lambda: first.announcements.publish("w", 1),
+            ):
                 with pytest.raises(StoreError, match="another trainer has recovered"):
                     action()
             assert len(second.sample(groups=2)) == 2
@@ -403,38 +406,38 @@ class TestCheckpoints:
 
 class TestVersions:
     def test_the_newest_weights_are_announced(self, store):
-        assert store.latest_version() is None
-        assert store.wait_for_version(1, timeout=0.02) is None
-        store.publish_version("weights/1", 1)
-        store.publish_version("weights/1", 1)
-        store.publish_version("weights/2", 2)
-        newest = store.wait_for_version(1)
+        assert store.announcements.newest() is None
+        assert store.announcements.wait_for(1, timeout=0.02) is None
+        store.announcements.publish("weights/1", 1)
+        store.announcements.publish("weights/1", 1)
+        store.announcements.publish("weights/2", 2)
+        newest = store.announcements.wait_for(1)
         assert (newest.version, newest.path) == (2, "weights/2")
         with pytest.raises(StoreError, match="versions only grow"):
-            store.publish_version("weights/other", 2)
+            store.announcements.publish("weights/other", 2)
 
     def test_a_restart_withdraws_later_weights_and_says_so_by_the_epoch(self, store):
-        store.publish_version("weights/1", 1)
+        store.announcements.publish("weights/1", 1)
         store.commit("step-1", version=1)
-        store.publish_version("weights/2", 2)
-        before = store.latest_version()
+        store.announcements.publish("weights/2", 2)
+        before = store.announcements.newest()
         store.recover("step-1")
-        assert store.latest_version().version == 1
-        store.publish_version("weights/2", 2)
-        after = store.latest_version()
+        assert store.announcements.newest().version == 1
+        store.announcements.publish("weights/2", 2)
+        after = store.announcements.newest()
         assert (after.version, after.path) == (before.version, before.path)
         assert after.epoch != before.epoch
         assert (before.since, after.since) == (1, 2)  # version 1 is the same in both
 
     def test_the_highest_version_is_remembered_when_it_is_withdrawn(self, store):
-        assert store.highest_version() == -1
-        store.publish_version("weights/1", 1)
+        assert store.announcements.highest_version() == -1
+        store.announcements.publish("weights/1", 1)
         store.commit("step-1", version=1)
-        store.publish_version("weights/5", 5)
+        store.announcements.publish("weights/5", 5)
         store.recover("step-1")
-        assert store.highest_version() == 5
-        store.publish_version("weights/2", 2)
-        assert (store.latest_version().version, store.highest_version()) == (2, 5)
+        assert store.announcements.highest_version() == 5
+        store.announcements.publish("weights/2", 2)
+        assert (store.announcements.newest().version, store.announcements.highest_version()) == (2, 5)
 
 
 class TestIdentity:
@@ -541,7 +544,7 @@ class TestPrioritiesThatRefuse:
 
 def test_claims_are_renewed_again_after_a_failure(store, monkeypatch, caplog):
     """A database that refuses once must not cost an explorer all that it holds."""
-    renew, calls = TaskLeases.renew_claims, []
+    renew, calls = TaskLeases.renew, []
 
     def sometimes(self, owner, **options):
         calls.append(owner)
@@ -549,9 +552,9 @@ def test_claims_are_renewed_again_after_a_failure(store, monkeypatch, caplog):
             raise StoreError("disk full")
         return renew(self, owner, **options)
 
-    monkeypatch.setattr(TaskLeases, "renew_claims", sometimes)
-    with caplog.at_level("WARNING"), store.keeping_claims("e1", lease_seconds=0.15):
-        store.claim_tasks("e1", 1, lease_seconds=0.15)
+    monkeypatch.setattr(TaskLeases, "renew", sometimes)
+    with caplog.at_level("WARNING"), store.tasks.keeping_claims("e1", lease_seconds=0.15):
+        store.tasks.claim("e1", 1, lease_seconds=0.15)
         deadline = time.monotonic() + 60
         while len(calls) < 3:
             assert time.monotonic() < deadline
@@ -562,15 +565,15 @@ def test_claims_are_renewed_again_after_a_failure(store, monkeypatch, caplog):
 def test_many_threads_that_write_at_once_wait_for_their_turn(tmp_path, monkeypatch):
     """An explorer's tasks end in bursts, and a large group takes its time: nobody's wait is over before its turn comes."""
     monkeypatch.setattr(store_database, "BUSY_SECONDS", 0.2)
-    write = GroupTable.write
+    write = task_leases.write_group
 
     def slowly(*arguments, **keywords):
         time.sleep(0.03)
         return write(*arguments, **keywords)
 
-    monkeypatch.setattr(GroupTable, "write", slowly)
+    monkeypatch.setattr(task_leases, "write_group", slowly)
     with ExperienceStore(f"sqlite:///{tmp_path}/store.db") as store:
-        claims = store.claim_tasks("e1", 40)
+        claims = store.tasks.claim("e1", 40)
         with ThreadPoolExecutor(40) as pool:
-            assert all(pool.map(lambda claim: store.finish_task(claim, group()), claims))
+            assert all(pool.map(lambda claim: store.tasks.finish(claim, group()), claims))
         assert store.status().finished_tasks == 40

@@ -38,7 +38,7 @@ class StoreMachine(RuleBasedStateMachine):
     @initialize(uses=st.sampled_from([1, 2]), order=st.sampled_from(["fifo", "freshest", "priority", "uniform"]))
     def begin(self, uses, order):
         self.store = ExperienceStore(new_database(), run="model")
-        self.store.declare_tasks(TASKS)
+        self.store.tasks.declare(TASKS)
         self.sampling = Sampling(order=order, uses=uses)
         self.claims = {"a": [], "b": []}  # what each explorer believes it holds
         self.dead = []  # claims of explorers that died
@@ -55,7 +55,7 @@ class StoreMachine(RuleBasedStateMachine):
     @rule(owner=st.sampled_from("ab"), count=st.integers(1, 3))
     def claim(self, owner, count):
         held = {claim.ordinal for claims in self.claims.values() for claim in claims}
-        for claim in self.store.claim_tasks(owner, count):
+        for claim in self.store.tasks.claim(owner, count):
             assert claim.ordinal not in held
             assert claim.ordinal not in self.finished
             self.claims[owner].append(claim)
@@ -71,7 +71,7 @@ class StoreMachine(RuleBasedStateMachine):
         if self.claims[owner]:
             claim = self.claims[owner].pop(pick % len(self.claims[owner]))
             samples = [] if rejected else group(claim.ordinal, claim.attempt)
-            assert self.store.finish_task(claim, samples)
+            assert self.store.tasks.finish(claim, samples)
             self.finished[claim.ordinal] = None if rejected else claim.attempt
 
     @rule(owner=st.sampled_from("ab"), pick=st.integers(0, 99), index=st.integers(0, 1))
@@ -86,7 +86,7 @@ class StoreMachine(RuleBasedStateMachine):
     def kill_explorer(self, owner):
         self.dead += self.claims[owner]
         self.claims[owner] = []
-        self.store.release_claims(owner)
+        self.store.tasks.release(owner)
 
     @precondition(lambda self: self.dead)
     @rule(pick=st.integers(0, 99), reclaimed=st.sampled_from([True, True, False]))
@@ -95,7 +95,7 @@ class StoreMachine(RuleBasedStateMachine):
             self.claim("b", len(self.dead))
         claim = self.dead.pop(pick % len(self.dead))
         before = self.store.status()
-        assert not self.store.finish_task(claim, group(claim.ordinal, 50))
+        assert not self.store.tasks.finish(claim, group(claim.ordinal, 50))
         assert self.store.status() == before
 
     @precondition(lambda self: self.finished)
@@ -133,8 +133,8 @@ class StoreMachine(RuleBasedStateMachine):
 
     def drain(self):
         for owner in "ab":
-            self.store.release_claims(owner)
-            self.claims[owner] = self.store.claim_tasks(owner, TASKS)
+            self.store.tasks.release(owner)
+            self.claims[owner] = self.store.tasks.claim(owner, TASKS)
             while self.claims[owner]:
                 self.finish(owner, 0, False)
         while (batch := self.store.sample(groups=3, sampling=self.sampling, partial_batch=True)) is not None:

@@ -185,10 +185,10 @@ class GroupSink:
     def _finish(self, claim: TaskClaim, outcome: Trajectory | str) -> FinishedTask:
         """Store a task's group, or that it gave none."""
         if isinstance(outcome, str):
-            self._store.finish_task(claim, [], drops={"no_group": 1})
+            self._store.tasks.finish(claim, [], drops={"no_group": 1})
             return FinishedTask(claim, reason=outcome)
         result = self._operators.apply(samples_of(outcome, claim.ordinal))
-        is_stored = self._store.finish_task(claim, result.samples, drops=result.drops)
+        is_stored = self._store.tasks.finish(claim, result.samples, drops=result.drops)
         stored = sum(map(len, result.samples)) if is_stored else 0
         reason = "" if stored else "nothing left by the operators" if is_stored else "claim was lost"
         return FinishedTask(claim, outcome, result, stored, reason)
@@ -259,7 +259,7 @@ class Explorer:
         with (
             StopSignal() as stop,
             StageRun(self.config, self.directory, total_steps=steps, resume_step=None, tokenizer=self.tokenizer) as run,
-            self.store.keeping_claims(self.name, lease_seconds=self.lease_seconds),
+            self.store.tasks.keeping_claims(self.name, lease_seconds=self.lease_seconds),
         ):
             warn_of_reasons(self.config)
             self._release_left()
@@ -293,7 +293,7 @@ class Explorer:
         room = min(self.limit - len(self.sink) - len(self.deferred), max(1, self.config.train_dataset.batch_size // 2))
         if room <= 0 or self._is_enough():
             return []
-        return self.store.claim_tasks(self.name, room, lease_seconds=self.lease_seconds, max_outstanding=self.limit)
+        return self.store.tasks.claim(self.name, room, lease_seconds=self.lease_seconds, max_outstanding=self.limit)
 
     def _begin_claimed(self) -> None:
         """Start the tasks that were claimed, once the weights have the versions of what was recorded of them."""
@@ -310,7 +310,7 @@ class Explorer:
         trial = trial_path(self.config)
         for path in trial.glob(f"{PARTS['explore']}-*"):
             directory = RunDirectory(trial.parent, trial.name, path.name)
-            if path.name != self.name and directory.was_left() and (count := self.store.release_claims(path.name)):
+            if path.name != self.name and directory.was_left() and (count := self.store.tasks.release(path.name)):
                 logger.info("%d tasks of %s, which has ended, are released", count, path.name)
 
     def _release_running(self) -> None:
@@ -318,7 +318,7 @@ class Explorer:
         logger.warning("the tasks that run are released")
         self.sink.abandon()
         self.claimed, self.deferred = [], []
-        self.store.release_claims(self.name)
+        self.store.tasks.release(self.name)
 
     def _with_past(self, claims: Sequence[TaskClaim]) -> list[ClaimedTask]:
         """The tasks of claims. One that is claimed again continues from the journals of its explorers, this one or others."""
@@ -348,7 +348,7 @@ class Explorer:
         return self.config.store is not None and self.config.store.uses == 1
 
     def _is_over(self) -> bool:
-        newest = self.store.latest_version()  # None: nobody trains yet; all that was asked for may be stored
+        newest = self.store.announcements.newest()  # None: nobody trains yet; all that was asked for may be stored
         return self._is_enough() if newest is None else newest.version >= self.spec.total_steps
 
     def _is_enough(self) -> bool:
@@ -370,7 +370,7 @@ class Explorer:
         reason = "the servers hold weights of another version" if holds_others else "actor.init_from_scratch"
         while is_waiting and stop.received is None:
             logger.info("waiting for the trainer's first weights (%s)", reason)
-            is_waiting = self.store.wait_for_version(0, REMINDER_SECONDS, lambda: stop.received is not None) is None
+            is_waiting = self.store.announcements.wait_for(0, REMINDER_SECONDS, lambda: stop.received is not None) is None
 
     # -- what is reported ----------------------------------------------------------------------------------------------
 

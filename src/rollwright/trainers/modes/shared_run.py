@@ -147,7 +147,7 @@ class PublishedWeights(WeightReceiver):
         remove_later(self.directory, "v", version)
         path = self.directory / f"v{version:06d}"
         write_weights(path, weights, version, config=config)
-        self.announcements.publish_version(str(path), version)
+        self.announcements.publish(str(path), version)
         keep_newest(self.directory, "v", self.keep)
 
 
@@ -180,7 +180,7 @@ def newest_weights(store: ExperienceStore, loaded: Announcement | None) -> tuple
         WeightUpdateError: they cannot be read, again and again.
     """
     pauses = [FIRST_PAUSE * 2**attempt for attempt in range(ATTEMPTS - 1)]
-    while (newest := store.latest_version()) is not None and not newest.names_weights_of(loaded):
+    while (newest := store.announcements.newest()) is not None and not newest.names_weights_of(loaded):
         try:
             return newest, read_published(newest)
         except WeightUpdateError as error:

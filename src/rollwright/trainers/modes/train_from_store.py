@@ -19,7 +19,7 @@ from rollwright.experience.operators import joined_samples
 from rollwright.experience.trajectory import Trajectory, concat_padded_tensors
 from rollwright.rollout.scheduler import Staleness
 from rollwright.rollout.task_group import SAMPLE_BITS
-from rollwright.store import Sampling, StoredBatch
+from rollwright.store import BatchRequest, Sampling, StoredBatch
 from rollwright.tracking.logging import getLogger
 from rollwright.tracking.run_directory import RunDirectory
 from rollwright.trainers.drawn_tasks import count_tasks, training_tasks
@@ -86,13 +86,9 @@ class StoreTrainer(PolicyTrainer):
             staleness = Staleness(config.rollout.max_head_offpolicyness)
             staleness.publish(self.actor.version)
             oldest = max(0, staleness.oldest)
-        batch = self.store.next_batch(
-            groups=config.train_dataset.batch_size if rows is None else None,
-            experiences=rows,
-            sampling=self.sampling,
-            min_version=oldest,
-            cancelled=lambda: stop.received is not None,
-        )
+        groups = config.train_dataset.batch_size if rows is None else None
+        request = BatchRequest(groups, rows, self.sampling, min_version=oldest)
+        batch = self.store.next_batch(request, cancelled=lambda: stop.received is not None)
         if batch is None and stop.received is None:
             logger.info("training ends after step %d", self.step)
         return None if batch is None else trajectory_of(batch)

@@ -70,7 +70,7 @@ def explorer(tmp_path, monkeypatch):
 
 
 def claim(explorer: Explorer, count: int):
-    explorer.claimed = explorer.store.claim_tasks(explorer.name, count)
+    explorer.claimed = explorer.store.tasks.claim(explorer.name, count)
     return list(explorer.claimed)
 
 
@@ -82,7 +82,7 @@ def next_finished(explorer: Explorer):
 def test_a_task_that_is_claimed_again_is_not_taken_for_stored(explorer):
     (first,) = claim(explorer, 1)
     explorer._begin_claimed()
-    explorer.store.release_claims(explorer.name)  # its lease ran out
+    explorer.store.tasks.release(explorer.name)  # its lease ran out
     (again,) = claim(explorer, 1)
     assert (again.ordinal, again.attempt) == (first.ordinal, 1)
     explorer._begin_claimed()
@@ -102,14 +102,14 @@ def test_where_the_trainer_goes_back_stored_groups_are_counted_and_nothing_that_
     explorer._begin_claimed()
     (sampled,) = claim(explorer, 1)
     explorer._begin_claimed()
-    finish = explorer.store.finish_task
+    finish = explorer.store.tasks.finish
 
     def finish_slowly(*task, **options):
         kept = finish(*task, **options)
         time.sleep(0.5)
         return kept
 
-    monkeypatch.setattr(explorer.store, "finish_task", finish_slowly)
+    monkeypatch.setattr(explorer.store.tasks, "finish", finish_slowly)
     explorer.rollout.let_go(0)
     while not explorer.store.status().finished_tasks:
         time.sleep(0.01)

@@ -39,7 +39,7 @@ def test_later_versions_of_a_trainer_that_is_gone_give_way(tmp_path, engine):
         again.update_weights(None, version=1, weights=weights, config=engine.model.config)
         again.update_weights(None, version=2, weights=weights, config=engine.model.config)
         assert sorted(path.name for path in tmp_path.iterdir()) == ["v000001", "v000002"]
-        read = dict(read_weights(store.latest_version().path))
+        read = dict(read_weights(store.announcements.newest().path))
     name = next(iter(read))
     assert torch.equal(read[name], weights[name])
 
@@ -53,7 +53,7 @@ def announced(tmp_path, engine):
         PublishedWeights(tmp_path, store.announcements).update_weights(
             None, version=3, weights=weights, config=engine.model.config
         )
-        yield store.latest_version()
+        yield store.announcements.newest()
 
 
 def test_an_explorer_takes_what_the_trainer_wrote_and_nothing_else(announced):
@@ -104,7 +104,7 @@ def test_weights_that_are_being_replaced_are_looked_for_again(announced, tmp_pat
     with ExperienceStore("sqlite://") as store:
         store.recover(None)
         assert newest_weights(store, None) is None
-        store.publish_version(announced.path, 3)
+        store.announcements.publish(announced.path, 3)
         newest, weights = newest_weights(store, None)
         assert (newest.version, pauses) == (3, [0.1, 0.2])
         assert newest_weights(store, newest) is None
