@@ -44,7 +44,7 @@ from rollwright.training.publish_and_audit import NEW_TOKENS_IN_PROCESS, audit, 
 
 if TYPE_CHECKING:  # a benchmark needs no store
     from rollwright.store import Announcement, ExperienceStore, FileStore
-    from rollwright.store.trainer import Announcements
+    from rollwright.store.announcements import Announcements
 
 logger = getLogger("weights")
 
