@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import json
 import sqlite3
-from array import array
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from itertools import islice
 from typing import Any
 
@@ -33,37 +32,35 @@ from rollwright.experience.journal.records import (
 #: Prefixes of the names of durable calls that score a completion (``rewards.wrapper``, which loads torch).
 REWARD_CALLS = "reward "
 
-_COLUMNS = [
-    "writer",
-    "ordinal",
-    "idx",
-    "attempt",
-    "is_eval",
-    "version",
-    "workflow",
-    "status",
-    "reason",
-    "reward",
-    "rewards",
-    "prompt_tokens",
-    "tokens",
-    "length",
-    "rows",
-    "calls",
-    "tools",
-    "tool_names",
-    "first_version",
-    "last_version",
-    "model_seconds",
-    "tool_seconds",
-    "began",
-    "ended",
-    "truncated",
-    "places",
-    "is_undone",
-    "is_damaged",
-]
-_INSERT = f"INSERT INTO samples ({', '.join(_COLUMNS)}) VALUES ({', '.join('?' * len(_COLUMNS))})"
+#: The row of a sample that has just begun. Its other columns come from its ``Begin``.
+_BEGUN: dict[str, Any] = {
+    "status": "running",
+    "reason": "",
+    "reward": None,
+    "rewards": None,
+    "prompt_tokens": 0,
+    "tokens": 0,
+    "length": 0,
+    "rows": 0,
+    "calls": 0,
+    "tools": 0,
+    "tool_names": [],
+    "first_version": 1 << 62,
+    "last_version": -1,
+    "model_seconds": 0.0,
+    "tool_seconds": 0.0,
+    "ended": None,
+    "truncated": False,
+    "is_undone": False,
+    "is_damaged": False,
+    "step": None,
+    "step_writer": None,
+    "trained": None,
+    "advantage": None,
+    "advantages": None,
+}
+_COLUMNS = [*_BEGUN, "writer", "ordinal", "idx", "attempt", "is_eval", "version", "workflow", "began", "places"]
+_INSERT = f"INSERT INTO samples ({', '.join(_COLUMNS)}) VALUES (:{', :'.join(_COLUMNS)})"
 _TRAINED = """
 UPDATE samples SET step = ?, step_writer = ?, trained = ?, advantage = ?, advantages = ?, trained_places = ?, is_undone = ? WHERE id = ?
 """
@@ -75,7 +72,8 @@ WHERE (step > :step AND step_writer < :writer) OR (is_eval AND version > :versio
 #: Samples that a process runs again: it began the same sample from the same or an earlier attempt.
 _UNDONE_BY_SAMPLE = """
 UPDATE samples SET is_undone = 1
-WHERE ordinal = ? AND is_eval = ? AND idx = ? AND attempt >= ? AND writer < ? AND (NOT is_eval OR version = ?)
+WHERE ordinal = :ordinal AND is_eval = :is_eval AND idx = :idx AND attempt >= :attempt AND writer < :resumed
+    AND (NOT is_eval OR version = :version)
 """
 _STEP = """
 INSERT OR REPLACE INTO steps (step, writer, version, time, way, seconds, bytes, engines, audit)
@@ -96,95 +94,10 @@ PLACE_BITS = 44  # a place is the file's number << PLACE_BITS | the offset of th
 _WAITING_KEPT = 1_000  # groups whose samples are looked for again
 
 
-class OpenSample:
-    """An episode that has not ended, as its records so far describe it."""
-
-    __slots__ = (
-        "begin",
-        "calls",
-        "first",
-        "is_damaged",
-        "is_undone",
-        "last",
-        "model_seconds",
-        "names",
-        "places",
-        "prompt",
-        "tokens",
-        "tool_seconds",
-        "tools",
-    )
-
-    def __init__(self, begin: tuple[Any, ...], place: int) -> None:
-        self.begin = begin  # ordinal, index, attempt, is_eval, version, workflow, time
-        self.places = array("q", (place,))
-        self.calls = self.prompt = self.tokens = self.tools = 0
-        self.first, self.last = 1 << 62, -1
-        self.model_seconds = self.tool_seconds = 0.0
-        self.names: set[str] = set()
-        self.is_undone = self.is_damaged = False
-
-    def state(self) -> bytes:
-        """Return the complete state, packed."""
-        numbers = (
-            self.calls,
-            self.prompt,
-            self.tokens,
-            self.tools,
-            self.first,
-            self.last,
-            self.model_seconds,
-            self.tool_seconds,
-            self.is_undone,
-            self.is_damaged,
-        )
-        return msgspec.msgpack.encode((self.begin, self.places.tobytes(), numbers, sorted(self.names)))
-
-    @classmethod
-    def of(cls, state: bytes) -> OpenSample:
-        """Restore a ``state``."""
-        begin, places, numbers, names = msgspec.msgpack.decode(state)
-        sample = cls(tuple(begin), 0)
-        sample.places = array("q", places)
-        sample.calls, sample.prompt, sample.tokens, sample.tools, sample.first, sample.last = numbers[:6]
-        sample.model_seconds, sample.tool_seconds, sample.is_undone, sample.is_damaged = numbers[6:]
-        sample.names = set(names)
-        return sample
-
-    def row(self, writer: int, status: str, ended: float | None) -> list[Any]:
-        """Its row, without the values known only at its end."""
-        ordinal, index, attempt, is_eval, version, workflow, began = self.begin
-        names = json.dumps(sorted(self.names)) if self.names else None
-        first, last = (self.first, self.last) if self.last >= 0 else (None, None)
-        head = [
-            writer,
-            ordinal,
-            index,
-            attempt,
-            is_eval,
-            version,
-            workflow,
-            status,
-            "",
-            None,
-            None,
-            self.prompt,
-            self.tokens,
-            0,
-            0,
-        ]
-        times = [self.model_seconds, self.tool_seconds, began, ended, False, self.places.tobytes()]
-        return [*head, self.calls, self.tools, names, first, last, *times, self.is_undone, self.is_damaged]
-
-    def columns(self, writer: int, status: str) -> dict[str, Any]:
-        """Its row by column name, as for a sample that has ended."""
-        rest = ("step", "step_writer", "trained", "advantage", "advantages", "preview")
-        return {**dict(zip(_COLUMNS, self.row(writer, status, None), strict=True)), **dict.fromkeys(rest)}
-
-
-_REASON, _REWARD, _REWARDS, _PROMPT, _LENGTH, _ROWS, _TRUNCATED = (
-    _COLUMNS.index(name) for name in ("reason", "reward", "rewards", "prompt_tokens", "length", "rows", "truncated")
-)
+def as_row(sample: Mapping[str, Any]) -> dict[str, Any]:
+    """A sample that the collector has gathered, as a row of its table."""
+    versions = {} if sample["last_version"] >= 0 else {"first_version": None, "last_version": None}
+    return {**sample, **versions, "tool_names": json.dumps(sample["tool_names"]) if sample["tool_names"] else None}
 
 
 class Collector:
@@ -196,13 +109,13 @@ class Collector:
 
     def __init__(self, connection: sqlite3.Connection) -> None:
         self._connection = connection
-        self._open: dict[tuple[int, int], OpenSample] = {}
-        self._ended: list[list[Any]] = []  # rows of samples that are not written yet
+        self._open: dict[tuple[int, int], dict[str, Any]] = {}  # rows of samples that have not ended
+        self._ended: list[dict[str, Any]] = []  # rows of samples that are not written yet
         self._trained: list[tuple[int, int, Trained]] = []  # writer, place and record: the rows of one group
         self._behind_gap: int | None = None  # the writer whose last record follows damaged bytes
         self._is_cut = False  # rows of the group may be lost
         for row in connection.execute("SELECT * FROM running"):
-            self._open[row["writer"], row["episode"]] = OpenSample.of(row["state"])
+            self._open[row["writer"], row["episode"]] = msgspec.msgpack.decode(row["state"])
         self._first_steps = first_steps(connection)
         self._resumes = [row[0] for row in connection.execute("SELECT writer FROM resumes ORDER BY writer")]
         self._left = self._left_open()
@@ -247,7 +160,7 @@ class Collector:
             self._assign()
         self._behind_gap = writer
         for (its, _), sample in self._open.items():
-            sample.is_damaged |= its == writer
+            sample["is_damaged"] |= its == writer
         first = self._connection.execute("SELECT max(step) FROM steps WHERE writer = ?", (writer,)).fetchone()[0]
         self._connection.execute(
             "INSERT OR REPLACE INTO gaps VALUES (?, ?, ?, ?, ?, NULL, ?)", (file, begin, end, writer, first, note)
@@ -276,7 +189,7 @@ class Collector:
         self._flush()
         self._find_waiting()
         self._connection.execute("DELETE FROM running")
-        rows = [(*key, sample.state()) for key, sample in self._open.items()]
+        rows = [(*key, msgspec.msgpack.encode(sample)) for key, sample in self._open.items()]
         self._connection.executemany("INSERT INTO running VALUES (?, ?, ?)", rows)
 
     def _flush(self) -> None:
@@ -287,39 +200,48 @@ class Collector:
     # -- samples -------------------------------------------------------------------------------------------------------------
 
     def _begin(self, writer: int, place: int, record: Begin) -> None:
-        begin = (record.ordinal, record.index, record.attempt, record.is_eval, record.version, record.workflow, record.time)
-        self._open[writer, record.episode] = OpenSample(begin, place)
+        sample = {
+            **_BEGUN,
+            "writer": writer,
+            "ordinal": record.ordinal,
+            "idx": record.index,
+            "attempt": record.attempt,
+            "is_eval": record.is_eval,
+            "version": record.version,
+            "workflow": record.workflow,
+            "began": record.time,
+            "places": _packed(place),
+        }
+        self._open[writer, record.episode] = sample
         if resumed := max((each for each in self._resumes if each <= writer), default=0):
-            self._begun_again(resumed, begin)
+            self._begun_again(sample, resumed)
 
-    def _begun_again(self, resumed: int, begin: tuple[Any, ...]) -> None:
+    def _begun_again(self, begun: Mapping[str, Any], resumed: int) -> None:
         """A sample begins in the resumed process or one that it started: undo what earlier processes recorded of it."""
-        ordinal, index, attempt, is_eval, version = begin[:5]
         self._flush()
-        self._connection.execute(_UNDONE_BY_SAMPLE, (ordinal, is_eval, index, attempt, resumed, version))
-        for sample in self._left.get((is_eval, ordinal, index), ()):
-            if sample.begin[2] >= attempt and (not is_eval or sample.begin[4] == version):
-                sample.is_undone = True
+        self._connection.execute(_UNDONE_BY_SAMPLE, {**begun, "resumed": resumed})
+        for sample in self._left.get(_name_of(begun), ()):
+            if sample["attempt"] >= begun["attempt"] and (not begun["is_eval"] or sample["version"] == begun["version"]):
+                sample["is_undone"] = True
 
-    def _left_open(self) -> dict[tuple[bool, int, int], list[OpenSample]]:
+    def _left_open(self) -> dict[tuple[bool, int, int], list[dict[str, Any]]]:
         """Samples that were unfinished when the last process resumed."""
-        left: dict[tuple[bool, int, int], list[OpenSample]] = {}
+        left: dict[tuple[bool, int, int], list[dict[str, Any]]] = {}
         for (writer, _), sample in self._open.items():
             if self._resumes and writer < max(self._resumes):
-                ordinal, index, _, is_eval = sample.begin[:4]
-                left.setdefault((is_eval, ordinal, index), []).append(sample)
+                left.setdefault(_name_of(sample), []).append(sample)
         return left
 
     def _call(self, writer: int, place: int, record: ModelCall) -> None:
         sample = self._open.get((writer, record.episode))
         if sample is None:
             return  # the file with its beginning was removed
-        sample.places.append(place)
-        if not sample.calls:
-            sample.prompt = record.kept + len(record.added) // 4
-        sample.calls += 1
-        sample.tokens += len(record.output) // 4
-        sample.model_seconds += record.finished - record.started
+        sample["places"] += _packed(place)
+        if not sample["calls"]:
+            sample["prompt_tokens"] = record.kept + len(record.added) // 4
+        sample["calls"] += 1
+        sample["tokens"] += len(record.output) // 4
+        sample["model_seconds"] += record.finished - record.started
         if record.output:
             versions = record.versions
             if isinstance(versions, bytes):
@@ -327,35 +249,36 @@ class Collector:
                 first, last = int(each.min()), int(each.max())
             else:
                 first = last = versions
-            sample.first, sample.last = min(sample.first, first), max(sample.last, last)
+            sample["first_version"] = min(sample["first_version"], first)
+            sample["last_version"] = max(sample["last_version"], last)
 
     def _result(self, writer: int, place: int, record: DurableResult) -> None:
         sample = self._open.get((writer, record.episode))
         if sample is None:
             return
-        sample.places.append(place)
+        sample["places"] += _packed(place)
         if not record.name.startswith(REWARD_CALLS):
-            sample.tools += 1
-            sample.tool_seconds += record.seconds
-            sample.names.add(record.name)
+            sample["tools"] += 1
+            sample["tool_seconds"] += record.seconds
+            sample["tool_names"] = sorted({*sample["tool_names"], record.name})
 
     def _end(self, writer: int, place: int, record: End) -> None:
         sample = self._open.pop((writer, record.episode), None)
         if sample is None:
             return
-        sample.places.append(place)
-        row = sample.row(writer, record.outcome, record.time)
-        row[_REASON] = record.reason
+        row = as_row(sample)
+        row |= {"status": record.outcome, "reason": record.reason, "ended": record.time}
+        row["places"] += _packed(place)
         if rows := record.rows:
             rewards = [each.reward for each in rows]
-            row[_REWARD] = sum(rewards) / len(rewards)
-            row[_ROWS] = len(rows)
-            row[_LENGTH] = max(each.kept + len(each.added) // 4 for each in rows)
-            row[_TRUNCATED] = any(each.truncated for each in rows)
-            if len(rows) > 1:
-                row[_REWARDS] = json.dumps(rewards)
-            if rows[0].mask:
-                row[_PROMPT] = rows[0].mask[0]
+            row |= {
+                "reward": sum(rewards) / len(rewards),
+                "rewards": json.dumps(rewards) if len(rows) > 1 else None,
+                "rows": len(rows),
+                "length": max(each.kept + len(each.added) // 4 for each in rows),
+                "truncated": any(each.truncated for each in rows),
+                "prompt_tokens": rows[0].mask[0] if rows[0].mask else row["prompt_tokens"],
+            }
         self._ended.append(row)
 
     def _arguments(self, writer: int, place: int, record: Arguments) -> None:
@@ -432,17 +355,13 @@ class Collector:
         group = self._connection.execute(find, (number, writer)).fetchone()
         if group is None:
             return True  # of a store, or of a file that was removed
-        resumed = min(
-            (each for each in self._resumes if each > writer), default=1 << 31
-        )  # samples from there on belong to later steps
+        # Samples of processes from the next resume on belong to later steps.
+        resumed = min((each for each in self._resumes if each > writer), default=1 << 31)
         own = self._connection.execute(
-            "SELECT id, idx, rows, step, step_writer, trained FROM samples WHERE ordinal = ? AND is_eval = 0 AND status = 'accepted' "
-            "AND writer < ? ORDER BY idx, id DESC",  # the newest of a repeated sample comes first
+            "SELECT max(id) AS id, rows, step, step_writer, trained FROM samples WHERE ordinal = ? AND is_eval = 0 "
+            "AND status = 'accepted' AND writer < ? GROUP BY idx ORDER BY idx",  # the newest of each sample
             (group["ordinal"], resumed),
         ).fetchall()
-        own = [
-            sample for sample, before in zip(own, [None, *own], strict=False) if not before or before["idx"] != sample["idx"]
-        ]
         if self._has_gaps and sum(sample["rows"] for sample in own) != len(trained):
             self._mark_damaged(writer, number)  # a sample is lost, so which rows belong to which is unknown
             return False
@@ -453,7 +372,7 @@ class Collector:
             if not rows:
                 break
             advantages = [advantage for _, _, advantage in rows]
-            places = array("q", [place for place, _, _ in rows]).tobytes()
+            places = b"".join(_packed(place) for place, _, _ in rows)
             times = (sample["trained"] or 0) + self._counts(sample, writer, step)
             several = json.dumps(advantages) if len(rows) > 1 else None
             updates.append((step, writer, times, sum(advantages) / len(advantages), several, places, is_undone, sample["id"]))
@@ -484,9 +403,7 @@ class Collector:
         self._flush()
         self._steps[writer] = record.step
         self._first_steps.setdefault(writer, record.step)
-        values: dict[str, Any] = {
-            name: getattr(record, name) for name in ("step", "version", "time", "way", "seconds", "bytes")
-        }
+        values = msgspec.structs.asdict(record)
         values |= {"writer": writer, "engines": json.dumps(record.engines), "audit": json.dumps(record.audit)}
         self._connection.execute(_STEP, values)
         self._connection.execute(_COUNT, values)
@@ -495,7 +412,7 @@ class Collector:
         self._checkpoint = record.step
         beyond = "SELECT count(*) FROM groups WHERE ordinal >= ? AND NOT is_eval AND state = 'delivered'"
         (finished,) = self._connection.execute(beyond, (record.frontier,)).fetchone()
-        unfinished = sum(not sample.begin[3] for sample in self._open.values())
+        unfinished = sum(not sample["is_eval"] for sample in self._open.values())
         values = (record.step, writer, record.frontier, record.time, finished, unfinished)
         self._connection.execute("INSERT OR REPLACE INTO checkpoints VALUES (?, ?, ?, ?, ?, ?)", values)
 
@@ -516,6 +433,14 @@ def first_steps(connection: sqlite3.Connection) -> dict[int, int]:
     """For each process its first step; the steps that earlier processes made from there on are lost."""
     made = connection.execute("SELECT writer, min(step) FROM steps GROUP BY writer").fetchall()
     return {**dict(made), **dict(connection.execute("SELECT writer, step + 1 FROM resumes").fetchall())}
+
+
+def _packed(place: int) -> bytes:
+    return place.to_bytes(8, "little")
+
+
+def _name_of(sample: Mapping[str, Any]) -> tuple[bool, int, int]:
+    return sample["is_eval"], sample["ordinal"], sample["idx"]
 
 
 def _mean_advantage(record: Trained) -> float:

@@ -73,7 +73,7 @@ CREATE TABLE checkpoints (step INT, writer INT, frontier INT, time REAL, beyond 
 """
     + TEXTS
 )
-_CONTENT = 3  # version of the content; raise it if the content changes but the tables do not
+_CONTENT = 4  # version of the content; raise it if the content changes but the tables do not
 #: Version of tables and content; an index of another version is rebuilt.
 VERSION = (zlib.crc32(_SCHEMA.encode()) + _CONTENT) & 0x7FFF_FFFF
 
@@ -89,7 +89,7 @@ class Index:
     def __init__(self, journal: Path, vocabulary: Vocabulary | None = None) -> None:
         self.journal = journal
         self.path = index_path(journal)
-        self._texts = TextIndex(vocabulary, self.records)
+        self._texts = TextIndex(vocabulary, self.records) if vocabulary else None
         self._owner = uuid.uuid4().hex
         self._writing = threading.Lock()
         self._writer: sqlite3.Connection | None = None
@@ -170,29 +170,29 @@ class Index:
                 self._open()
                 if self._is_damaged:
                     raise sqlite3.DatabaseError("a page of it cannot be read")
-                return self._advance_records(deadline) and self._advance_texts(deadline)
+                assert self._writer is not None
+                is_complete = self._advance_records(self._writer, deadline)
+                return is_complete and (self._texts is None or self._texts.advance(self._writer, deadline))
             except sqlite3.DatabaseError as error:
                 if isinstance(error, sqlite3.OperationalError) and "locked" in str(error):
                     return False  # another process builds it
                 logger.warning("the index %s cannot be used (%s) and is built anew", self.path, error)
-                self._begin_anew()
+                self._remove()
+                self._open()
                 return False
 
-    def _advance_records(self, deadline: float | None) -> bool:
-        assert self._writer is not None
+    def _advance_records(self, writer: sqlite3.Connection, deadline: float | None) -> bool:
         while True:
-            self._writer.execute("BEGIN IMMEDIATE")  # from here on no other process moves the positions
             try:
-                grown = self._grown_files(self._writer)
-                if grown:
-                    collector = self._own_collector(self._writer)
-                    read = [self._read_file(collector, deadline, *each) for each in grown]
-                    collector.save()
-                self._writer.execute("COMMIT")
+                with writer:
+                    writer.execute("BEGIN IMMEDIATE")  # from here on no other process moves the positions
+                    grown = self._grown_files(writer)
+                    if grown:
+                        collector = self._own_collector(writer)
+                        read = [self._read_file(writer, collector, deadline, *each) for each in grown]
+                        collector.save()
             except BaseException:
                 self._collector = None
-                if self._writer.in_transaction:
-                    self._writer.execute("ROLLBACK")
                 raise
             if not grown or not any(read):  # what is left is no whole record
                 self._is_complete = True
@@ -232,9 +232,17 @@ class Index:
         self._seen[path.name] = seen
         return _head(path, row["head"])[1] != row["head_digest"]
 
-    def _read_file(self, collector: Collector, deadline: float | None, number: int, path: Path, writer: int, begin: int) -> int:
+    def _read_file(
+        self,
+        connection: sqlite3.Connection,
+        collector: Collector,
+        deadline: float | None,
+        number: int,
+        path: Path,
+        writer: int,
+        begin: int,
+    ) -> int:
         """Read the records of a file; returns the number of bytes read."""
-        assert self._writer is not None
         if deadline is not None and time.monotonic() > deadline:
             return 1  # there is more, for the next time
         high, read_to, take = number << PLACE_BITS, begin or len(journal_reading.VERSION), collector.take
@@ -251,7 +259,7 @@ class Index:
         if read_to == len(journal_reading.VERSION) and not begin:
             return 0
         safe = collector.place_to_go_on(high | read_to) & ((1 << PLACE_BITS) - 1)
-        self._writer.execute("UPDATE files SET position = ? WHERE id = ?", (safe, number))
+        connection.execute("UPDATE files SET position = ? WHERE id = ?", (safe, number))
         return safe - begin
 
     def _own_collector(self, connection: sqlite3.Connection) -> Collector:
@@ -261,10 +269,6 @@ class Index:
             self._collector = Collector(connection)
             connection.execute("INSERT OR REPLACE INTO state VALUES ('owner', ?)", (self._owner,))
         return self._collector
-
-    def _advance_texts(self, deadline: float | None) -> bool:
-        assert self._writer is not None
-        return self._texts.advance(self._writer, deadline)
 
     def progress(self) -> dict[str, Any]:
         """Progress of the index: samples (without those that a resume undid), bytes, and the share of texts."""
@@ -276,7 +280,7 @@ class Index:
         (counted,) = self.rows(highest)
         samples, texts = counted[0] or 0, counted[1] or 0
         done, of = sum(min(read.get(name, 0), size) for name, size in sizes.items()), sum(sizes.values())
-        text = 1.0 if not samples or not self._texts.is_possible else texts / samples
+        text = 1.0 if not samples or self._texts is None else texts / samples
         return {
             "samples": samples - counted[2],
             "bytes": done,
@@ -353,9 +357,7 @@ class Index:
             except sqlite3.DatabaseError:
                 is_made = False  # it is no database
             if not is_made:
-                self._close()
-                for path in _parts(self.path):
-                    path.unlink(missing_ok=True)
+                self._remove()
                 self._make()
 
     def _make(self) -> bool:
@@ -367,14 +369,14 @@ class Index:
         try:
             found = connection.execute("PRAGMA user_version").fetchone()[0]
             if not found:
-                connection.execute("BEGIN IMMEDIATE")
-                found = connection.execute("PRAGMA user_version").fetchone()[0]
-                if not found:  # nor has another process made them meanwhile
-                    for statement in filter(str.strip, _SCHEMA.split(";")):
-                        connection.execute(statement)
-                    connection.execute(f"PRAGMA user_version = {VERSION}")
-                    found = VERSION
-                connection.execute("COMMIT")
+                with connection:
+                    connection.execute("BEGIN IMMEDIATE")
+                    found = connection.execute("PRAGMA user_version").fetchone()[0]
+                    if not found:  # nor has another process made them meanwhile
+                        for statement in filter(str.strip, _SCHEMA.split(";")):
+                            connection.execute(statement)
+                        connection.execute(f"PRAGMA user_version = {VERSION}")
+                        found = VERSION
         except BaseException:
             connection.close()
             raise
@@ -388,12 +390,12 @@ class Index:
             connection.execute(f"PRAGMA {setting}")
         return connection
 
-    def _begin_anew(self) -> None:
+    def _remove(self) -> None:
+        """Close and delete the database."""
         with self._lock:
             self._close()
-            for path in _parts(self.path):
-                path.unlink(missing_ok=True)
-        self._open()
+            for suffix in ("", "-wal", "-shm"):
+                self.path.with_name(self.path.name + suffix).unlink(missing_ok=True)
 
     def _close(self) -> None:
         if self._writer is not None:
@@ -426,10 +428,6 @@ def index_path(journal: Path) -> Path:
 def unpack_places(packed: bytes | None) -> list[int]:
     """Unpack the places of records from their form in the index."""
     return memoryview(packed).cast("q").tolist() if packed else []
-
-
-def _parts(path: Path) -> list[Path]:
-    return [path, path.with_name(f"{path.name}-wal"), path.with_name(f"{path.name}-shm")]
 
 
 def _head(path: Path, length: int) -> tuple[int, str]:

@@ -366,7 +366,7 @@ class Run(RunFiles):
         return [dict(row) for row in self._index.rows("SELECT * FROM resumes ORDER BY writer")]
 
     def search(self, **query: Any) -> dict[str, Any]:
-        """Find samples; the arguments are the fields of ``viewer.search.Query``.
+        """Find samples; the arguments are those of ``viewer.search.search``.
 
         Returns:
             ``total`` (None if not all texts were searched), ``samples`` with ``snippet`` (parts of text, each with whether it is a
@@ -376,7 +376,7 @@ class Run(RunFiles):
         Raises:
             DataError: a filter or pattern is wrong.
         """
-        found = search.search(self._index, self._samples, search.Query(**query))
+        found = search.search(self._index, self._samples, **query)
         return {**found, "indexed": self._index.progress()["text"]}
 
     def frame(self, what: str, **query: Any) -> Any:
@@ -384,7 +384,7 @@ class Run(RunFiles):
 
         Args:
             what: name of the table.
-            query: for samples and tokens, fields of ``viewer.search.Query``: ``run.frame("tokens", step=12)``; for publications ``undone``.
+            query: for samples and tokens, arguments of ``viewer.search.search``: ``run.frame("tokens", step=12)``; for publications ``undone``.
 
         Raises:
             DataError: there is no such table, or pandas is not installed.

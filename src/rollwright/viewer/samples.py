@@ -7,11 +7,13 @@ import math
 import re
 import sqlite3
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
+import msgspec
+
 from rollwright.errors import DataError
-from rollwright.viewer.collector import OpenSample, first_steps
+from rollwright.viewer.collector import as_row, first_steps
 from rollwright.viewer.index import Index
 
 _KEY = re.compile(r"(eval:)?(\d+)(?:/(\d+))?(?:@v(\d+))?(?:@(\d+))?(?:#(\d+))?")
@@ -21,23 +23,35 @@ samples.id, writer, ordinal, idx, attempt, is_eval, version, workflow, status, r
 calls, tools, tool_names, first_version, last_version, model_seconds, tool_seconds, began, ended, truncated, step, step_writer, trained,
 advantage, advantages, is_undone, is_damaged, substr(texts.said, 1, 120) AS preview
 """
-#: Beginning of the query for samples; conditions follow.
-SELECT = f"SELECT {_LISTED} FROM samples LEFT JOIN texts ON texts.id = samples.id"
 #: Order that puts the meant one first among several attempts with the same name.
 _BEST_FIRST = "is_undone, status IN ('accepted', 'rejected') DESC, samples.id DESC"
 #: Condition of lists without samples that a resume undid.
 NOT_UNDONE = "NOT is_undone"
 
 
+def select(*more: str) -> str:
+    """The beginning of a query for samples, with ``more`` columns; conditions follow."""
+    return f"SELECT {', '.join((_LISTED, *more))} FROM samples LEFT JOIN texts ON texts.id = samples.id"
+
+
 class Key(NamedTuple):
-    """The parts of a group's or sample's key."""
+    """The parts of a group's or sample's key, named like columns; None matches all values."""
 
     is_eval: bool
     ordinal: int
-    index: int | None
-    version: int | None
-    writer: int | None
-    attempt: int | None
+    idx: int | None = None
+    version: int | None = None
+    writer: int | None = None
+    attempt: int | None = None
+
+    def condition(self) -> tuple[str, list[int]]:
+        """An SQL condition for what the key names, and its values."""
+        known = {name: value for name, value in self._asdict().items() if value is not None}
+        return " AND ".join(f"{name} = ?" for name in known), list(known.values())
+
+    def names(self, sample: Mapping[str, Any]) -> bool:
+        """True if the key names an unfinished sample."""
+        return all(value is None or value == sample[name] for name, value in self._asdict().items())
 
 
 def parse_key(key: str) -> Key:
@@ -63,29 +77,32 @@ class Samples:
     def __init__(self, index: Index, is_running: bool) -> None:
         self._index = index
         self._status = "running" if is_running else "interrupted"
-        writers = index.rows("SELECT count(DISTINCT writer) FROM files")[0]
-        self._has_several = writers[0] > 1
         with index.reading() as connection:
             self._first_steps = first_steps(connection)
-            self._resumed = connection.execute("SELECT coalesce(max(writer), 0) FROM resumes").fetchone()[0]
+            numbers = "SELECT (SELECT count(DISTINCT writer) FROM files) > 1, (SELECT coalesce(max(writer), 0) FROM resumes)"
+            self._has_several, self._resumed = connection.execute(numbers).fetchone()
 
     # -- samples -----------------------------------------------------------------------------------------------------------------
 
     def listed(self, where: str, *values: Any) -> list[dict[str, Any]]:
-        """Samples that have ended; the argument completes the query ``SELECT``."""
-        return [self.plain(row) for row in self._index.rows(f"{SELECT} {where}", *values)]
+        """Samples that have ended; ``where`` completes the query ``select()``."""
+        return [self.plain(row) for row in self._index.rows(f"{select()} {where}", *values)]
 
-    def running(self, ordinal: int | None = None, is_eval: bool = False, *, undone: bool = False) -> list[dict[str, Any]]:
-        """Unfinished samples of one task or all; ``undone`` includes those that began again after a resume."""
-        found = []
-        for row in self._index.rows("SELECT writer, state FROM running"):
-            sample = OpenSample.of(row["state"])
-            if sample.is_undone and not undone:
-                continue
-            if ordinal is None or (sample.begin[0] == ordinal and bool(sample.begin[3]) == is_eval):
-                status = self._status if row["writer"] >= self._resumed else "interrupted"
-                found.append(self.plain(sample.columns(row["writer"], status)))
-        return found
+    def numbered(self, numbers: Sequence[int]) -> dict[int, dict[str, Any]]:
+        """Samples by their numbers in the index, those that still exist."""
+        rows = self._index.rows(f"{select()} WHERE samples.id IN (SELECT value FROM json_each(?))", json.dumps(numbers))
+        return {row["id"]: self.plain(row) for row in rows}
+
+    def running(self, key: Key | None = None, *, undone: bool = False) -> list[dict[str, Any]]:
+        """Unfinished samples that a key names, or all; ``undone`` includes those that began again after a resume."""
+        return [self.plain(row) for row in self._unfinished(key) if undone or not row["is_undone"]]
+
+    def _unfinished(self, key: Key | None = None) -> Iterator[dict[str, Any]]:
+        for row in self._index.rows("SELECT state FROM running"):
+            sample = as_row(msgspec.msgpack.decode(row["state"]))
+            status = self._status if sample["writer"] >= self._resumed else "interrupted"
+            if key is None or key.names(sample):
+                yield {**sample, "status": status, "preview": None}
 
     def find(self, key: str) -> tuple[dict[str, Any], bytes, bytes | None]:
         """The sample with a key, and the places of its records and of its training records.
@@ -94,25 +111,12 @@ class Samples:
             DataError: there is no such sample, or it is not in the index yet.
         """
         parts = parse_key(key)
-        conditions, values = ["ordinal = ?", "is_eval = ?"], [parts.ordinal, parts.is_eval]
-        for name, value in (
-            ("idx", parts.index or 0),
-            ("version", parts.version),
-            ("writer", parts.writer),
-            ("attempt", parts.attempt),
-        ):
-            if value is not None:
-                conditions.append(f"{name} = ?")
-                values.append(value)
-        where = f"WHERE {' AND '.join(conditions)} ORDER BY {_BEST_FIRST} LIMIT 1"
-        for row in self._index.rows(f"{SELECT} {where}", *values):
-            (packed,) = self._index.rows("SELECT places, trained_places FROM samples WHERE id = ?", row["id"])
-            return self.plain(row), packed["places"], packed["trained_places"]
-        for row in self._index.rows("SELECT writer, state FROM running"):
-            sample = OpenSample.of(row["state"])
-            plain = self.plain(sample.columns(row["writer"], self._status))
-            if _is_named(plain, row["writer"], parts):
-                return plain, sample.places.tobytes(), None
+        condition, values = parts._replace(idx=parts.idx or 0).condition()
+        query = f"{select('places', 'trained_places')} WHERE {condition} ORDER BY {_BEST_FIRST} LIMIT 1"
+        for row in self._index.rows(query, *values):
+            return self.plain(row), row["places"], row["trained_places"]
+        for row in self._unfinished(parts._replace(version=None)):
+            return self.plain(row), row["places"], None
         raise DataError(f"there is no sample {key} in what is indexed of this run: see its steps for those that there are.")
 
     def plain(self, row: sqlite3.Row | Mapping[str, Any]) -> dict[str, Any]:
@@ -165,14 +169,10 @@ class Samples:
             DataError: there is no such group.
         """
         parts = parse_key(key)
-        conditions, values = ["ordinal = ?", "is_eval = ?"], [parts.ordinal, parts.is_eval]
-        if parts.version is not None:
-            conditions.append("version = ?")
-            values.append(parts.version)
-        where = " AND ".join(conditions)
+        where, values = Key(parts.is_eval, parts.ordinal, version=parts.version).condition()
         wanted = where if undone else f"{where} AND {NOT_UNDONE}"
         samples = self.listed(f"WHERE {wanted} ORDER BY idx, attempt, samples.id", *values)
-        samples += self.running(parts.ordinal, parts.is_eval, undone=undone)
+        samples += self.running(Key(parts.is_eval, parts.ordinal), undone=undone)
         if parts.is_eval and parts.version is None and samples:  # the last evaluation
             newest = samples[-1]["group"]
             samples = [sample for sample in samples if sample["group"] == newest]
@@ -219,18 +219,22 @@ class Samples:
 
     def steps(self, *, undone: bool = False) -> list[dict[str, Any]]:
         """The index's entry of each step, from its last run; ``undone`` includes steps that a resume undid and that were not repeated."""
-        rows = self._index.rows("SELECT *, max(writer) FROM steps GROUP BY step ORDER BY step")
         same = "step samples groups reward reward_min reward_max tokens dropped without_variance time version"
         return [
-            {**{name: row[name] for name in same.split()}, "is_undone": self._is_undone(row["writer"], row["step"])}
-            for row in rows
-            if undone or not self._is_undone(row["writer"], row["step"])
+            {**{name: row[name] for name in same.split()}, "is_undone": is_undone}
+            for row, is_undone in self._newest_steps(undone)
         ]
 
     def publications(self, *, undone: bool = False) -> list[dict[str, Any]]:
         """The publication after each step, from its last run; ``undone`` includes steps that a resume undid."""
-        rows = self._index.rows("SELECT *, max(writer) FROM steps GROUP BY step ORDER BY step")
-        return [plain_publication(row) for row in rows if undone or not self._is_undone(row["writer"], row["step"])]
+        return [plain_publication(row) for row, _ in self._newest_steps(undone)]
+
+    def _newest_steps(self, undone: bool) -> Iterator[tuple[sqlite3.Row, bool]]:
+        """The newest row of each step, and whether a resume undid it; only with ``undone`` also those that were undone."""
+        for row in self._index.rows("SELECT *, max(writer) FROM steps GROUP BY step ORDER BY step"):
+            is_undone = self._is_undone(row["writer"], row["step"])
+            if undone or not is_undone:
+                yield row, is_undone
 
     def step(self, step: int, bins: int) -> dict[str, Any]:
         """A step: its groups, and those dropped while it was sampled. A step that a resume undid keeps its original samples.
@@ -267,12 +271,6 @@ class Samples:
 def group_key(row: sqlite3.Row | Mapping[str, Any]) -> str:
     """The key of a group, or of the group of a sample."""
     return f"eval:{row['ordinal']}@v{row['version']}" if row["is_eval"] else str(row["ordinal"])
-
-
-def _is_named(sample: Mapping[str, Any], writer: int, parts: Key) -> bool:
-    asked = (parts.ordinal, parts.is_eval, parts.index, parts.attempt, parts.writer)
-    own = (sample["ordinal"], sample["is_eval"], sample["index"], sample["attempt"], writer)
-    return all(wanted is None or wanted == its for wanted, its in zip(asked, own, strict=True))
 
 
 def plain_publication(row: sqlite3.Row) -> dict[str, Any]:

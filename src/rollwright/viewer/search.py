@@ -9,15 +9,13 @@ import sqlite3
 import threading
 import time
 from collections.abc import Mapping
-from dataclasses import dataclass
 from typing import Any
 
 import regex
 
 from rollwright.errors import DataError
 from rollwright.viewer.index import Index
-from rollwright.viewer.samples import NOT_UNDONE, SELECT, Samples
-from rollwright.viewer.texts import SNIPPET, marked_snippet, match_query
+from rollwright.viewer.samples import NOT_UNDONE, Samples, select
 
 #: Orders of results; a leading ``-`` reverses one.
 ORDERS = {
@@ -30,25 +28,48 @@ ORDERS = {
     "advantage": "advantage, samples.id",
 }
 WHERES = ("any", "given", "said")
-_RANGES = {"step": "step", "reward": "reward", "tokens": "tokens", "length": "length", "advantage": "advantage"}
 _LONGEST_PATTERN = 1_000
 _LARGEST_PATTERN = 100_000  # parts after its counted repeats are written out, as compiling does; about 60 MiB
 _PATTERN_SECONDS = 0.8  # time limit of a search for a pattern
 _FRAME_SECONDS = 60.0  # its time limit if all samples are wanted
 _WAIT_SECONDS = 10.0  # for another search to end
 _SEARCHES = threading.BoundedSemaphore(2)  # for patterns at the same time
-_AT_ONCE = 10_000
 _AROUND = 60  # characters shown before and after a match
 _LONGEST_MATCH = 400  # characters shown of it
+_MARKS = ("\x02", "\x03")  # around what was found, for SQLite's snippets
+_SNIPPET = f"snippet(found, -1, '{_MARKS[0]}', '{_MARKS[1]}', '…', 24)"
 
 Bounds = int | float | tuple[float | None, float | None] | None
 
 
-@dataclass
-class Query:
-    """Search filters; None disables a filter.
+def search(
+    index: Index,
+    samples: Samples,
+    *,
+    text: str | None = None,
+    regex: str | None = None,
+    where: str = "any",
+    step: Bounds = None,
+    reward: Bounds = None,
+    tokens: Bounds = None,
+    length: Bounds = None,
+    advantage: Bounds = None,
+    version: Bounds = None,
+    status: str | None = None,
+    tag: str | None = None,
+    tool: str | None = None,
+    is_eval: bool | None = None,
+    truncated: bool | None = None,
+    undone: bool = False,
+    order: str = "began",
+    offset: int = 0,
+    limit: int = 50,
+) -> dict[str, Any]:
+    """Find samples. None disables a filter.
 
-    Attributes:
+    Args:
+        index: of the journal.
+        samples: of the index.
         text: words that must all occur, and phrases in quotes.
         regex: a pattern of Python's ``re``.
         where: text to search: what the sample was ``given``, what it ``said``, or ``any`` of both.
@@ -60,30 +81,8 @@ class Query:
         truncated: cut by a length limit.
         undone: include samples that a resume undid: those of lost steps, and those that ran again.
         order: one of ``ORDERS``.
-    """
-
-    text: str | None = None
-    regex: str | None = None
-    where: str = "any"
-    step: Bounds = None
-    reward: Bounds = None
-    tokens: Bounds = None
-    length: Bounds = None
-    advantage: Bounds = None
-    version: Bounds = None
-    status: str | None = None
-    tag: str | None = None
-    tool: str | None = None
-    is_eval: bool | None = None
-    truncated: bool | None = None
-    undone: bool = False
-    order: str = "began"
-    offset: int = 0
-    limit: int = 50
-
-
-def search(index: Index, samples: Samples, query: Query) -> dict[str, Any]:
-    """Find samples.
+        offset: number of results to skip.
+        limit: most results; -1 returns all.
 
     Returns:
         ``total`` (None if not all texts were searched), ``samples`` with a ``snippet`` each, ``scanned`` (number of samples whose text
@@ -92,61 +91,36 @@ def search(index: Index, samples: Samples, query: Query) -> dict[str, Any]:
     Raises:
         DataError: a filter, an order or a pattern is wrong; the message says which.
     """
-    conditions, values = _conditions(query)
-    order = _order(query.order)
-    if query.where not in WHERES:
-        raise DataError(f"where is {query.where!r}: choose from {', '.join(WHERES)}.")
-    match = match_query(query.text, query.where) if query.text else None
-    pattern = _pattern(query, match)
+    ranges = {"step": step, "reward": reward, "tokens": tokens, "length": length, "advantage": advantage, "version": version}
+    conditions = [condition for name, given in ranges.items() for condition in _limits(name, given)]
+    conditions += [("status = ?", status), ("workflow = ?", tag), ("instr(tool_names, ?) > 0", tool)]
+    conditions += [("is_eval = ?", is_eval), ("truncated = ?", truncated)]
+    sql_order = _order(order)
+    if where not in WHERES:
+        raise DataError(f"where is {where!r}: choose from {', '.join(WHERES)}.")
+    match = _match_query(text, where) if text else None
+    pattern = _pattern(text, regex, match)
+    conditions = [(condition, value) for condition, value in [("found MATCH ?", match), *conditions] if value is not None]
+    wanted = " AND ".join([*(condition for condition, _ in conditions), "TRUE" if undone else NOT_UNDONE])
+    joined = " JOIN found ON found.rowid = samples.id" if match is not None else ""
+    rest, values = f"{joined} WHERE {wanted}", [value for _, value in conditions]
     if pattern is not None:
-        return _scan(index, samples, query, conditions, values, match, pattern, order)
-    tables = ""
-    if match is not None:
-        tables = " JOIN found ON found.rowid = samples.id"
-        conditions, values = ["found MATCH ?", *conditions], [match, *values]
-    where = f" WHERE {' AND '.join(conditions)}" if conditions else ""
-    (counted,) = index.rows(f"SELECT count(*) FROM samples{tables}{where}", *values)
-    select = SELECT.replace(" FROM", f", {SNIPPET} AS snippet FROM") if match is not None else SELECT
-    rows = index.rows(f"{select}{tables}{where} ORDER BY {order} LIMIT ? OFFSET ?", *values, query.limit, query.offset)
+        texts = f"SELECT samples.id, texts.given, texts.said FROM samples JOIN texts ON texts.id = samples.id{rest} ORDER BY {sql_order}"
+        return _scan(index, samples, texts, values, pattern, where, offset, limit)
+    (counted,) = index.rows(f"SELECT count(*) FROM samples{rest}", *values)
+    columns = select() if match is None else select(f"{_SNIPPET} AS snippet")
     found = []
-    for row in rows:
-        snippet = marked_snippet(row["snippet"]) if match is not None else [[row["preview"], False]] if row["preview"] else []
+    for row in index.rows(f"{columns}{rest} ORDER BY {sql_order} LIMIT ? OFFSET ?", *values, limit, offset):
+        snippet = _marked_parts(row["snippet"]) if match is not None else [[row["preview"], False]] if row["preview"] else []
         found.append({**samples.plain(row), "snippet": snippet})
     return {"total": counted[0], "samples": found, "scanned": 0, "is_cut": False}
 
 
-def _conditions(query: Query) -> tuple[list[str], list[Any]]:
-    conditions: list[str] = []
-    values: list[Any] = []
-
-    def add(condition: str, *given: Any) -> None:
-        conditions.append(condition)
-        values.extend(given)
-
-    for name, column in _RANGES.items():
-        low, high = _bounds(name, getattr(query, name))
-        if low is not None:
-            add(f"{column} >= ?", low)
-        if high is not None:
-            add(f"{column} <= ?", high)
-    low, high = _bounds("version", query.version)
-    if low is not None:
-        add("last_version >= ?", low)
-    if high is not None:
-        add("first_version <= ?", high)
-    if query.status is not None:
-        add("status = ?", query.status)
-    if query.tag is not None:
-        add("workflow = ?", query.tag)
-    if query.tool is not None:
-        add("instr(tool_names, ?) > 0", query.tool)
-    if query.is_eval is not None:
-        add("is_eval = ?", query.is_eval)
-    if query.truncated is not None:
-        add("truncated = ?", query.truncated)
-    if not query.undone:
-        add(NOT_UNDONE)
-    return conditions, values
+def _limits(name: str, given: Bounds) -> list[tuple[str, Any]]:
+    """Conditions for a lowest and a highest value. A sample has all versions from its first to its last one."""
+    low, high = _bounds(name, given)
+    first, last = ("first_version", "last_version") if name == "version" else (name, name)
+    return [(f"{last} >= ?", low), (f"{first} <= ?", high)]
 
 
 def _bounds(name: str, given: Bounds) -> tuple[float | None, float | None]:
@@ -169,21 +143,19 @@ def _order(given: str) -> str:
     return ", ".join(f"{part}{turned} NULLS LAST" for part in order.split(", "))
 
 
-def _pattern(query: Query, match: str | None) -> regex.Pattern[str] | None:
-    """The pattern to search texts for: the query's, or its words if the full-text search has no token for them."""
-    if not query.regex:
-        return regex.compile(regex.escape(query.text)) if query.text and match is None else None
-    if len(query.regex) > _LONGEST_PATTERN:
-        raise DataError(f"the pattern has {len(query.regex)} characters; at most {_LONGEST_PATTERN} are taken.")
+def _pattern(text: str | None, given: str | None, match: str | None) -> regex.Pattern[str] | None:
+    """The pattern to search texts for: the given one, or the words if the full-text search has no token for them."""
+    if not given:
+        return regex.compile(regex.escape(text)) if text and match is None else None
+    if len(given) > _LONGEST_PATTERN:
+        raise DataError(f"the pattern has {len(given)} characters; at most {_LONGEST_PATTERN} are taken.")
     try:
-        re.compile(query.regex)  # the dialect that is promised, and its messages
-        if _expanded_size(query.regex) > _LARGEST_PATTERN:
-            raise DataError(
-                f"{query.regex!r} repeats too much: its counted repeats come to more than {_LARGEST_PATTERN:,} parts."
-            )
-        return regex.compile(query.regex)
+        re.compile(given)  # the dialect that is promised, and its messages
+        if _expanded_size(given) > _LARGEST_PATTERN:
+            raise DataError(f"{given!r} repeats too much: its counted repeats come to more than {_LARGEST_PATTERN:,} parts.")
+        return regex.compile(given)
     except (re.error, regex.error, RecursionError, OverflowError) as error:
-        raise DataError(f"{query.regex!r} is no regular expression: {error}.") from None
+        raise DataError(f"{given!r} is no regular expression: {error}.") from None
 
 
 _PARTS = re.compile(r"\\.|\[\^?\]?(?:\\.|[^]\\])*\]|\{(?P<least>\d*)(?:,(?P<most>\d*))?\}|.", re.DOTALL)
@@ -207,40 +179,30 @@ def _expanded_size(pattern: str) -> int:
 def _scan(
     index: Index,
     samples: Samples,
-    query: Query,
-    conditions: list[str],
+    query: str,
     values: list[Any],
-    match: str | None,
     pattern: regex.Pattern[str],
-    order: str,
+    where: str,
+    offset: int,
+    limit: int,
 ) -> dict[str, Any]:
-    """Search the texts, in the requested order, until there are enough matches or the time is over."""
-    tables = " JOIN texts ON texts.id = samples.id"
-    if match is not None:
-        tables += " JOIN found ON found.rowid = samples.id"
-        conditions, values = ["found MATCH ?", *conditions], [match, *values]
-    where = f" WHERE {' AND '.join(conditions)}" if conditions else ""
-    is_limited = query.limit >= 0
-    last = query.offset + query.limit if is_limited else None
+    """Search the texts of a query, in its order, until there are enough matches or the time is over."""
+    last, seconds = (offset + limit, _PATTERN_SECONDS) if limit >= 0 else (None, _FRAME_SECONDS)
     if not _SEARCHES.acquire(timeout=_WAIT_SECONDS):
         raise DataError("other patterns are being looked for: try again in a moment.")
     try:
         # a connection of its own, because the search may take long and the index may be made again meanwhile
         with contextlib.closing(sqlite3.connect(index.path, timeout=2.0)) as connection:
             connection.execute("PRAGMA query_only = 1")
-            texts = connection.execute(
-                f"SELECT samples.id, texts.given, texts.said FROM samples{tables}{where} ORDER BY {order}", values
-            )
-            seconds = _PATTERN_SECONDS if is_limited else _FRAME_SECONDS
-            matches, scanned, is_whole = _matches(texts, pattern, query.where, None if last is None else last + 1, seconds)
+            texts = connection.execute(query, values)
+            matches, scanned, is_whole = _matches(texts, pattern, where, None if last is None else last + 1, seconds)
     finally:
         _SEARCHES.release()
-    shown = matches[query.offset : last]
-    rows_of = {row["id"]: row for row in _by_number(index, [number for number, _ in shown])}
-    found = [{**samples.plain(rows_of[number]), "snippet": snippet} for number, snippet in shown if number in rows_of]
+    shown = dict(matches[offset:last])
+    chosen = samples.numbered(list(shown))
     return {
         "total": len(matches) if is_whole else None,
-        "samples": found,
+        "samples": [{**chosen[number], "snippet": snippet} for number, snippet in shown.items() if number in chosen],
         "scanned": scanned,
         "is_cut": not is_whole and (last is None or len(matches) <= last),
     }
@@ -281,17 +243,32 @@ def _snippet(text: str, start: int, stop: int) -> list[list[Any]]:
     return [part for part in ([before, False], [match, True], [after, False]) if part[0]]
 
 
-def _by_number(index: Index, numbers: list[int]) -> list[Any]:
-    rows: list[Any] = []
-    for start in range(0, len(numbers), _AT_ONCE):
-        some = numbers[start : start + _AT_ONCE]
-        rows += index.rows(f"{SELECT} WHERE samples.id IN ({', '.join('?' * len(some))})", *some)
-    return rows
+def _match_query(text: str, where: str) -> str | None:
+    """A full-text query for words and quoted phrases; None if it has no word to search for.
+
+    Args:
+        text: as typed by a user.
+        where: any, given or said.
+    """
+    terms = re.findall(r'"([^"]*)"|(\S+)', text.replace("\0", " "))
+    words = [phrase or word for phrase, word in terms]
+    kept = ['"{}"'.format(word.replace('"', " ")) for word in words if re.search(r"\w", word)]
+    if not kept:
+        return None
+    joined = " AND ".join(kept)
+    return joined if where == "any" else f"{{{where}}} : ({joined})"
+
+
+def _marked_parts(text: str) -> list[list[Any]]:
+    """Split a snippet into parts, each with whether it is a match."""
+    pieces = re.split(f"[{''.join(_MARKS)}]", text)
+    return [[piece, number % 2 == 1] for number, piece in enumerate(pieces) if piece]
 
 
 # -- what an address asks for ---------------------------------------------------------------------------------------------
 
 _ASKED_RANGES = ("step", "reward", "tokens", "version")
+_FLAGS: dict[str | None, bool] = {"0": False, "1": True}
 #: Parameters of an address that the search accepts.
 ASKED = ("text", "regex", "where", *_ASKED_RANGES, "status", "tool", "tag", "eval", "truncated", "undone", "order")
 
@@ -302,27 +279,13 @@ def filters(query: Mapping[str, str]) -> dict[str, Any]:
     Raises:
         ValueError: a range is invalid.
     """
-    text = query.get("text", "").strip()
-    found: dict[str, Any] = {}
-    if text:
-        found["regex" if query.get("regex") else "text"] = text
-    if query.get("where") in ("given", "said"):
-        found["where"] = query["where"]
-    for name in _ASKED_RANGES:
-        if (asked := span(query.get(name, ""))) is not None:
-            found[name] = asked
-    for name in ("status", "tool", "tag"):
-        if query.get(name, "").strip():
-            found[name] = query[name].strip()
-    if query.get("eval") in ("0", "1"):
-        found["is_eval"] = query["eval"] == "1"
-    if query.get("truncated") in ("0", "1"):
-        found["truncated"] = query["truncated"] == "1"
-    if query.get("undone") == "1":
-        found["undone"] = True
-    if query.get("order"):
-        found["order"] = query["order"]
-    return found
+    given: dict[str, Any] = {name: query.get(name, "").strip() for name in ("status", "tool", "tag")}
+    given |= {name: span(query.get(name, "")) for name in _ASKED_RANGES}
+    given["regex" if query.get("regex") else "text"] = query.get("text", "").strip()
+    given["where"] = query.get("where") if query.get("where") in ("given", "said") else None
+    given |= {"is_eval": _FLAGS.get(query.get("eval")), "truncated": _FLAGS.get(query.get("truncated"))}
+    given |= {"undone": query.get("undone") == "1" or None, "order": query.get("order")}
+    return {name: value for name, value in given.items() if value not in (None, "")}
 
 
 def span(text: str) -> tuple[float | None, float | None] | None:

@@ -10,7 +10,7 @@ from rollwright.errors import JournalError
 from rollwright.experience.journal.records import DurableResult, ModelCall
 from rollwright.viewer.collector import REWARD_CALLS
 from rollwright.viewer.index import Index
-from rollwright.viewer.samples import SELECT, Samples
+from rollwright.viewer.samples import Samples, select
 
 MOST_SAMPLES = 3_000  # drawn in one picture; of more, evenly chosen ones
 MOST_READ = 300  # samples of which each call and tool is drawn
@@ -33,7 +33,7 @@ def timeline(index: Index, samples: Samples, start: float | None, end: float | N
     end = float(max(extent[1] or start, extent[2] or start)) if end is None else end
     (counted,) = index.rows("SELECT count(*) FROM samples WHERE began < ? AND ended > ?", end, start)
     every = max(1, -(-counted[0] // MOST_SAMPLES))
-    rows = index.rows(f"{SELECT} WHERE began < ? AND ended > ? AND samples.id % ? = 0 ORDER BY began", end, start, every)
+    rows = index.rows(f"{select()} WHERE began < ? AND ended > ? AND samples.id % ? = 0 ORDER BY began", end, start, every)
     plain = [samples.plain(row) for row in rows]
     processes = sorted({sample["process"] for sample in plain})
     drawn: list[dict[str, Any]] = []
