@@ -142,7 +142,6 @@ class Pass:
 
         from rollwright.training.layers import use_fast_layers
         from rollwright.training.logprobs import TokenScorer
-        from rollwright.training.tree_attention import use_tree_attention
 
         torch.manual_seed(0)
         config = Qwen3Config(
@@ -158,7 +157,6 @@ class Pass:
         )
         self.model = Qwen3ForCausalLM(config)
         use_fast_layers(self.model)
-        use_tree_attention(self.model)
         self.scorer = TokenScorer(self.model)
         self.case, self.batch = case, CASES[case]()
 
