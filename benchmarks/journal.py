@@ -80,7 +80,7 @@ def step(steps: int) -> dict[str, Any]:
     from quickstart_run import SAMPLES, quickstart_run
 
     from rollwright.experience.journal.writing import EpisodeWriter, Journal
-    from rollwright.trainers import reporting
+    from rollwright.trainers.loops import reporting
 
     spent = 0.0
 

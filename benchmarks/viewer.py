@@ -215,7 +215,7 @@ def overhead(steps: int) -> dict[str, float]:
     """
     from quickstart_run import quickstart_run
 
-    from rollwright.trainers import reporting
+    from rollwright.trainers.loops import reporting
     from rollwright.training import actor
 
     added = 0.0
