@@ -80,7 +80,7 @@ class TrainingError(RollwrightError):
 
 
 class LostRankError(TrainingError):
-    """Another training process has ended, and with it the run; that process or its launcher reports the cause."""
+    """Another training process has ended. On a Ray cluster, the run is resumed; elsewhere, that process's launcher reports the cause."""
 
 
 class LostProcessError(RollwrightError):

@@ -11,12 +11,12 @@ from typing import Any
 from rollwright.config.experiment import FinetuneSpec, PPOConfig, SFTConfig
 from rollwright.config.loading import Stage
 from rollwright.config.sections import ClusterConfig
-from rollwright.errors import ConfigError
+from rollwright.errors import ConfigError, LostRankError
 from rollwright.placement import slurm_nodes
 from rollwright.placement.capacity import demands_of, place
 from rollwright.placement.rank_processes import TRAINS
 from rollwright.placement.ray_cluster import RayCluster
-from rollwright.placement.ray_ranks import PlacedRanks
+from rollwright.placement.ray_ranks import RayRanks
 from rollwright.placement.ray_rollout import make_placed_rollout, with_placed_models
 from rollwright.placement.torchrun import started_processes
 from rollwright.rollout.engines import RolloutEngine
@@ -28,6 +28,7 @@ class RayPlacement:
 
     inputs_are_here = True
     runs_episodes_here = False
+    reopens_after = (LostRankError,)
 
     def __init__(self, cluster: ClusterConfig) -> None:
         self._cluster = cluster
@@ -63,16 +64,14 @@ class RayPlacement:
                 f"cluster.kind is ray, which places the ranks, but WORLD_SIZE is {started}: start it without torchrun."
             )
 
-    def ranks(
-        self, config: Any, spec: FinetuneSpec, directory: RunDirectory, *, part: str, shares_weights: bool
-    ) -> PlacedRanks:
+    def ranks(self, config: Any, spec: FinetuneSpec, directory: RunDirectory, *, shares_weights: bool) -> RayRanks:
         """Place the ranks together, and load the model on them."""
-        return PlacedRanks(config, spec, directory, part)
+        return RayRanks(config, spec, directory)
 
-    def serve_models(self, config: PPOConfig, ranks: PlacedRanks, directory: RunDirectory, opened: ExitStack) -> PPOConfig:
+    def serve_models(self, config: PPOConfig, ranks: RayRanks, directory: RunDirectory, opened: ExitStack) -> PPOConfig:
         """Place a server of each auxiliary model that has none."""
         return with_placed_models(config, ranks, directory, opened)
 
-    def rollout(self, config: PPOConfig, ranks: PlacedRanks, tokenizer: Any, directory: RunDirectory) -> RolloutEngine:
+    def rollout(self, config: PPOConfig, ranks: RayRanks, tokenizer: Any, directory: RunDirectory) -> RolloutEngine:
         """Place inference servers and workers."""
         return make_placed_rollout(config, ranks, tokenizer, directory)

@@ -15,7 +15,7 @@ from typing import Any, Protocol
 from rollwright.config.experiment import FinetuneSpec, PPOConfig
 from rollwright.config.loading import Stage
 from rollwright.config.sections import ClusterConfig
-from rollwright.errors import ConfigError
+from rollwright.errors import ConfigError, RollwrightError
 from rollwright.experience.trajectory import Trajectory
 from rollwright.rollout.engines import RolloutEngine
 from rollwright.tracking.run_directory import RunDirectory
@@ -81,10 +81,12 @@ class Placement(Protocol):
     Attributes:
         inputs_are_here: models and datasets are read on this machine.
         runs_episodes_here: episodes run in this process, so that a workflow may be an object.
+        reopens_after: errors after which this process can close the trainer and open it again, to resume as after a kill.
     """
 
     inputs_are_here: bool
     runs_episodes_here: bool
+    reopens_after: tuple[type[RollwrightError], ...]
 
     def __init__(self, cluster: ClusterConfig) -> None: ...
 
@@ -117,14 +119,13 @@ class Placement(Protocol):
             ConfigError: a stage does not fit the processes that were started.
         """
 
-    def ranks(self, config: Any, spec: FinetuneSpec, directory: RunDirectory, *, part: str, shares_weights: bool) -> Ranks:
+    def ranks(self, config: Any, spec: FinetuneSpec, directory: RunDirectory, *, shares_weights: bool) -> Ranks:
         """Load the model of a stage on all ranks.
 
         Args:
             config: of the stage.
             spec: its length.
             directory: of the stage.
-            part: name of the trained engine in a recover checkpoint.
             shares_weights: an engine in this process may compute with the trained tensors.
         """
         ...

@@ -144,25 +144,17 @@ class TrainRanks:
 
     def with_weights(self, use: Callable[[Any], None], scratch: Path) -> None:
         """See ``Ranks``; ``scratch`` is not needed."""
-        self.call("use_weights", here={"use": use})
+        self.call("use_weights", first_rank={"use": use})
 
     def save(self, path: Any, tokenizer: Any = None) -> None:
         """Write the model in Hugging Face form."""
-        self.call("save", path=str(path), here={"tokenizer": tokenizer})
+        self.call("save", path=str(path), first_rank={"tokenizer": tokenizer})
 
-    def call(self, name: str, batch: Trajectory | None = None, *, here: dict[str, Any] | None = None, **arguments: Any) -> Any:
-        """Make a call of ``CALLS`` on all ranks.
-
-        Args:
-            name: of the call.
-            batch: is divided over the ranks; columns that the call writes are written into it.
-            here: arguments of the first rank alone, in place of those of the same name.
-            arguments: for all ranks; what JSON can hold.
-
-        Returns:
-            What the call returned on this rank.
-        """
-        call, own = CALLS[name], {**arguments, **(here or {})}
+    def call(
+        self, name: str, batch: Trajectory | None = None, *, first_rank: dict[str, Any] | None = None, **arguments: Any
+    ) -> Any:
+        """See ``Ranks.call``."""
+        call, own = CALLS[name], {**arguments, **(first_rank or {})}
         if parallel.world_size() == 1:
             return call.make(self, *([] if batch is None else [batch]), **own)
         with parallel.watched():

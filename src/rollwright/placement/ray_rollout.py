@@ -22,7 +22,7 @@ from rollwright.inference.launcher import Launcher
 from rollwright.inference.remote import RemoteInferenceEngine
 from rollwright.inference.server_watch import ServerWatch
 from rollwright.placement.local_servers import LocalServers
-from rollwright.placement.ray_ranks import PlacedRanks
+from rollwright.placement.ray_ranks import RayRanks
 from rollwright.placement.task_services import PlacedModelConfig, serve
 from rollwright.processes.supervisor import Process, wait_running
 from rollwright.rollout.distributed import DistributedRolloutEngine
@@ -39,7 +39,7 @@ _ADDRESS = "address"
 
 
 def make_placed_rollout(
-    config: PPOConfig, ranks: PlacedRanks, tokenizer: Any, directory: RunDirectory
+    config: PPOConfig, ranks: RayRanks, tokenizer: Any, directory: RunDirectory
 ) -> DistributedRolloutEngine:
     """Place the servers and the workers of a run, and connect to them.
 
@@ -133,7 +133,7 @@ def make_placed_rollout(
     return engine
 
 
-def with_placed_models(config: PPOConfig, ranks: PlacedRanks, directory: RunDirectory, opened: ExitStack) -> PPOConfig:
+def with_placed_models(config: PPOConfig, ranks: RayRanks, directory: RunDirectory, opened: ExitStack) -> PPOConfig:
     """The config with a server of each auxiliary model that has none, placed on the cluster.
 
     Args:

@@ -28,6 +28,7 @@ class ThisMachine:
 
     inputs_are_here = True
     runs_episodes_here = True
+    reopens_after = ()
 
     def __init__(self, cluster: ClusterConfig) -> None:
         self._cluster = cluster
@@ -60,7 +61,7 @@ class ThisMachine:
                 )
         parallel.join_processes(resolve_device(section_of(configs[0]).device if configs else "cpu"))
 
-    def ranks(self, config: Any, spec: FinetuneSpec, directory: RunDirectory, *, part: str, shares_weights: bool) -> TrainRanks:
+    def ranks(self, config: Any, spec: FinetuneSpec, directory: RunDirectory, *, shares_weights: bool) -> TrainRanks:
         """On the first rank: load the model on all ranks."""
         return open_ranks(config, spec, directory, shares_weights=shares_weights)
 

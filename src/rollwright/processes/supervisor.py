@@ -1,12 +1,11 @@
 """The one supervisor: restarts processes that are lost, and gives up on those that are lost too often in a row.
 
-``Supervisor`` does so in the background: servers, and workers that run episodes. ``retry_lost`` does so for a call that somebody waits for:
-a first start, and what the ranks of a training compute together. Neither knows what a process does, nor where it runs.
+``Supervisor`` does so in the background, for servers and for workers that run episodes. ``retry_lost`` does so for a call that somebody
+waits for: the first start of a process, and a run that loses a rank. Neither knows what a process does or where it runs.
 """
 
 from __future__ import annotations
 
-import itertools
 import threading
 import time
 from collections import Counter
@@ -14,7 +13,7 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from typing import Any, Protocol, TypeVar
 
-from rollwright.errors import LostProcessError, LostRankError, RolloutError, RollwrightError
+from rollwright.errors import LostProcessError, RolloutError, RollwrightError
 from rollwright.tracking.logging import getLogger
 
 logger = getLogger("processes")
@@ -56,28 +55,38 @@ class Process(Protocol):
         ...
 
 
-def retry_lost(attempt: Callable[[], Result], restart: Callable[[], object], lost_words: str) -> Result:
-    """Return what ``attempt`` returns; if it loses a process, call ``restart`` and try again, ``RESTARTS`` times at most.
+def retry_lost(
+    attempt: Callable[[], Result],
+    restart: Callable[[], object],
+    lost_words: str,
+    *,
+    errors: tuple[type[RollwrightError], ...] = (LostProcessError,),
+    progress: Callable[[], int] = lambda: 0,
+) -> Result:
+    """Return what ``attempt`` returns; if it loses a process, call ``restart`` and try again, at most ``RESTARTS`` times in a row.
 
     Args:
-        attempt: raises ``LostProcessError`` or ``LostRankError`` if it loses a process. Other errors are not retried, because another
-            process would fail in the same way.
-        restart: may raise these errors, too.
-        lost_words: what is reported in the end, with ``{}`` in place of the number of losses.
+        attempt: is called again after one of ``errors``. Other errors are not retried, because another process would fail in the same way.
+        restart: is called before each further attempt; its errors are not retried.
+        lost_words: the final report, with ``{}`` in place of the number of losses.
+        errors: that report a lost process.
+        progress: returns how far the attempts have come. When it has grown, losses count from zero again.
 
     Raises:
-        LostProcessError, LostRankError: a process was lost ``RESTARTS + 1`` times; the message has the last cause.
+        RollwrightError: one of ``errors``: a process was lost ``RESTARTS + 1`` times in a row. The message has the last cause.
     """
-    for losses in itertools.count(1):
+    losses, furthest = 0, 0
+    while True:
         try:
-            if losses > 1:
-                restart()
             return attempt()
-        except (LostProcessError, LostRankError) as error:
+        except errors as error:
+            reached = progress()
+            losses = losses + 1 if reached <= furthest else 1
+            furthest = max(furthest, reached)
             if losses > RESTARTS:
                 raise type(error)(f"{lost_words.format(losses)}; the last time: {error}") from error
             logger.warning("%s; it is placed again", error)
-    raise AssertionError("the loop above has no end")
+        restart()
 
 
 def wait_running(process: Process, timeout: float, ask: str | None = None) -> Any:

@@ -32,6 +32,7 @@ from typing import Any
 from rollwright.atomic import read_json, remedy_of, sweep, write_json
 from rollwright.errors import CheckpointError, ConfigError, RollwrightError
 from rollwright.tracking.logging import getLogger
+from rollwright.tracking.metrics_file import read_metrics
 
 logger = getLogger("run")
 
@@ -148,6 +149,12 @@ class RunDirectory:
     def has_metrics(self) -> bool:
         """True if a step was logged."""
         return self.metrics_file.exists() and self.metrics_file.stat().st_size > 0
+
+    @property
+    def steps_made(self) -> int:
+        """Logged steps, summed over the stages."""
+        parts = [part for part in self._parts() if part.has_metrics]
+        return sum(max(record["step"] for record in read_metrics(part.metrics_file)) for part in parts)
 
     @property
     def has_journal(self) -> bool:

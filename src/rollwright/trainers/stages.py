@@ -14,9 +14,10 @@ from rollwright.config.experiment import EvalConfig, NewModelConfig, PPOConfig
 from rollwright.config.loading import Stage
 from rollwright.config.plan import in_words
 from rollwright.config.secrets import copy_without_secrets, secrets_of
-from rollwright.errors import CheckpointError, ConfigError
+from rollwright.errors import CheckpointError, ConfigError, TrainingError
 from rollwright.placement import rank_processes
-from rollwright.placement.placement import placement_of_stages
+from rollwright.placement.placement import Placement, placement_of_stages
+from rollwright.processes.supervisor import retry_lost
 from rollwright.tracking import logging
 from rollwright.tracking.logging import getLogger
 from rollwright.tracking.run_directory import RunDirectory, RunFinishedError
@@ -34,6 +35,8 @@ def run_config(stages: Sequence[Stage], *, source_path: Path | None = None) -> i
     A finished run is not repeated; a log line says so. Nor are stages that an earlier, interrupted attempt finished. With
     ``recover.mode: resume``, a stage with more steps (or epochs) than before continues training, and later evaluations are repeated.
 
+    If a Ray cluster loses a rank, the run is closed and opened again in this process, and resumes as after a kill.
+
     Args:
         stages: from ``rollwright.load_stages``.
         source_path: the stages' file, which is copied to the run directory.
@@ -44,18 +47,34 @@ def run_config(stages: Sequence[Stage], *, source_path: Path | None = None) -> i
     """
     WORKFLOWS.load_plugins()  # rewards and operators of plugins are looked up elsewhere
     refuse_unknown_names(stages)
-    placement_of_stages(stages).join(rank_processes.training_configs(stages))
+    placement = placement_of_stages(stages)
+    placement.join(rank_processes.training_configs(stages))
     if parallel.rank() > 0:
         rank_processes.follow_stages(stages, _set_threads)
-        parallel.leave_processes()
-        return 0
+    else:
+        retry_lost(
+            lambda: _carry_out_stages(stages, placement, source_path),
+            lambda: logger.warning("the run goes on from its newest recover checkpoint and its journal, as after a kill"),
+            "ranks were lost {} times without a further step",
+            errors=placement.reopens_after,
+            progress=lambda: RunDirectory(*_place(stages)).steps_made,
+        )
+        rank_processes.tell_stage(None)
+    parallel.leave_processes()
+    return 0
+
+
+def _carry_out_stages(stages: Sequence[Stage], placement: Placement, source_path: Path | None) -> None:
+    """Claim the run directory and run the stages that are not finished.
+
+    Raises:
+        TrainingError: a rank was lost after ``recover.mode: off`` has trained.
+    """
     try:
         directory = _claimed(stages)
     except RunFinishedError as finished:
         logging.console().print(f"nothing to do: {finished}", markup=False, highlight=False, soft_wrap=True)
-        rank_processes.tell_stage(None)
-        parallel.leave_processes()
-        return 0
+        return
     if source_path is not None:
         secrets = {secret for stage in stages for secret in secrets_of(stage.config)}
         copy_without_secrets(source_path, directory.path / "source.yaml", secrets)
@@ -72,17 +91,20 @@ def run_config(stages: Sequence[Stage], *, source_path: Path | None = None) -> i
             if stage.kind in rank_processes.TRAINS:
                 rank_processes.tell_stage(stage.name)
             started = time.monotonic()
-            results = _CARRY_OUT[stage.kind](stage, directory if len(stages) == 1 else directory.stage(stage.name))
+            part = directory if len(stages) == 1 else directory.stage(stage.name)
+            try:
+                results = _CARRY_OUT[stage.kind](stage, part)
+            except placement.reopens_after as error:
+                if stage.config.recover.mode == "off" and (done or part.has_metrics):
+                    raise TrainingError(f"{error}; with recover.mode off there is no checkpoint to go on from.") from error
+                raise
             results["total_seconds"] = time.monotonic() - started
             done[stage.name] = {"kind": stage.kind, "length": _length(stage.config), **results}
             directory.write_stages(done)
         summary = _summarise(done, directory)
         write_summary(directory.summary_file, summary)
         directory.finish()
-    rank_processes.tell_stage(None)
-    parallel.leave_processes()
     print_summary(summary, directory)
-    return 0
 
 
 def _still_done(stages: Sequence[Stage], done: dict[str, Any], directory: RunDirectory) -> dict[str, Any]:

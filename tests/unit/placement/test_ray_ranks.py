@@ -1,4 +1,4 @@
-"""The ranks of a training on a cluster, where a process of them is lost: at the start, at the first load, and later."""
+"""The ranks of a training on a Ray cluster: what they are asked, and what a lost rank ends."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from rollwright.experience.trajectory import concat_padded_tensors
 from rollwright.placement import ray_ranks
 from rollwright.placement.capacity import Node
 from rollwright.placement.ranks import TRAINED
-from rollwright.placement.ray_ranks import PlacedRanks
+from rollwright.placement.ray_ranks import RayRanks
 from rollwright.tracking.run_directory import RunDirectory
 from rollwright.training.publish_and_audit import Publication
 
@@ -58,23 +58,20 @@ class Rank:
 
 
 class Cluster:
-    """Gives one gang of two ranks after the other; ``failures`` says how the second rank of each fails, and the first one waits."""
+    """Gives gangs of two ranks; ``fails`` says how the second rank fails. Then the first one fails with ``waits``, or waits forever."""
 
-    failures: list[dict[str, object]]
+    fails: dict[str, object]
+    waits: object
 
     def __init__(self, config, logs):
-        self.nodes, self.gangs, self.removed = [Node("10.0.0.1", 8.0, 0)], [], []
+        self.nodes, self.gangs = [Node("10.0.0.1", 8.0, 0)], []
 
     def fit(self, demands, least_nodes, *, is_waited_for):
         return []
 
     def gang(self, role, path, count, **needs):
-        fails = self.failures[len(self.gangs)] if len(self.gangs) < len(self.failures) else {}
-        self.gangs.append([Rank(0, dict.fromkeys(fails, "nothing") if "start" not in fails else {}), Rank(1, fails)])
+        self.gangs.append([Rank(0, {name: self.waits for name in self.fails if name != "start"}), Rank(1, self.fails)])
         return self.gangs[-1]
-
-    def remove(self, processes):
-        self.removed.append(processes)
 
     def close(self):
         pass
@@ -85,11 +82,10 @@ def make(tmp_path, monkeypatch):
     monkeypatch.setattr(ray_ranks, "RayCluster", Cluster)
     monkeypatch.setattr(ray_ranks, "_CAUSE_SECONDS", 0.1)
 
-    def build(*failures, **recover):
-        Cluster.failures = list(failures)
+    def build(fails=None, waits="nothing"):
+        Cluster.fails, Cluster.waits = fails or {}, waits
         config = GRPOConfig(cluster=ClusterConfig(kind="ray", processes=2), rollout=RolloutConfig(backend="builtin_process"))
-        config.recover.mode = recover.get("mode", "auto")
-        return PlacedRanks(config, FinetuneSpec(1, 10, 5, 10), RunDirectory(tmp_path, "experiment", "trial"), "actor")
+        return RayRanks(config, FinetuneSpec(1, 10, 5, 10), RunDirectory(tmp_path, "experiment", "trial"))
 
     return build
 
@@ -98,50 +94,35 @@ ROLLOUT = SimpleNamespace(config=None, watch=SimpleNamespace(addresses=["a:1"]),
 LOST = LostProcessError("rank 1 was lost")
 
 
-def test_a_rank_that_is_lost_while_it_starts_or_connects_is_placed_again(make):
-    ranks = make({"start": LOST}, {"connect": LOST})
+@pytest.mark.parametrize("call", ["load_recover", "publish", "save_recover"])
+def test_a_lost_rank_ends_the_call_and_no_rank_is_placed_again(make, call):
+    ranks = make({call: LOST})
     ranks.connect(ROLLOUT)
-    first, second, third = ranks.cluster.gangs
-    assert not first[0].asked
-    assert second[0].asked == ["meeting_place", "open", "connect"]
-    assert third[0].asked == ["meeting_place", "open", "connect"]
-    assert ranks.cluster.removed == [first, second]
+    with pytest.raises(LostRankError, match="rank 1 was lost"):
+        ranks.call(call)
+    (gang,) = ranks.cluster.gangs
+    assert gang[1].asked[-1] == call
 
 
-def test_a_rank_that_is_lost_at_the_first_load_is_placed_again_and_loads(make):
-    ranks = make({"load_recover": LOST})
-    ranks.connect(ROLLOUT)
-    (ranks.recover.directory / "step_00000006").mkdir(parents=True)
-    assert ranks.call("load_recover", part="actor") == (6, {"loader": 1})
-    assert ranks.cluster.gangs[1][0].asked == ["meeting_place", "open", "connect", "load_recover"]
-
-
-def test_a_rank_that_is_lost_before_the_first_checkpoint_makes_all_steps_again(make):
-    ranks = make({"skip_publication": LOST})
-    ranks.connect(ROLLOUT)
-    ranks.call("publish")
-    ranks.call("skip_publication")
-    again = ranks.cluster.gangs[1][0].asked
-    assert again == ["meeting_place", "open", "skip_publication", "connect", "republish", "skip_publication"]
-
-
-def test_what_was_lost_is_told_where_the_others_only_lose_the_connection(make):
-    broken = {name: LostRankError("another process has ended") for name in ("start",)}
-    ranks = make(*[{"publish": RolloutError("RuntimeError: something odd")}])
-    ranks.connect(ROLLOUT)
-    with pytest.raises(RolloutError, match="something odd"):  # a fault of a rank is none that another gang mends
-        ranks.call("publish")
-    ranks = make(*[broken] * 4)
-    with pytest.raises(LostRankError, match="the ranks were lost 4 times in start; the last time: another process has ended"):
+@pytest.mark.parametrize("moment", ["start", "open", "connect"])
+def test_a_rank_that_is_lost_while_it_starts_or_connects_ends_the_first_call(make, moment):
+    ranks = make({moment: LOST})
+    with pytest.raises(LostRankError, match="rank 1 was lost"):
         ranks.connect(ROLLOUT)
+    assert len(ranks.cluster.gangs) == 1
 
 
-def test_without_checkpoints_a_gang_is_replaced_until_it_has_trained(make):
-    ranks = make({"republish": LOST}, {"publish": LOST}, mode="off")
+def test_the_lost_rank_is_named_and_not_those_that_lost_the_connection(make):
+    ranks = make({"publish": LOST}, waits=LostRankError("another process has ended"))
     ranks.connect(ROLLOUT)
-    ranks.call("republish")
-    ranks.call("skip_publication")
-    with pytest.raises(LostRankError, match=r"recover\.mode off"):
+    with pytest.raises(LostRankError, match="rank 1 was lost"):
+        ranks.call("publish")
+
+
+def test_a_fault_of_a_rank_is_no_loss(make):
+    ranks = make({"publish": RolloutError("RuntimeError: something odd")})
+    ranks.connect(ROLLOUT)
+    with pytest.raises(RolloutError, match="something odd"):  # another gang would fail in the same way
         ranks.call("publish")
 
 
@@ -169,7 +150,6 @@ def test_each_rank_gets_its_rows_with_the_call(make):
     assert sorted(rank.taken for rank in gang) == [[[[4, 4, 4]]], [[[5, 5, 5]]]]
     assert [rank.asked.count("policy_step") for rank in gang] == [1, 1]
     assert batch[TRAINED] == [(0.5, 1, b"", b"")] * 2
-    assert not ranks.cluster.removed
 
 
 def test_rows_of_a_dataset_are_packed_for_the_ranks(make):
@@ -182,16 +162,6 @@ def test_rows_of_a_dataset_are_packed_for_the_ranks(make):
     }
     ranks.call("supervised_step", batch)
     assert sorted(rank.taken for rank in ranks.cluster.gangs[0]) == [[[[1, 2]]], [[[3]]]]
-
-
-def test_a_gang_that_is_placed_again_takes_the_rows_of_its_steps_again(make):
-    ranks = make({"publish": LOST})
-    ranks.connect(ROLLOUT)
-    ranks.call("policy_step", packed())
-    ranks.call("publish")
-    again = ranks.cluster.gangs[1]
-    assert sorted(rank.taken for rank in again) == [[[[4, 4, 4]]], [[[5, 5, 5]]]]
-    assert again[0].asked[:3] == ["meeting_place", "open", "policy_step"]
 
 
 def test_holders_of_weights_are_known_while_the_first_rank_is_not_there(make):

@@ -19,7 +19,7 @@ from rollwright.config.experiment import BaseExperimentConfig, FinetuneSpec
 from rollwright.config.rules import refuse_dicts
 from rollwright.config.sections import IntervalConfig, TrainEngineConfig
 from rollwright.data.tokenizer import load_tokenizer
-from rollwright.errors import LostRankError
+from rollwright.errors import LostRankError, TrainingError
 from rollwright.inference.weights.files import keep_newest
 from rollwright.placement.placement import placement_of
 from rollwright.placement.rank_processes import follow_config
@@ -114,9 +114,7 @@ class Trainer(ABC):
             return self
         with ExitStack() as opened:  # closes what is open where something fails here
             self.claim(opened)
-            self.ranks = self.placement.ranks(
-                self.config, self.spec, self.directory, part=self.trained_part, shares_weights=self.shares_weights
-            )
+            self.ranks = self.placement.ranks(self.config, self.spec, self.directory, shares_weights=self.shares_weights)
             self.trained = self.ranks.engine
             opened.callback(self.trained.destroy)
             self.open(opened)
@@ -244,11 +242,11 @@ class Trainer(ABC):
     def _save_recover(self) -> None:
         if self.config.recover.mode != "off":
             self.directory.check_lock()
-            here = {
+            first_rank = {
                 "rest": {name: part.state_dict() for name, part in self.parts().items()},
                 "before_visible": self.before_recover_visible(),
             }
-            self.ranks.call("save_recover", step=self.step, part=self.trained_part, here=here)
+            self.ranks.call("save_recover", step=self.step, part=self.trained_part, first_rank=first_rank)
             self._saved_step = self.step
 
     def _evaluate(self, run: StageRun) -> float:
@@ -321,6 +319,11 @@ class StopSignal:
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
         self._restore()
+        if self.received is not None and isinstance(error, LostRankError):  # the run is not opened again
+            raise TrainingError(
+                f"{error}. The run was asked to stop, and the current step is lost: the same command resumes from the newest recover "
+                "checkpoint."
+            ) from error
 
     def _handle(self, number: int, frame: FrameType | None) -> None:
         if (lost := parallel.lost_neighbour()) is not None:

@@ -8,7 +8,7 @@ import torch
 from rollwright import load_stages
 from rollwright.config.tasksets import DatasetConfig
 from rollwright.inference.weights.stream import WeightStream
-from rollwright.placement.ray_ranks import PlacedRanks
+from rollwright.placement.ray_ranks import RayRanks
 from rollwright.trainers.loops import supervised
 from rollwright.trainers.stages import run_config
 
@@ -64,7 +64,7 @@ def test_what_was_opened_is_closed_where_the_rest_fails(tmp_path, tiny_model, mo
 
 def test_each_evaluation_on_a_cluster_has_a_version_of_its_own_and_leaves_no_weights_behind(tmp_path, monkeypatch):
     trainer, seen = object.__new__(supervised.SFTTrainer), []
-    trainer.ranks = object.__new__(PlacedRanks)
+    trainer.ranks = object.__new__(RayRanks)
     trainer.model = trainer.ranks.engine = SimpleNamespace(version=0)
     trainer.weights, trainer.valid_dataset, trainer.tokenizer = None, [], None
     trainer.directory = SimpleNamespace(path=tmp_path)
@@ -77,8 +77,8 @@ def test_each_evaluation_on_a_cluster_has_a_version_of_its_own_and_leaves_no_wei
     )
     trainer.rollout = SimpleNamespace(version=0, get_version=lambda: trainer.rollout.version)
 
-    def call(name, here):
-        here["use"](WeightStream.of({"a": torch.ones(2)}))
+    def call(name, first_rank):
+        first_rank["use"](WeightStream.of({"a": torch.ones(2)}))
         trainer.model.version = 0  # as each answer of a rank says
 
     def give(rollout, weights, version, tolerance):
