@@ -1,4 +1,4 @@
-"""What a run places on a cluster, and whether it fits: known before anything starts."""
+"""The resources that a run needs on a cluster, and whether they fit, before anything starts."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from rollwright.inference.backends.server_backend import ServerBackend
 
 @dataclass(frozen=True)
 class Demand:
-    """Processes of one kind: how many, and what each is placed with."""
+    """Processes of one role: their number, and the resources of each."""
 
     role: str  # rank, server, worker or auxiliary
     count: int
@@ -23,7 +23,7 @@ class Demand:
 
 @dataclass(frozen=True)
 class Node:
-    """One machine of a cluster, and what is free there."""
+    """A machine of a cluster, and its free resources."""
 
     address: str
     cpus: float
@@ -31,18 +31,18 @@ class Node:
 
 
 def demands_of(config: PPOConfig | SFTConfig, cluster_has_gpus: bool) -> list[Demand]:
-    """What a stage of a run asks of its cluster, those first that are the hardest to place.
+    """The demands of a stage, those that are hardest to place first.
 
     Args:
         config: of the stage.
-        cluster_has_gpus: some node has.
+        cluster_has_gpus: some node has GPUs.
     """
     cluster, rollout = config.cluster, config.rollout
     of_rank, of_server = cluster.gpus_per_rank, cluster.gpus_per_server
     if of_rank is None:
         of_rank = int(cluster_has_gpus and section_of(config).device != "cpu")
     ranks = Demand("rank", cluster.processes, cluster.cpus_per_rank, of_rank)
-    if not isinstance(config, PPOConfig):  # it samples nothing, or here
+    if not isinstance(config, PPOConfig):  # it does not sample, or in the controller
         return [ranks]
     if of_server is None:
         backend = BACKENDS.get(rollout.backend)
@@ -62,12 +62,12 @@ def place(demands: Sequence[Demand], nodes: Sequence[Node], least_nodes: int = 1
     """The node that each process fits on: ranks close together, servers and workers spread.
 
     Args:
-        demands: what is to be placed.
-        nodes: what there is.
-        least_nodes: that have to be there.
+        demands: of the run.
+        nodes: of the cluster.
+        least_nodes: number of nodes that must be there.
 
     Returns:
-        ``(process, address)``, such as ``("rank 0", "10.0.0.1")``. A cluster may choose another node for a process than this.
+        ``(process, address)``, such as ``("rank 0", "10.0.0.1")``. The cluster may choose another node.
 
     Raises:
         ConfigError: there are too few nodes, or a process fits nowhere.
@@ -77,7 +77,7 @@ def place(demands: Sequence[Demand], nodes: Sequence[Node], least_nodes: int = 1
             f"cluster.nodes is {least_nodes}, and the cluster has {len(nodes)}: start Ray on the others, or lower cluster.nodes."
         )
     left = {number: [node.cpus, float(node.gpus)] for number, node in enumerate(nodes)}
-    placed: list[tuple[str, str]] = []
+    chosen_nodes: list[tuple[str, str]] = []
     for demand in demands:
         for index in range(demand.count):
             fitting = [number for number, (cpus, gpus) in left.items() if cpus >= demand.cpus and gpus >= demand.gpus]
@@ -94,8 +94,8 @@ def place(demands: Sequence[Demand], nodes: Sequence[Node], least_nodes: int = 1
             chosen = min(fitting, key=lambda number: (most * left[number][bool(demand.gpus)], number))
             left[chosen][0] -= demand.cpus
             left[chosen][1] -= demand.gpus
-            placed.append((f"{demand.role} {index}", nodes[chosen].address))
-    return placed
+            chosen_nodes.append((f"{demand.role} {index}", nodes[chosen].address))
+    return chosen_nodes
 
 
 def _sum_of(demands: Sequence[Demand]) -> str:

@@ -1,10 +1,11 @@
-"""Which inference engine a run samples from: a choice of the config, logged, never a silent fallback."""
+"""Opens the inference engine that the config names, in this process or as servers on this machine. There is no silent fallback."""
 
 from __future__ import annotations
 
 import dataclasses
 import os
 import secrets
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -30,11 +31,11 @@ logger = getLogger("rollout")
 
 
 def make_local_engine(config: Any, model: Any, tokenizer: Any) -> RolloutEngine:
-    """The engine in this process that ``rollout.backend`` names; the built-in one where that names servers.
+    """The engine in this process that ``rollout.backend`` names; the built-in one if the backend has servers.
 
     Args:
         config: of the run.
-        model: a live model, whose weights are shared; or a directory or name.
+        model: a live model, whose weights are shared, or a directory or name.
         tokenizer: the model's.
     """
     settings = {"seed": config.seed, "deterministic": config.deterministic}
@@ -46,7 +47,7 @@ def make_local_engine(config: Any, model: Any, tokenizer: Any) -> RolloutEngine:
 
 
 def copy_to_sample(section: TrainEngineConfig) -> Any:
-    """A whole model for an engine in this process, where the trained one is sharded over several; its weights are published to it."""
+    """Load a whole model for an engine in this process, because the trained one is sharded; weights are published to it."""
     section = dataclasses.replace(section, gradient_checkpointing=False)
     model = load_model(section, dtype=resolve_dtype(section.dtype, resolve_device(section.device))).requires_grad_(False)
     parameter = next(model.parameters())
@@ -58,20 +59,18 @@ def copy_to_sample(section: TrainEngineConfig) -> Any:
 def make_rollout_engine(config: PPOConfig, actor: Any, tokenizer: Any, directory: RunDirectory) -> RolloutEngine:
     """The engine that ``config.rollout.backend`` names.
 
-    Servers are those that run already, by config or environment. Otherwise they are started here, restarted if they are lost, and end
-    with the engine.
-
-    It writes the journal that ``config.journal`` asks for.
+    Servers that the config or the environment names are used. Otherwise servers are started on this machine; they are restarted if they
+    are lost, and end with the engine. The engine writes the journal if ``config.journal`` enables it.
 
     Args:
         config: of the run.
-        actor: trains the model that is sampled from (an actor, or ``TrainRanks``, whose ``model`` is None where no process has
-            all of it); None: nothing is trained here, and weights come to the model of ``actor.path`` as files.
+        actor: trains the model: an actor, or ``TrainRanks``, whose ``model`` is None if it is sharded. None if nothing is trained in
+            this process; then the model is that of ``actor.path``, and weights come as files.
         tokenizer: the model's.
         directory: of the run.
 
     Raises:
-        ConfigError: there is no such backend, or no model that its servers could load.
+        ConfigError: there is no such backend, or its servers have no model to load.
     """
     engine = _rollout_engine(config, actor, tokenizer, directory)
     if config.journal.enabled:
@@ -91,21 +90,10 @@ def _rollout_engine(config: PPOConfig, actor: Any, tokenizer: Any, directory: Ru
     addresses = find_server_addresses(rollout.addresses) if backend.finds_servers else []
     servers: LocalServers | None = None
     if not addresses:
-        model_path = source.path
-        if source.init_from_scratch:  # random weights, which exist nowhere yet
-            if actor is None:
-                raise ConfigError(
-                    f"actor.init_from_scratch leaves no weights that a {rollout.backend} server could load; make the model first "
-                    "(rollwright model new), or explore with rollout.backend=builtin."
-                )
-            model_path = str(directory.path / "engine_model")
-            actor.save(directory.path / "engine_model", tokenizer)
-        # Made for this run alone, and never written: it is neither in the config of the run nor on a command line.
-        key = rollout.api_key or os.environ.get("ROLLWRIGHT_API_KEY") or secrets.token_urlsafe(24)
-        rollout = dataclasses.replace(rollout, api_key=key)
+        rollout = with_key(rollout)
         servers = LocalServers(
             rollout,
-            model_path=model_path,
+            model_path=model_for_servers(config, actor, tokenizer, directory.path),
             logs=directory.logs,
             count=rollout.servers,
             tensor_parallel=rollout.tensor_parallel,
@@ -125,6 +113,36 @@ def _rollout_engine(config: PPOConfig, actor: Any, tokenizer: Any, directory: Ru
     return engine
 
 
+def with_key(rollout: RolloutConfig) -> RolloutConfig:
+    """The section with the API key of its servers: the configured one, or a new one that is neither logged nor written to a file."""
+    key = rollout.api_key or os.environ.get("ROLLWRIGHT_API_KEY") or secrets.token_urlsafe(24)
+    return dataclasses.replace(rollout, api_key=key)
+
+
+def model_for_servers(config: PPOConfig, trained: Any, tokenizer: Any, directory: Path) -> str:
+    """Path of the model that the servers of a run load; random initial weights are saved to ``directory`` for them.
+
+    Args:
+        config: of the run.
+        trained: saves the weights (``Ranks``); None if nothing is trained in this process.
+        tokenizer: the model's.
+        directory: of the run.
+
+    Raises:
+        ConfigError: the weights are random, and nothing is trained in this process.
+    """
+    if not config.actor.init_from_scratch:
+        return config.actor.path
+    if trained is None:
+        raise ConfigError(
+            f"actor.init_from_scratch leaves no weights that a {config.rollout.backend} server could load; make the model first "
+            "(rollwright model new), or explore with rollout.backend=builtin."
+        )
+    path = str(directory / "engine_model")
+    trained.save(path, tokenizer)
+    return path
+
+
 def servers_of(rollout: RolloutConfig) -> type[ServerBackend] | None:
     """Backend class of the servers that ``rollout.backend`` names, or None if that engine runs in this process.
 
@@ -136,8 +154,8 @@ def servers_of(rollout: RolloutConfig) -> type[ServerBackend] | None:
 
 
 def _engine_threads(config: PPOConfig) -> int:
-    """Threads of each server. Half of the cores are for generation, and the rest for training: threads of both on all cores would
-    wait for each other."""
+    """Threads of each server. Half of the cores generate and the others train, because threads of both on all cores would wait for each
+    other."""
     cores = len(os.sched_getaffinity(0))
     generating = max(1, cores // 2)
     threads = max(1, generating // config.rollout.servers)

@@ -17,7 +17,7 @@ from rollwright.placement.capacity import demands_of, place
 from rollwright.placement.rank_processes import TRAINS
 from rollwright.placement.ray_cluster import RayCluster
 from rollwright.placement.ray_ranks import RayRanks
-from rollwright.placement.ray_rollout import make_placed_rollout, with_placed_models
+from rollwright.placement.ray_rollout import make_ray_rollout, serve_auxiliary_models
 from rollwright.placement.torchrun import started_processes
 from rollwright.rollout.engines import RolloutEngine
 from rollwright.tracking.run_directory import RunDirectory
@@ -34,7 +34,7 @@ class RayPlacement:
         self._cluster = cluster
 
     def check(self, config: PPOConfig | SFTConfig) -> None:
-        """Compare a stage with this machine if the run would start Ray on it alone. A cluster that runs is asked when the run starts."""
+        """Compare a stage with this machine if the run would start Ray on it alone. A running cluster is checked when the run starts."""
         cluster = self._cluster
         if not (cluster.address or os.environ.get("RAY_ADDRESS") or slurm_nodes.nodes() > 1 or slurm_nodes.resources()):
             self._fit(config)
@@ -69,9 +69,9 @@ class RayPlacement:
         return RayRanks(config, spec, directory)
 
     def serve_models(self, config: PPOConfig, ranks: RayRanks, directory: RunDirectory, opened: ExitStack) -> PPOConfig:
-        """Place a server of each auxiliary model that has none."""
-        return with_placed_models(config, ranks, directory, opened)
+        """Place a server for each auxiliary model that has none."""
+        return serve_auxiliary_models(config, ranks, directory, opened)
 
     def rollout(self, config: PPOConfig, ranks: RayRanks, tokenizer: Any, directory: RunDirectory) -> RolloutEngine:
         """Place inference servers and workers."""
-        return make_placed_rollout(config, ranks, tokenizer, directory)
+        return make_ray_rollout(config, ranks, tokenizer, directory)

@@ -1,7 +1,7 @@
-"""Where the processes of a run are: on this machine, on a Ray cluster, or in a Slurm job. Chosen once, by ``cluster.kind``.
+"""Where the processes of a run are placed: on this machine, on a Ray cluster, or in a Slurm job. ``cluster.kind`` chooses once.
 
-``rollwright run`` asks the placement whether the run fits (``check``), what it would do (``show``) and whether other processes carry
-the run out (``start``). A trainer asks it for what trains (``ranks``) and what samples (``rollout``).
+``rollwright run`` uses a placement to check whether a run fits (``check``), to describe it (``show``), and to start it in other processes
+(``start``). A trainer gets from it the ranks that train (``ranks``) and the engine that samples (``rollout``).
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ class Ranks(Protocol):
     """The processes that train one model, seen from the process that runs the loop.
 
     Attributes:
-        engine: what is trained, as far as this process has it.
+        engine: the trained engine, or this process's view of it.
         recover: the recover checkpoints of the run.
     """
 
@@ -80,7 +80,7 @@ class Placement(Protocol):
 
     Attributes:
         inputs_are_here: models and datasets are read on this machine.
-        runs_episodes_here: episodes run in this process, so that a workflow may be an object.
+        runs_episodes_here: episodes run in this process, so a workflow may be an object.
         reopens_after: errors after which this process can close the trainer and open it again, to resume as after a kill.
     """
 
@@ -98,16 +98,16 @@ class Placement(Protocol):
         """
 
     def show(self, stages: Sequence[Stage], words: Sequence[str]) -> list[str]:
-        """Lines of a dry run on where its processes would be.
+        """Describe for a dry run where the processes would be placed.
 
         Args:
             stages: of the run.
-            words: of the ``rollwright`` command.
+            words: arguments of the ``rollwright`` command.
         """
         ...
 
     def start(self, words: Sequence[str], run_directory: Path) -> int | None:
-        """Run ``rollwright`` with these words in other processes and return its exit status; None if this process carries the run out."""
+        """Run ``rollwright`` with these arguments in other processes and return its exit status. None if this process runs the stages."""
 
     def join(self, configs: Sequence[Any]) -> None:
         """Join the other processes of the training, if there are any.

@@ -1,7 +1,7 @@
-"""The processes that train one model: what the first one opens, and what the others do meanwhile.
+"""Opens the ranks that torchrun started to train one model.
 
-The first rank owns the run: its directory, the order of the tasks, the engine that samples, and what is reported. The others load
-their part of the model, make the calls that the first one tells (``rollwright.placement.ranks``), and end with it.
+Rank 0 owns the run: its directory, the order of the tasks, the engine that samples, and the reports. The other ranks load their shard of
+the model, execute the calls that rank 0 sends (``rollwright.placement.ranks``), and end with it.
 """
 
 from __future__ import annotations
@@ -26,38 +26,38 @@ from rollwright.training.engine import TrainEngine
 from rollwright.training.preferences import PreferenceEngine
 from rollwright.training.recovery_checkpoint import RecoverCheckpoints
 
-#: Kinds of stages that all ranks take part in; the first one alone carries the others out.
+#: Kinds of stages in which all ranks take part. Rank 0 runs all other stages alone.
 TRAINS = ("sft", "dpo", "rl")
 
 
 def training_configs(stages: Sequence[Stage]) -> list[Any]:
-    """The configs of the stages that all ranks take part in."""
+    """The configs of the stages in which all ranks take part."""
     return [stage.config for stage in stages if stage.kind in TRAINS]
 
 
 def open_ranks(config: Any, spec: FinetuneSpec, directory: RunDirectory, *, shares_weights: bool) -> TrainRanks:
-    """On the first rank: load what is trained, on all ranks.
+    """On rank 0, load the trained engine on all ranks.
 
     Args:
         config: of the stage.
-        spec: how long it is.
+        spec: its length.
         directory: of the stage.
         shares_weights: an engine in this process may compute with the trained tensors.
     """
     if parallel.world_size() > 1:
-        _tell({"spec": dataclasses.asdict(spec), "recover": str(directory.recover.absolute())})
+        _send({"spec": dataclasses.asdict(spec), "recover": str(directory.recover.absolute())})
     with parallel.watched():
         return load_ranks(config, spec, directory.recover, shares_weights)
 
 
 def load_ranks(config: Any, spec: FinetuneSpec, recover: Path, shares_weights: bool = True) -> TrainRanks:
-    """Load this rank's part of what is trained."""
+    """Load this rank's shard of the trained engine."""
     engine = _open_engine(config, spec, shares_weights)
     return TrainRanks(engine, RecoverCheckpoints(recover, keep=config.recover.keep, in_background=config.recover.in_background))
 
 
 def _open_engine(config: Any, spec: FinetuneSpec, shares_weights: bool) -> TrainEngine:
-    torch.manual_seed(config.seed)  # weights from scratch are the same on every rank
+    torch.manual_seed(config.seed)  # random initial weights are equal on every rank
     engine: TrainEngine
     if isinstance(config, PPOConfig):
         engine = FSDPPPOActor(apply_recipe(config).actor)
@@ -65,7 +65,7 @@ def _open_engine(config: Any, spec: FinetuneSpec, shares_weights: bool) -> Train
         engine = (PreferenceEngine if isinstance(config, DPOConfig) else TrainEngine)(config.model)
     engine.shares_weights = shares_weights
     reference = getattr(config, "ref", None)
-    if reference is not None:  # otherwise the engine keeps a copy of its first weights where it needs one
+    if reference is not None:  # otherwise the engine copies its initial weights if it needs a reference
         engine.load_reference(reference)
     engine.initialize(None, spec)
     refuse_images(engine)
@@ -75,44 +75,44 @@ def _open_engine(config: Any, spec: FinetuneSpec, shares_weights: bool) -> Train
 # -- on the other ranks ------------------------------------------------------------------------------------------------
 
 
-def tell_stage(name: str | None) -> None:
-    """On the first rank: the others take part in a stage now; None: the run has ended."""
+def announce_stage(name: str | None) -> None:
+    """On rank 0, announce a stage to the other ranks. None announces the end of the run."""
     if parallel.world_size() > 1:
-        _tell({"stage": name})
+        _send({"stage": name})
 
 
 def follow_stages(stages: Sequence[Stage], prepare: Any) -> None:
-    """On the other ranks: take part in the stages that the first one tells, until the run has ended.
+    """On the other ranks, take part in the stages that rank 0 announces, until the run has ended.
 
     Args:
-        stages: of the run, the same on every rank.
-        prepare: is called with the config of each before it begins.
+        stages: of the run, equal on every rank.
+        prepare: called with the config of each stage before it starts.
     """
     ignore_signals()
     configs = {stage.name: stage.config for stage in stages}
-    while (name := _told()["stage"]) is not None:
+    while (name := _received()["stage"]) is not None:
         prepare(configs[name])
         follow_config(configs[name])
 
 
 def follow_config(config: Any) -> None:
-    """On the other ranks: load this rank's part of the model, and make the calls that the first one tells."""
+    """On the other ranks, load this rank's shard of the model and execute the calls of rank 0."""
     ignore_signals()
-    told = _told()
+    opening = _received()
     with parallel.watched():
-        ranks = load_ranks(config, FinetuneSpec(**told["spec"]), Path(told["recover"]))
+        ranks = load_ranks(config, FinetuneSpec(**opening["spec"]), Path(opening["recover"]))
     if isinstance(ranks.engine, FSDPPPOActor):
-        ranks.engine.connect_engine(WeightReceiver())  # stands for the first rank's, and is never asked
+        ranks.engine.connect_engine(WeightReceiver())  # stands in for that of rank 0, and is never called
     ranks.follow()
     ranks.recover.wait()
     ranks.engine.destroy()
 
 
-def _tell(words: dict[str, Any]) -> None:
+def _send(message: dict[str, Any]) -> None:
     with parallel.watched():
-        parallel.broadcast(json.dumps(words).encode())
+        parallel.broadcast(json.dumps(message).encode())
 
 
-def _told() -> dict[str, Any]:
+def _received() -> dict[str, Any]:
     with parallel.watched():
         return json.loads(parallel.broadcast(b""))

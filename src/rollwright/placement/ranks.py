@@ -1,11 +1,11 @@
-"""The ranks of one training: the first one runs the loop and calls, and all of them compute.
+"""The ranks that train one model: rank 0 runs the loop and sends calls, and all ranks execute them.
 
 Invariants:
 
-* every call that is collective is made by all ranks in the same order: the first rank tells each call by name before it makes it, and the
-  others, in ``TrainRanks.follow``, make nothing else;
-* a batch is divided by whole groups (pairs, rows), and within each optimizer step by tokens; it travels packed, without padding;
-* a rank that fails ends its process, and with it the run: the others lose the connection, and whoever started them ends what is left.
+* all ranks make collective calls in the same order: rank 0 sends the name of each call before it makes it, and the others, in
+  ``TrainRanks.follow``, make no other calls;
+* a batch is divided by whole groups (pairs, rows) and, within each optimizer step, by tokens; it is sent packed, without padding;
+* a rank that fails ends its process: the others lose the connection, and their launcher ends them.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ _DONE = "done"
 
 
 def policy_step(ranks: TrainRanks, batch: Trajectory) -> dict[str, float]:
-    """Advantages and the update of a batch of samples; returns the update's metrics."""
+    """Compute advantages and update on a batch of samples; returns the update's metrics."""
     actor = ranks.engine
     actor.compute_advantages(batch)
     stats = actor.ppo_update(batch)
@@ -49,14 +49,14 @@ def policy_step(ranks: TrainRanks, batch: Trajectory) -> dict[str, float]:
 
 
 def supervised_step(ranks: TrainRanks, batch: Trajectory) -> dict[str, float]:
-    """The update of a batch of worked completions."""
+    """Update on a batch of worked completions; returns metrics."""
     stats = ranks.engine.sft_update(batch)
     ranks.engine.step_lr_scheduler()
     return stats
 
 
 def preference_step(ranks: TrainRanks, batch: Trajectory, *, beta: float, label_smoothing: float) -> dict[str, float]:
-    """The update of a batch of pairs of replies."""
+    """Update on a batch of preference pairs; returns metrics."""
     stats = ranks.engine.dpo_update(batch, beta=beta, label_smoothing=label_smoothing)
     ranks.engine.step_lr_scheduler()
     return stats
@@ -70,12 +70,12 @@ def save_recover(
     rest: dict[str, Any] | None = None,
     before_visible: Callable[[], object] | None = None,
 ) -> None:
-    """Write the recover checkpoint of a step; the first rank gives what it holds besides the engine's part."""
+    """Write the recover checkpoint of a step. Rank 0 adds ``rest``, the states of all parts except the engine."""
     ranks.recover.save(step, {part: ranks.engine.state_dict(), **(rest or {})}, before_visible=before_visible)
 
 
 def load_recover(ranks: TrainRanks, *, part: str) -> tuple[int, dict[str, Any]]:
-    """Load the newest recover checkpoint into the engine; returns its step and what it holds."""
+    """Load the newest recover checkpoint into the engine; returns its step and its content."""
     step, state = ranks.recover.load()
     ranks.engine.load_state_dict(state[part])
     return step, state
@@ -98,11 +98,17 @@ def _rows(batch: Trajectory) -> Tensor:
 
 @dataclass(frozen=True)
 class Call:
-    """What the ranks can be told to do."""
+    """A call that ranks execute.
+
+    Attributes:
+        make: the function.
+        units: returns the unit of each row, by which a batch is divided; None for a call without a batch.
+        minibatches: returns the number of minibatches from the config section of the trained model.
+    """
 
     make: Callable[..., Any]
-    units: Callable[[Trajectory], Tensor] | None = None  # number of the unit that each row belongs to; None: no batch
-    minibatches: Callable[[Any], int] = lambda section: 1  # by the section of what is trained
+    units: Callable[[Trajectory], Tensor] | None = None
+    minibatches: Callable[[Any], int] = lambda section: 1
 
 
 CALLS = {
@@ -120,12 +126,10 @@ CALLS = {
 
 
 class TrainRanks:
-    """The ranks that train one model: on the first one the way to all of them, on the others what ``follow``s it.
-
-    With one process, ``call`` is a call.
+    """The ranks that train one model: rank 0 uses ``call``, the others ``follow``. With one process, ``call`` is a plain call.
 
     Args:
-        engine: this rank's, initialised.
+        engine: of this rank, initialised.
         recover: the recover checkpoints of the run.
     """
 
@@ -135,11 +139,11 @@ class TrainRanks:
 
     @property
     def model(self) -> Any:
-        """The model, which an engine in this process may share; None where it is sharded over ranks."""
+        """The model, which an engine in this process may share; None if it is sharded."""
         return None if is_sharded(self.engine.model) else self.engine.model
 
     def prepare(self, batch: Trajectory) -> Trajectory:
-        """Move a batch to the device; with several ranks to host memory, where it is divided."""
+        """Move a batch to the device or, with several ranks, to host memory, to be divided there."""
         return tensor_container_to(batch, self.engine.device if parallel.world_size() == 1 else "cpu")
 
     def with_weights(self, use: Callable[[Any], None], scratch: Path) -> None:
@@ -170,16 +174,16 @@ class TrainRanks:
             return result
 
     def finish(self) -> None:
-        """Let the other ranks go on after ``follow``."""
+        """Make ``follow`` return on the other ranks."""
         if parallel.world_size() > 1:
             with parallel.watched():
                 parallel.broadcast(json.dumps({"call": _DONE}).encode())
 
     def follow(self) -> None:
-        """On the other ranks: make the calls that the first one tells, until it has finished."""
+        """On the other ranks, make the calls that rank 0 sends, until it has finished."""
         with parallel.watched():
-            while (told := json.loads(parallel.broadcast(b"")))["call"] != _DONE:
-                call, arguments = CALLS[told["call"]], told["arguments"]
+            while (message := json.loads(parallel.broadcast(b"")))["call"] != _DONE:
+                call, arguments = CALLS[message["call"]], message["arguments"]
                 if call.units is None:
                     call.make(self, **arguments)
                 else:
@@ -187,16 +191,16 @@ class TrainRanks:
                     parallel.gathered(written)
 
     def make_with(self, call: Call, share: Trajectory, arguments: dict[str, Any]) -> tuple[Any, bytes]:
-        """Make a call with this rank's share; returns its result, and the columns that it wrote, packed."""
+        """Make a call with this rank's share; returns its result and, packed, the columns that it wrote."""
         share = tensor_container_to(share, self.engine.device)
-        given = dict(share)
+        before = dict(share)
         result = call.make(self, share, **arguments)
-        kept = ("input_ids", "attention_mask")
-        return result, pack_rows({key: value for key, value in share.items() if key in kept or value is not given.get(key)})
+        layout = ("input_ids", "attention_mask")
+        return result, pack_rows({key: value for key, value in share.items() if key in layout or value is not before.get(key)})
 
 
 def sent_columns(batch: Trajectory, minibatches: int) -> Trajectory:
-    """Columns that ranks compute with: tensors, images, packed rows and, with several minibatches, the minibatch of each row."""
+    """The columns that ranks compute with: tensors, images, packed rows and, with several minibatches, the minibatch of each row."""
     sent = {key: value for key, value in batch.items() if isinstance(value, Tensor) or key in (MULTI_MODAL, PACKED)}
     if minibatches > 1:
         sent[MINIBATCH_IDS] = torch.zeros(len(batch["input_ids"]), dtype=torch.int64)
@@ -206,7 +210,7 @@ def sent_columns(batch: Trajectory, minibatches: int) -> Trajectory:
 
 
 def merge_written(batch: Trajectory, batch_rows: Sequence[Sequence[int]], parts: Sequence[Trajectory]) -> None:
-    """Write the columns that came back from the ranks into the batch; one that was there before is replaced."""
+    """Write the columns that the ranks returned into the batch; existing columns are replaced."""
     width, written = batch["input_ids"].shape[1], dict[str, Tensor]()
     for rows, part in zip(batch_rows, parts, strict=True):
         size = tuple(part["input_ids"].shape)
@@ -225,15 +229,15 @@ def merge_written(batch: Trajectory, batch_rows: Sequence[Sequence[int]], parts:
     batch.update(written)
 
 
-#: What a step computed of the tokens of a row that it trained on: the advantage (one number, or float32 bytes where the tokens differ), how
-#: many tokens, their log-probabilities (float32 bytes) and entropies (float16 bytes), empty where the update left them out.
+#: Values that a step computed for the trained tokens of a row: the advantage (one number, or float32 bytes if the tokens differ), the number
+#: of tokens, their log-probabilities (float32 bytes) and entropies (float16 bytes). Bytes are empty if the update computed none.
 TrainedRow = tuple[float | bytes, int, bytes, bytes]
-#: Name of the per-row list of these.
+#: Column of a batch with the ``TrainedRow`` of each row.
 TRAINED = "trained"
 
 
 def trained_rows(batch: Trajectory) -> list[TrainedRow]:
-    """What a step computed of each row's trained tokens, out of the columns that it wrote."""
+    """The ``TrainedRow`` of each row, from the columns that a step wrote."""
     if TRAINED in batch:
         return batch[TRAINED]
     masked_BL = batch["loss_mask"].bool()
@@ -253,15 +257,15 @@ def trained_rows(batch: Trajectory) -> list[TrainedRow]:
 
 
 def _flat(values_BL: Tensor | None, masked_BL: Tensor, dtype: str) -> np.ndarray:
-    """The values of the trained tokens, row after row; none where nobody computed them."""
+    """The values of the trained tokens, row by row; empty if the step computed none."""
     return np.empty(0, dtype) if values_BL is None else values_BL[masked_BL.to(values_BL.device)].cpu().numpy().astype(dtype)
 
 
 def refuse_images(engine: Any) -> None:
-    """Refuse a model that sees, of which ranks without images would leave out a part that the others compute together.
+    """Refuse vision models on several ranks: a rank without images would skip the vision tower and deadlock the collectives.
 
     Raises:
-        ConfigError: it sees, and there are several processes.
+        ConfigError: it is a vision model, and there are several processes.
     """
     model_config = engine.model.config
     if parallel.world_size() > 1 and getattr(model_config, "vision_config", None) is not None:
@@ -271,13 +275,13 @@ def refuse_images(engine: Any) -> None:
 
 
 def ignore_signals() -> None:
-    """On a rank that follows: leave it to the first one what a signal ends. Without it, the connection is lost and this one ends, too."""
+    """On the other ranks, ignore SIGINT and SIGTERM: rank 0 handles them, and these ranks end when they lose the connection to it."""
     if threading.current_thread() is threading.main_thread():
         for number in (signal.SIGINT, signal.SIGTERM):
             signal.signal(number, signal.SIG_IGN)
 
 
-# -- who trains on what ------------------------------------------------------------------------------------------------
+# -- division of a batch ------------------------------------------------------------------------------------------------
 
 
 def shares(
@@ -287,13 +291,13 @@ def shares(
     minibatches: int = 1,
     count_tokens: Callable[[Trajectory], dict[int, int]] = distinct_tokens,
 ) -> list[list[int]]:
-    """Divide rows over ranks by whole units, with about the same number of tokens on each rank in every optimizer step.
+    """Divide rows over ranks by whole units, with similar numbers of tokens per rank in every optimizer step.
 
     Args:
         batch: all rows.
         units_B: unit of each row; units are not divided.
         ranks: number of ranks; with fewer units than ranks, some get no rows.
-        minibatches: optimizer steps, see ``split_minibatches``.
+        minibatches: optimizer steps; see ``split_minibatches``.
         count_tokens: see ``rows_of_ranks``.
 
     Returns:

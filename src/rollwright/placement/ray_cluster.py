@@ -1,7 +1,7 @@
-"""A Ray cluster: joined or started, asked what it has, and processes on it, which it places.
+"""A connection to a Ray cluster: joins or starts Ray, reports its nodes, and places processes.
 
-What runs in a process is named by an import path; this module knows nothing of it. Ray is the control plane alone: tokens go over
-HTTP, gradients and weights over ``torch.distributed``.
+The code of a process is given as an import path, and this module knows nothing about it. Ray is only the control plane: tokens travel
+over HTTP, gradients and weights over ``torch.distributed``.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ try:
     from ray.util.placement_group import placement_group, remove_placement_group
     from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
-    from rollwright.placement.ray_process import SPARE_SECONDS, PlacedProcess
+    from rollwright.placement.ray_process import SPARE_SECONDS, RayProcess
 except ModuleNotFoundError as error:
     raise ConfigError(
         f"cluster.kind ray needs the package {error.name}, which is not installed: pip install 'rollwright[ray]'."
@@ -37,33 +37,33 @@ except ModuleNotFoundError as error:
 
 logger = getLogger("ray")
 
-#: Where a Ray of one machine listens. In place of 127.0.0.1 Ray takes the machine's address, which other machines reach.
+#: Where a Ray of one machine listens. Ray replaces 127.0.0.1 by the machine's address, which other machines can reach.
 _LOOPBACK = "127.0.0.2" if sys.platform == "linux" else "127.0.0.1"
-#: Longest wait for a place on the cluster, for a process or a gang of them.
+#: Longest wait for room on the cluster, for a process or a gang.
 PLACE_SECONDS = 120.0
-#: Longest wait for what another run holds on the cluster, which may be one that was killed and is started again.
+#: Longest wait for resources that another run holds, because it may be an attempt of this run that has just ended.
 ROOM_SECONDS = 60.0
-#: Seconds without an answer of Ray's head after which the cluster is lost. Ray itself ends the process after 60, wherever it is.
+#: Time without an answer from Ray's head after which the cluster is lost. After 60 s Ray itself would end this process.
 HEAD_SECONDS = 20.0
-#: Seconds in which a Ray that is joined has to take a connection. Ray itself tries for 60.
+#: Longest wait for a connection to a Ray that is joined. Ray itself tries for 60 s.
 ANSWER_SECONDS = 10.0
-#: Seconds that the run then has to end by itself: what waits for Ray cannot be woken.
+#: Time that the run then has to end by itself, because threads that wait for Ray cannot be woken.
 END_SECONDS = 15.0
 
 
 class RayCluster:
-    """A connection to a Ray cluster, and the processes that were placed by it, which end with it.
+    """A connection to a Ray cluster and the processes that it places, which end with it.
 
     Args:
-        config: where Ray is; where it names none and ``RAY_ADDRESS`` is not set, Ray is started on this machine, on its loopback
-            interface, and ends with this object; in a job of Slurm on all nodes of that.
+        config: names the cluster. If it does not and ``RAY_ADDRESS`` is not set, Ray is started on the loopback interface of this
+            machine, or on all nodes of the Slurm job, and ends with this object.
         logs: directory of the processes' logs.
     """
 
     def __init__(self, config: ClusterConfig, logs: str | os.PathLike[str]) -> None:
         self._logs = os.fspath(logs)
-        self._processes: list[PlacedProcess] = []
-        self._spare: list[PlacedProcess] = []
+        self._processes: list[RayProcess] = []
+        self._spare: list[RayProcess] = []
         self._groups: list[Any] = []
         self._closed = threading.Event()
         self._lost: ClusterError | None = None  # with its head
@@ -71,22 +71,22 @@ class RayCluster:
         self._began, address = not ray.is_initialized(), ""
         if self._began:
             address = config.address or os.environ.get("RAY_ADDRESS") or "local"
-            os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")  # a Ray that is started here tells its makers nothing
-            here: dict[str, Any] = {}
+            os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")  # a Ray that is started here reports no usage
+            settings: dict[str, Any] = {}
             if address == "local":
-                here = {"include_dashboard": False, "_node_ip_address": _LOOPBACK, **slurm_nodes.resources()}
+                settings = {"include_dashboard": False, "_node_ip_address": _LOOPBACK, **slurm_nodes.resources()}
             _refuse_silence(address)
             for tries_left in reversed(range(slurm_nodes.START_TRIES)):
                 try:
-                    ray.init(address=address, log_to_driver=False, logging_level=logging.ERROR, **here)
+                    ray.init(address=address, log_to_driver=False, logging_level=logging.ERROR, **settings)
                     break
                 except (ConnectionError, RuntimeError, ValueError) as error:
                     raise ConfigError(f"cluster.address: there is no Ray at {address!r}: {error}") from error
-                except Exception as error:  # a plain one, of a machine that was too slow for Ray's own limits
+                except Exception as error:  # Ray raises a plain Exception if a slow machine exceeds its limits
                     if not tries_left or address != "local":
                         raise ClusterError(f"Ray could not be started on this machine: {error}") from error
                     logger.warning("Ray could not be started on this machine, and is started once more: %s", error)
-        ray._private.worker.print_worker_logs = _to_the_run_s_log  # type: ignore[attr-defined]
+        ray_private("worker").print_worker_logs = _to_the_run_s_log
         atexit.register(self._leave)
         head = ray.get_runtime_context().gcs_address
         threading.Thread(target=self._watch_head, args=(head,), name="head-watch", daemon=True).start()
@@ -99,7 +99,7 @@ class RayCluster:
                 raise
 
     def _watch_head(self, address: str) -> None:
-        """End the run where Ray's head has ended: what the processes were asked fails with the cause."""
+        """End the run if Ray's head has ended: all calls fail with this cause."""
         host, _, port = address.rpartition(":")
         answered = time.monotonic()
         while not self._closed.wait(2.0):
@@ -121,7 +121,7 @@ class RayCluster:
             self._leave()
 
     def _leave(self) -> None:
-        """The last that this process does: with a lost head, Ray would wait for it, and then abort."""
+        """With a lost head, end this process at once; otherwise Ray would wait for the head and then abort."""
         if self._lost is not None:
             sys.stdout.flush()
             sys.stderr.flush()
@@ -129,8 +129,8 @@ class RayCluster:
 
     @property
     def nodes(self) -> list[Node]:
-        """The nodes that live, and what is free on each."""
-        free = ray._private.state.available_resources_per_node()  # type: ignore[attr-defined]
+        """The living nodes, with their free resources."""
+        free = ray_private("state").available_resources_per_node()
         return self._nodes(lambda node: free.get(node["NodeID"], {}))
 
     def _nodes(self, resources: Callable[[dict[str, Any]], dict[str, float]]) -> list[Node]:
@@ -139,12 +139,12 @@ class RayCluster:
         return [Node(address, has.get("CPU", 0.0), int(has.get("GPU", 0))) for address, has in found]
 
     def fit(self, demands: Sequence[Demand], least_nodes: int, *, is_waited_for: bool = False) -> list[tuple[str, str]]:
-        """The node that each process fits on (``place``); what a run that has just ended still holds there is waited for.
+        """The node that each process fits on; see ``place``. Waits for resources that another run still holds.
 
         Args:
             demands: of the run.
-            least_nodes: that have to be there.
-            is_waited_for: nodes are waited for, too: the run had them before, and one may just be lost.
+            least_nodes: number of nodes that must be there.
+            is_waited_for: also wait for nodes, because the run had them before and one may have just been lost.
 
         Raises:
             ConfigError: there is no room, or there are too few nodes.
@@ -163,7 +163,7 @@ class RayCluster:
 
     @classmethod
     def look(cls, config: ClusterConfig) -> list[Node]:
-        """What a run would find: the nodes of the Ray that runs, or this machine where one would be started."""
+        """The nodes that a run would find: those of the running Ray, or this machine if Ray would be started."""
         if not (config.address or os.environ.get("RAY_ADDRESS")):
             import torch
 
@@ -185,17 +185,17 @@ class RayCluster:
         concurrency: int = 8,
         strategy: Any = "SPREAD",
         is_spare: bool = False,
-    ) -> PlacedProcess:
+    ) -> RayProcess:
         """Place one process; it starts in the background.
 
         Args:
             name: in messages, and of its log.
-            path: import path of what makes the object that it holds, called with its ``Place`` and the arguments.
-            arguments: gives these; asked again when the process is restarted.
-            cpus, gpus: that it is placed with.
-            concurrency: calls that it answers at once.
+            path: import path of the function or class that makes its object, called with its ``Place`` and the arguments.
+            arguments: returns the arguments, for each start anew.
+            cpus, gpus: resources of the process.
+            concurrency: number of concurrent calls.
             strategy: Ray's scheduling strategy.
-            is_spare: it gives up its place, for good, where another process finds none.
+            is_spare: the process ends for good if another process finds no room.
         """
         options = {
             "num_cpus": cpus,
@@ -205,17 +205,17 @@ class RayCluster:
             "scheduling_strategy": strategy,
         }
         log_path = os.path.join(self._logs, f"{name.replace(' ', '-')}.log")
-        process = PlacedProcess(name, path, arguments, options, log_path, None if is_spare else self._make_room)
+        process = RayProcess(name, path, arguments, options, log_path, None if is_spare else self._make_room)
         if is_spare:
             self._spare.append(process)
         self._processes.append(process)
         return process
 
-    def gang(self, role: str, path: str, count: int, *, cpus: float, gpus: int) -> list[PlacedProcess]:
-        """Place processes that work together, all or none, as close together as they fit; see ``process``.
+    def gang(self, role: str, path: str, count: int, *, cpus: float, gpus: int) -> list[RayProcess]:
+        """Place processes that work together, all or none, and close together; see ``process``.
 
         Returns:
-            The processes, in the order of their nodes' addresses and their GPUs: Ray's own order is not that of the nodes.
+            The processes, in the order of their nodes' addresses and their GPUs, because Ray's order is arbitrary.
 
         Raises:
             ConfigError: there is no room for all.
@@ -251,19 +251,19 @@ class RayCluster:
         return [processes[index] for index in order]
 
     def _make_room(self) -> None:
-        """End what is spare."""
+        """End the spare processes."""
         spare, self._spare = self._spare, []
         if spare:
-            logger.warning("%s end: their places are needed", ", ".join(process.name for process in spare))
+            logger.warning("%s end: their resources are needed", ", ".join(process.name for process in spare))
             self.remove(spare)
 
-    def remove(self, processes: Sequence[PlacedProcess]) -> None:
-        """End processes, and give back the place of a gang that they were."""
+    def remove(self, processes: Sequence[RayProcess]) -> None:
+        """End processes, and release the resources of their gangs."""
         if self._lost is not None:
             raise self._lost
         for process in processes:
             process.end()
-            if process in self._processes:  # a gang that could not be placed was removed before
+            if process in self._processes:  # ``gang`` removes processes that it could not place
                 self._processes.remove(process)
         for group in [group for group in self._groups if any(process.is_in(group) for process in processes)]:
             self._remove(group)
@@ -274,7 +274,7 @@ class RayCluster:
             remove_placement_group(group)
 
     def close(self) -> None:
-        """End all processes, and Ray where it was started here. Idempotent."""
+        """End all processes, and Ray if it was started here. Idempotent."""
         self._closed.set()
         if ray.is_initialized() and self._lost is None:
             self.remove(list(self._processes))
@@ -284,14 +284,32 @@ class RayCluster:
             ray.shutdown()
 
 
+def ray_private(module: str) -> Any:
+    """A private module of Ray. The only access to Ray's internals, for two things that have no public API:
+
+    * ``worker.print_worker_logs`` prints a paragraph for each process that ends, and ``log_to_driver=False`` does not stop it;
+    * ``state.available_resources_per_node``: ``ray.available_resources`` only returns the sum over all nodes.
+
+    Raises:
+        ClusterError: this version of Ray has no such module.
+    """
+    names = {"worker": "print_worker_logs", "state": "available_resources_per_node"}
+    found = getattr(getattr(ray, "_private", None), module, None)
+    if not hasattr(found, names[module]):
+        raise ClusterError(
+            f"Ray {ray.__version__} has no ray._private.{module}.{names[module]}: install the version that rollwright[ray] asks for."
+        )
+    return found
+
+
 def _to_the_run_s_log(data: dict[str, Any], *arguments: Any, **keywords: Any) -> None:
-    """What Ray would print, in a paragraph for each process that ends; the run says what was lost in its own words."""
+    """Log what Ray would print; the run reports lost processes in its own words."""
     for line in data.get("lines", ()):
         logger.debug("Ray says: %s", line)
 
 
 def _refuse_silence(address: str) -> None:
-    """Wait until ``host:port`` takes a connection; other kinds of addresses are Ray's own matter.
+    """Wait until ``host:port`` accepts a connection. Other kinds of addresses are left to Ray.
 
     Raises:
         ConfigError: nothing listens there.
@@ -300,7 +318,9 @@ def _refuse_silence(address: str) -> None:
     if not host or not port.isdigit() or "/" in host:
         return
     host = host.strip("[]")
-    hosts = [host, ray.util.get_node_ip_address()] if host in ("localhost", "127.0.0.1", "::1") else [host]  # as Ray reads it
+    hosts = (
+        [host, ray.util.get_node_ip_address()] if host in ("localhost", "127.0.0.1", "::1") else [host]
+    )  # as Ray interprets it
     deadline = time.monotonic() + ANSWER_SECONDS
     cause: Exception | None = None
     while True:

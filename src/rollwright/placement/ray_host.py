@@ -1,4 +1,4 @@
-"""What runs in each process that is placed on a Ray cluster. It is imported there before anything else, and imports little itself."""
+"""The Ray actor in every process that a run places. It is the first import there, and so imports little itself."""
 
 from __future__ import annotations
 
@@ -21,11 +21,11 @@ logger = getLogger("ray")
 
 @dataclass(frozen=True)
 class Place:
-    """Where a process was put.
+    """Where a process runs.
 
     Attributes:
-        address: of its node, by which the other nodes reach it.
-        gpus: that it was given, as Ray numbers them on the node.
+        address: of its node, as other nodes reach it.
+        gpus: its GPUs, as Ray numbers them on the node.
     """
 
     address: str
@@ -33,7 +33,7 @@ class Place:
 
 
 class Host:
-    """In the placed process: holds the object and answers calls, with its failures as values: no exception is pickled."""
+    """Holds the object of a process and answers calls. Failures are returned as values, so that no exception is pickled."""
 
     def __init__(self, log_path: str, environment: dict[str, str], paths: list[str]) -> None:
         os.environ.update(environment)
@@ -42,24 +42,24 @@ class Host:
             os.chdir(paths[0])
         attach_file(log_path)
         logger.info("this is process %d", os.getpid())
-        self._held: Any = None
+        self._object: Any = None
 
     async def place(self) -> tuple[Any, Any]:
         gpus = tuple(sorted(int(number) for number in ray.get_gpu_ids()))
-        here = ray.get_runtime_context().get_node_id()
-        address = next(node["NodeManagerAddress"] for node in ray.nodes() if node["NodeID"] == here)
+        own = ray.get_runtime_context().get_node_id()
+        address = next(node["NodeManagerAddress"] for node in ray.nodes() if node["NodeID"] == own)
         return Place(address, gpus), None
 
     async def start(self, path: str, arguments: tuple[Any, ...]) -> tuple[Any, Any]:
         async def make() -> None:
             (place, _) = await self.place()
-            self._held = await asyncio.to_thread(lambda: pkgutil.resolve_name(path)(place, *arguments))
+            self._object = await asyncio.to_thread(lambda: pkgutil.resolve_name(path)(place, *arguments))
 
         return await _answered(make())
 
     async def call(self, method: str, *arguments: Any) -> tuple[Any, Any]:
         async def make() -> Any:
-            function = getattr(self._held, method)
+            function = getattr(self._object, method)
             if inspect.iscoroutinefunction(function):
                 return await function(*arguments)
             return await asyncio.to_thread(function, *arguments)
@@ -70,5 +70,5 @@ class Host:
 async def _answered(work: Any) -> tuple[Any, Any]:
     try:
         return await work, None
-    except Exception as error:  # whatever it is: the caller is told
+    except Exception as error:  # any: the caller reports it
         return None, (type(error).__name__, str(error), "".join(traceback.format_exception(error)))

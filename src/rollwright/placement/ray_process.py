@@ -1,4 +1,4 @@
-"""A process on a Ray cluster: started there, called, and started again; ``RayCluster`` places it."""
+"""Handles of processes on a Ray cluster, which start, call and restart them. ``RayCluster`` places the processes."""
 
 from __future__ import annotations
 
@@ -20,18 +20,25 @@ from rollwright import errors
 from rollwright.errors import ClusterError, LostProcessError, RolloutError, RollwrightError
 from rollwright.placement.ray_host import Host, Place
 
-#: Variables of this process that placed processes are given; a node has its own for the rest.
+#: Environment variables that are passed on to the processes; all others are those of their node.
 _PASSED_ON = ("ROLLWRIGHT_", "HF_", "OMP_", "NCCL_", "GLOO_", "TOKENIZERS_", "PYTHONPATH")
-#: Wait for a place after which what is spare gives up its own.
+#: Time that a process waits for room before spare processes are ended for it.
 SPARE_SECONDS = 30.0
 
 
-class PlacedProcess:
-    """A process on the cluster, and the object in it; ``call`` calls that object's methods.
+class RayProcess:
+    """A process on a Ray cluster that hosts one object. ``call`` calls that object's methods.
+
+    Args:
+        name: in messages.
+        path: import path of the function or class that makes the object.
+        arguments: returns its arguments, for each start anew.
+        options: of the Ray actor.
+        log_path: file of its log.
+        make_room: called if the process finds no room for ``SPARE_SECONDS`` after a restart. None for a spare process.
 
     Attributes:
-        name: in messages.
-        place: where it is, when it has started.
+        place: node and GPUs; done when the process runs.
         started: done when its object was made.
     """
 
@@ -57,40 +64,44 @@ class PlacedProcess:
         environment = {name: value for name, value in os.environ.items() if name.startswith(_PASSED_ON)}
         make = ray.remote(Host).options(**self._options)
         self._actor: Any = make.remote(self._log_path, environment, [os.getcwd(), *_own_paths()])
-        self.place: Future[Place] = self._asked("place")
-        self.started: Future[None] = self._asked("start", self._path, tuple(self._arguments()))
+        self.place: Future[Place] = self._send("place")
+        self.started: Future[None] = self._send("start", self._path, tuple(self._arguments()))
 
     def wait_started(self, timeout: float) -> None:
-        """Return when its object was made.
+        """Wait until its object was made.
 
         Raises:
-            ClusterError: it was not within ``timeout`` seconds.
+            ClusterError: that took more than ``timeout`` seconds.
         """
         self.answer(self.started, timeout, "start")
 
-    def answer(self, asked: Future[Any], timeout: float, what: str) -> Any:
-        """What it answers, or a ``ClusterError`` that says that it did not ``what`` within ``timeout`` seconds."""
+    def answer(self, future: Future[Any], timeout: float, action: str) -> Any:
+        """Wait for an answer.
+
+        Raises:
+            ClusterError: "it did not <action> within ``timeout`` seconds".
+        """
         try:
-            return asked.result(timeout)
+            return future.result(timeout)
         except TimeoutError as error:
             raise ClusterError(
-                f"{self.name} did not {what} within {timeout:g} s: its node is busy, or something else took its place there; its log "
+                f"{self.name} did not {action} within {timeout:g} s: its node is busy, or something else took its place there; its log "
                 f"is {self._log_path}"
             ) from error
 
     def call(self, method: str, *arguments: Any) -> Future[Any]:
-        """Call a method of the object, a coroutine or not.
+        """Call a method of the object, which may be a coroutine.
 
-        The future raises a ``RollwrightError`` of the class that the method raised, with its message (any other exception is a
-        ``RolloutError``), or ``LostProcessError``.
+        The future raises the ``RollwrightError`` that the method raised, a ``RolloutError`` for any other exception, or
+        ``LostProcessError``.
         """
-        return self._asked("call", method, *arguments)
+        return self._send("call", method, *arguments)
 
     def restart(self) -> None:
-        """End the process and place another one, which begins anew.
+        """End the process and place another one, with a new object.
 
         Raises:
-            LostProcessError: it was ended for good: without a cluster, Ray would start one here.
+            LostProcessError: ``end`` was called. Ray, if it was shut down, would start a cluster here.
         """
         with self._lock:
             if self._lost is not None:
@@ -108,13 +119,13 @@ class PlacedProcess:
             self._make_room()
 
     def end(self) -> None:
-        """End the process and what it started, for good. Idempotent."""
+        """End the process and its children for good. Idempotent."""
         with self._lock:
             self._is_ended = True
             self._kill()
 
     def lose(self, error: ClusterError) -> None:
-        """The cluster is lost: what was asked, and what will be, fails with this."""
+        """Fail all pending and future calls, because the cluster is lost."""
         self._lost = error
         for answer in list(self._answers):
             with contextlib.suppress(concurrent.futures.InvalidStateError):
@@ -125,33 +136,33 @@ class PlacedProcess:
             ray.kill(self._actor)
 
     def is_in(self, group: Any) -> bool:
-        """Whether it is in a placement group."""
+        """True if it was placed in this placement group."""
         strategy = self._options["scheduling_strategy"]
         return isinstance(strategy, PlacementGroupSchedulingStrategy) and strategy.placement_group is group
 
-    def _asked(self, word: str, *arguments: Any) -> Future[Any]:
-        """A future of what the process answers."""
+    def _send(self, word: str, *arguments: Any) -> Future[Any]:
         answer: Future[Any] = Future()
         answer.set_running_or_notify_cancel()
         self._answers.add(answer)
         if self._lost is not None:
             answer.set_exception(self._lost)
             return answer
-        asked = getattr(self._actor, word).remote(*arguments)
-        asked.future().add_done_callback(lambda future: _settle(answer, self.name, self._log_path, future))
+        reference = getattr(self._actor, word).remote(*arguments)
+        reference.future().add_done_callback(lambda future: _settle(answer, self.name, self._log_path, future))
         return answer
 
 
-def _settle(answer: Future[Any], name: str, log_path: str, got: Future[Any]) -> None:
+def _settle(answer: Future[Any], name: str, log_path: str, received: Future[Any]) -> None:
+    """Pass on what Ray received, with errors of our own."""
     with contextlib.suppress(concurrent.futures.InvalidStateError):
         try:
-            value, failure = got.result()
-        except RayTaskError as error:  # of what hosts the object: what it holds answers with its failures
+            value, failure = received.result()
+        except RayTaskError as error:  # of ``Host`` itself, which returns the failures of its object
             answer.set_exception(RolloutError(f"{name}: {error}"))
         except (RayError, concurrent.futures.CancelledError) as error:
             lost = "its node or the process itself has ended" if isinstance(error, RayActorError) else type(error).__name__
             answer.set_exception(LostProcessError(f"{name} was lost ({lost}); its log is {log_path}"))
-        except Exception as error:  # what it answered cannot be read here
+        except Exception as error:  # the answer cannot be deserialised
             answer.set_exception(RolloutError(f"{name}: {type(error).__name__}: {error}"))
         else:
             if failure is None:
@@ -161,7 +172,7 @@ def _settle(answer: Future[Any], name: str, log_path: str, got: Future[Any]) -> 
 
 
 def _error_of(kind: str, message: str, trace: str) -> RollwrightError:
-    """The error that a process told: of our class where it is one of ours."""
+    """The error that a process reported, with its class if it is one of ours."""
     known = getattr(errors, kind, None)
     is_ours = isinstance(known, type) and issubclass(known, RollwrightError)
     error: RollwrightError = known(message) if is_ours and known else RolloutError(f"{kind}: {message}")
@@ -170,5 +181,5 @@ def _error_of(kind: str, message: str, trace: str) -> RollwrightError:
 
 
 def _own_paths() -> list[str]:
-    """Where this process finds modules besides what is installed."""
+    """Directories of ``sys.path`` with modules that are not installed."""
     return [path for path in sys.path if path and os.path.isdir(path) and "site-packages" not in path and path != sys.prefix]

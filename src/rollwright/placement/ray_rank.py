@@ -1,4 +1,4 @@
-"""One rank of a training on a Ray cluster: what runs in its process, told by the controller (``ray_ranks``)."""
+"""One rank of a training on a Ray cluster; the controller (``ray_ranks``) calls it."""
 
 from __future__ import annotations
 
@@ -34,37 +34,37 @@ from rollwright.training.actor import FSDPPPOActor
 from rollwright.training.model import resolve_device
 from rollwright.training.publish_and_audit import Publication
 
-#: Version of the weights, and how they were published.
+#: Version of the weights, and their latest publication.
 RankState = tuple[int, Publication | None]
-#: A rank's rows: packed parts, where each row is in them (``packed_batch.rows_of``), and columns that the controller wrote, packed.
+#: A rank's rows: packed parts, the position of each row in them (``packed_batch.rows_of``), and packed columns of the controller.
 PackedShare = tuple[list[Any], list[tuple[int, int]], bytes]
 
 
 class TrainRank:
-    """One rank: joins the others, loads its part of the model, and makes the calls that it is told.
+    """Joins the other ranks, loads its shard of the model, and executes the controller's calls.
 
     Args:
-        where: it was placed (``placement.ray_host.Place``).
+        place: of this process (``placement.ray_host.Place``).
     """
 
-    def __init__(self, where: Any) -> None:
-        self._address = where.address
-        self._thread = ThreadPoolExecutor(1)  # all calls in one thread, as torch keeps state in threads
+    def __init__(self, place: Any) -> None:
+        self._address = place.address
+        self._thread = ThreadPoolExecutor(1)  # for all calls, because torch keeps state per thread
         self._ranks: TrainRanks
         self._config: Any
         self._client: RemoteInferenceEngine | None = None
 
     def meeting_place(self) -> tuple[str, int]:
-        """Where the ranks can find each other, if this one is the first."""
+        """Host and port at which the ranks meet if this one is rank 0."""
         return self._address, find_free_ports(1)[0]
 
     async def open(
         self, config: Any, spec: dict[str, Any], recover: str, rank: int, world: int, meeting: tuple[str, int]
     ) -> str:
-        """Join the other ranks and load this one's part of the model; returns the type that it computes in."""
-        here = {"RANK": rank, "WORLD_SIZE": world, "LOCAL_RANK": 0, "MASTER_ADDR": meeting[0], "MASTER_PORT": meeting[1]}
-        os.environ.update({name: str(value) for name, value in here.items()})
-        if interface := _interface_of(self._address):  # a host's name may stand for another address than the cluster's
+        """Join the other ranks and load this one's shard of the model; returns its compute dtype."""
+        variables = {"RANK": rank, "WORLD_SIZE": world, "LOCAL_RANK": 0, "MASTER_ADDR": meeting[0], "MASTER_PORT": meeting[1]}
+        os.environ.update({name: str(value) for name, value in variables.items()})
+        if interface := _interface_of(self._address):  # the host name may resolve to an address outside the cluster
             os.environ.setdefault("GLOO_SOCKET_IFNAME", interface)
             os.environ.setdefault("NCCL_SOCKET_IFNAME", interface)
 
@@ -80,10 +80,10 @@ class TrainRank:
         return await asyncio.get_running_loop().run_in_executor(self._thread, load)
 
     async def connect(self, rollout: RolloutConfig, addresses: list[str]) -> None:
-        """On the first rank: connect to the servers that weights are published to. On the others: take part in it."""
+        """On rank 0, connect to the servers that weights are published to. Collective."""
 
         def connect() -> None:
-            engine: Any = WeightReceiver()  # stands for the first rank's, and is never asked
+            engine: Any = WeightReceiver()  # stands in for that of rank 0, and is never called
             if parallel.rank() == 0:
                 backend = BACKENDS.get(rollout.backend)
                 assert issubclass(backend, ServerBackend)
@@ -94,12 +94,12 @@ class TrainRank:
         await asyncio.get_running_loop().run_in_executor(self._thread, connect)
 
     def use_servers(self, addresses: list[str]) -> None:
-        """On the first rank: publish to these servers from now on; answered beside calls."""
-        if self._client is not None:  # otherwise it connects to them
+        """On rank 0, publish to these servers from now on. Answered during calls."""
+        if self._client is not None:  # otherwise ``connect`` gets them
             self._client.use_servers(addresses)
 
     def holders(self) -> tuple[int, list[str]] | None:
-        """On the first rank: the version that was published, and the servers that hold it; answered beside calls."""
+        """On rank 0, the published version and the servers that hold it. Answered during calls."""
         return None if self._client is None else (self._client.get_version(), self._client.weight_holders)
 
     async def call(
@@ -109,11 +109,11 @@ class TrainRank:
 
         Args:
             name: of the call.
-            share: this rank's rows; None for a call that takes no rows.
+            share: this rank's rows; None for a call without rows.
             arguments: of the call.
 
         Returns:
-            The call's result, what it computed of the tokens of each row, and the weights' version and publication.
+            The result, the values computed for the tokens of each row, and the weights' version and publication.
         """
         return await asyncio.get_running_loop().run_in_executor(self._thread, self._make, name, share, arguments)
 
@@ -129,7 +129,7 @@ class TrainRank:
                 rows = tensor_container_to(_unpacked(*share), self._ranks.engine.device)
                 result = call.make(self._ranks, rows, **arguments)
                 computed = trained_rows(rows) if name == "policy_step" else []
-        if name == "load_recover":  # the engine's part stays here
+        if name == "load_recover":  # the engine's state is not sent
             step, state = result
             result = step, {key: value for key, value in state.items() if key != arguments["part"]}
         engine = self._ranks.engine
@@ -138,7 +138,7 @@ class TrainRank:
 
 
 def _unpacked(parts: list[Any], places: list[tuple[int, int]], written: bytes) -> Trajectory:
-    """The columns that a rank computes with."""
+    """The rows of a share, with the columns that a rank computes with."""
     rows = rows_of(parts, places)
     return {key: value for key, value in rows.items() if isinstance(value, torch.Tensor) or key == MULTI_MODAL} | unpack_bytes(
         written
@@ -146,7 +146,7 @@ def _unpacked(parts: list[Any], places: list[tuple[int, int]], written: bytes) -
 
 
 def _interface_of(address: str) -> str | None:
-    """The network interface that has an IPv4 address; None where the system does not say."""
+    """The network interface with this IPv4 address, or None if it cannot be found."""
     if address.startswith("127."):
         return "lo0" if sys.platform == "darwin" else "lo"
     with contextlib.suppress(OSError), socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as asked:

@@ -1,10 +1,10 @@
-"""Slurm: a run as a batch job, which is submitted, followed and cancelled from here.
+"""Runs as Slurm batch jobs: submits, follows and cancels them.
 
 Invariants:
 
-* every state that Slurm does not count as one of a job that waits or runs is an end;
-* what is not known (the controller does not answer) is asked again, for a limited time, and is never taken for an end;
-* a run has one job: a second command that would submit it follows the job that is there.
+* every state other than those of waiting and running jobs is an end;
+* if Slurm's controller does not answer, it is asked again for a limited time; a missing answer is never taken for an end;
+* a run has at most one job: a second command for the same run follows the existing job.
 """
 
 from __future__ import annotations
@@ -34,23 +34,23 @@ from rollwright.tracking.logging import getLogger
 
 logger = getLogger("Slurm")
 
-#: States of jobs that wait or run; all others, those that later versions of Slurm invent included, are ends.
+#: States of waiting and running jobs. All others, also those of later versions of Slurm, are ends.
 _GOES_ON = {
     *("PENDING", "CONFIGURING", "RUNNING", "SUSPENDED", "STOPPED", "SIGNALING", "RESIZING", "STAGE_OUT", "COMPLETING"),
     *("REQUEUED", "REQUEUE_FED", "REQUEUE_HOLD", "RESV_DEL_HOLD", "SPECIAL_EXIT", "EXPEDITING", "POWER_UP_NODE"),
 }
-#: Exit statuses of states in which no program has one of its own.
+#: Exit statuses for states in which the program has none.
 _STATUS_OF = {"COMPLETED": 0, "TIMEOUT": 124, "DEADLINE": 124, "OUT_OF_MEMORY": 137, "CANCELLED": 143, "PREEMPTED": 143}
-#: Seconds without an answer of Slurm's controller after which a job is no longer followed.
+#: Seconds without an answer from Slurm's controller after which a job is no longer followed.
 _SILENCE_SECONDS = 600.0
-#: Seconds that the last lines of a log may take to arrive over a file system of the network.
+#: Seconds that the last lines of a log may take to arrive through a network file system.
 _LOG_SECONDS = 1.0
-#: Variables that Slurm's programs need and that a job may hand on to another.
+#: Variables that Slurm's programs need; a job passes them on to a job that it submits.
 _KEPT = {"SLURM_CONF", "SLURM_JWT", "SLURM_CLUSTERS"}
 
 
 class SlurmPlacement:
-    """See ``Placement``. A job runs the command again, on one machine or on a Ray cluster of its nodes; nothing trains here."""
+    """See ``Placement``. A job runs the same command on one machine, or on a Ray cluster of its nodes. Nothing is trained here."""
 
     inputs_are_here = False
 
@@ -58,10 +58,10 @@ class SlurmPlacement:
         self._cluster = cluster
 
     def check(self, config: Any) -> None:
-        """Nothing: the job's machine is another one."""
+        """Nothing, because the job runs on another machine."""
 
     def show(self, stages: Sequence[Stage], words: Sequence[str]) -> list[str]:
-        """The job's script, without secrets."""
+        """The script of the job, without secrets."""
         script = job_script(self._cluster, run_directory_of(stages).absolute(), words, hides_secrets=True)
         return ["\nIt would be the job of this script:\n", script]
 
@@ -70,7 +70,7 @@ class SlurmPlacement:
         return run_job(self._cluster, run_directory, words)
 
     def join(self, configs: Sequence[Any]) -> None:
-        """Refuse to carry the run out in this process."""
+        """Refuse to run the stages in this process."""
         raise ConfigError("cluster.kind: is slurm, whose jobs `rollwright run` submits; set cluster.kind=local to run here.")
 
 
@@ -78,17 +78,17 @@ def job_script(cluster: ClusterConfig, run_directory: Path, words: Sequence[str]
     """The batch script of a run.
 
     Args:
-        cluster: its ``slurm`` section says what is asked for.
-        run_directory: of the run; the job's output goes beside it.
-        words: of ``rollwright``, which the job calls with them.
-        hides_secrets: to be shown, not run.
+        cluster: its ``slurm`` section has the resources.
+        run_directory: of the run; the job's output is written next to it.
+        words: arguments of the job's ``rollwright`` command.
+        hides_secrets: replace secrets, for a script that is only shown.
     """
     slurm, name = cluster.slurm, _name_of(run_directory)
     options = {
         "job-name": name,
         "chdir": os.getcwd(),
         "output": _log_pattern(run_directory),
-        "open-mode": "append",  # a job that is put back in the queue goes on where it stopped
+        "open-mode": "append",  # a requeued job resumes its run
         "export": "ALL",
         "nodes": cluster.nodes,
         "ntasks-per-node": 1,
@@ -115,17 +115,17 @@ def job_script(cluster: ClusterConfig, run_directory: Path, words: Sequence[str]
 
 
 def run_job(cluster: ClusterConfig, run_directory: Path, words: Sequence[str]) -> int:
-    """Submit a run, or find the job that carries it out already, and follow that to its end.
+    """Submit a job for a run, or find its existing job, and follow it to its end.
 
-    What the job writes is written here. The first SIGINT or SIGTERM has the run finish its step and save (a job that waits is
-    cancelled), a second one cancels the job. When this process is killed, the job goes on.
+    The job's output is copied to stdout. The first SIGINT or SIGTERM makes the run finish its step and save (a waiting job is
+    cancelled); a second one cancels the job. If this process is killed, the job continues.
 
     Returns:
-        The exit status: that of the run, or 128 and the number of the signal that came here.
+        The exit status of the run, or 128 plus the number of the signal that this process received.
 
     Raises:
-        ConfigError: there is no Slurm here.
-        ClusterError: Slurm refused the job, or says nothing of it any more.
+        ConfigError: Slurm is not installed here.
+        ClusterError: Slurm refused the job, or no longer answers.
     """
     if shutil.which("sbatch") is None:
         raise ConfigError(
@@ -149,7 +149,7 @@ def run_job(cluster: ClusterConfig, run_directory: Path, words: Sequence[str]) -
 
 @dataclass(frozen=True)
 class State:
-    """What Slurm says of a job."""
+    """State of a job, as reported by Slurm."""
 
     name: str
     reason: str
@@ -158,13 +158,13 @@ class State:
 
     @property
     def is_end(self) -> bool:
-        """True where the job neither waits nor runs."""
+        """True if the job neither waits nor runs."""
         return self.name not in _GOES_ON
 
     @property
     def status(self) -> int:
         """The exit status of a job that has ended."""
-        if self.name == "FAILED":  # of the others Slurm says no status, or one of its own, such as 0:125 of OUT_OF_MEMORY
+        if self.name == "FAILED":  # Slurm reports no status of the program for other states
             return self.code or (128 + self.signal if self.signal else 1)
         return _STATUS_OF.get(self.name, 1)
 
@@ -174,39 +174,39 @@ class State:
 
 @dataclass(frozen=True)
 class Job:
-    """A job of Slurm, and the file with its output."""
+    """A Slurm job, and the file with its output."""
 
     number: str
     log: Path
 
     @classmethod
     def submit(cls, script: str, run_directory: Path) -> Job:
-        """Give Slurm a script.
+        """Submit a script.
 
         Raises:
-            ClusterError: it was refused.
+            ClusterError: Slurm refused it.
         """
-        inside = "SLURM_JOB_ID" in os.environ  # what this job was given is not for another
+        inside = "SLURM_JOB_ID" in os.environ  # a job does not inherit the resources of this one
         environment = {
             name: value for name, value in os.environ.items() if not (inside and name.startswith("SLURM_")) or name in _KEPT
         }
-        told = subprocess.run(["sbatch", "--parsable"], input=script, capture_output=True, text=True, env=environment)
-        if told.returncode:
+        answer = subprocess.run(["sbatch", "--parsable"], input=script, capture_output=True, text=True, env=environment)
+        if answer.returncode:
             raise ClusterError(
-                f"sbatch refused the job: {_last_line(told.stderr)}; correct cluster.slurm (--dry-run prints the script)."
+                f"sbatch refused the job: {_last_line(answer.stderr)}; correct cluster.slurm (--dry-run prints the script)."
             )
-        return cls._numbered(told.stdout.strip().split(";")[0], run_directory)
+        return cls._numbered(answer.stdout.strip().split(";")[0], run_directory)
 
     @classmethod
     def of(cls, run_directory: Path) -> Job | None:
-        """The job of this user that waits or runs for a run directory."""
-        told = subprocess.run(
+        """This user's waiting or running job for a run directory, or None."""
+        answer = subprocess.run(
             ["squeue", "--me", "--noheader", f"--name={_name_of(run_directory)}", "--format=%i"], capture_output=True, text=True
         )
-        if told.returncode:
-            raise ClusterError(f"squeue failed: {_last_line(told.stderr)}; see that Slurm's controller runs (scontrol ping).")
-        jobs = [cls._numbered(number, run_directory) for number in told.stdout.split()]
-        pattern = _log_pattern(run_directory)  # of a job that waits, a Slurm may show it as it was given
+        if answer.returncode:
+            raise ClusterError(f"squeue failed: {_last_line(answer.stderr)}; see that Slurm's controller runs (scontrol ping).")
+        jobs = [cls._numbered(number, run_directory) for number in answer.stdout.split()]
+        pattern = _log_pattern(run_directory)  # some versions of Slurm show a waiting job's pattern unexpanded
         shown = [(job, job._shown().stdout) for job in jobs]
         return next((job for job, text in shown if any(f"StdOut={name}" in text for name in (job.log, pattern))), None)
 
@@ -215,16 +215,16 @@ class Job:
         return cls(number, Path(f"{run_directory}.slurm-{number}.log"))
 
     def state(self) -> State | None:
-        """What Slurm says of the job; None where it does not answer.
+        """The job's state, or None if Slurm does not answer.
 
         Raises:
-            ClusterError: it knows no such job.
+            ClusterError: Slurm knows no such job.
         """
-        told = self._shown()
-        if told.returncode == 0 and (name := _field("JobState", told.stdout)):
-            code, _, number = _field("ExitCode", told.stdout).partition(":")
-            return State(name, _field("Reason", told.stdout), int(code or 0), int(number or 0))
-        if "Invalid job id" not in told.stderr:
+        answer = self._shown()
+        if answer.returncode == 0 and (name := _field("JobState", answer.stdout)):
+            code, _, number = _field("ExitCode", answer.stdout).partition(":")
+            return State(name, _field("Reason", answer.stdout), int(code or 0), int(number or 0))
+        if "Invalid job id" not in answer.stderr:
             return None
         if recorded := self._recorded():
             return recorded
@@ -237,26 +237,26 @@ class Job:
         return subprocess.run(["scontrol", "show", "job", self.number, "--oneliner"], capture_output=True, text=True)
 
     def _recorded(self) -> State | None:
-        """What the accounting says of a job that the controller has forgotten, where there is one."""
+        """The state of a forgotten job from Slurm's accounting, or None without accounting."""
         if shutil.which("sacct") is None:
             return None
         asked = ["sacct", "-j", self.number, "-X", "--noheader", "--parsable2", "--format=State,ExitCode"]
-        told = subprocess.run(asked, capture_output=True, text=True)
-        lines = told.stdout.splitlines()
-        if told.returncode or not lines:
+        answer = subprocess.run(asked, capture_output=True, text=True)
+        lines = answer.stdout.splitlines()
+        if answer.returncode or not lines:
             return None
         name, _, codes = lines[-1].partition("|")
         code, _, number = codes.partition(":")
         return State(name.split()[0], "", int(code or 0), int(number or 0))  # "CANCELLED by 0"
 
     def ask_to_end(self) -> None:
-        """Have the run finish its step and save; a job that does not run yet is cancelled."""
+        """Make the run finish its step and save; cancel a job that does not run yet."""
         state = self.state()
         if state is None or state.name != "RUNNING" or not self._signal("--batch", "--signal=TERM"):
             self.cancel()
 
     def cancel(self) -> None:
-        """End the job at once."""
+        """End the job immediately."""
         self._signal()
 
     def _signal(self, *options: str) -> bool:
@@ -264,10 +264,10 @@ class Job:
 
 
 def _follow(job: Job, poll_seconds: float) -> int:
-    """Show what a job writes until it has ended; returns the exit status."""
+    """Copy a job's output to stdout until it has ended; returns the exit status."""
     shown, said, handled = 0, "", 0
     asked = answered = time.monotonic() - poll_seconds
-    with _noticed() as signals:
+    with _received_signals() as signals:
         while True:
             shown = _show(job.log, shown)
             if len(signals) > handled:
@@ -301,14 +301,14 @@ def _follow(job: Job, poll_seconds: float) -> int:
 
 
 def _show(log: Path, shown: int) -> int:
-    """Write what was added to a log to the standard output; returns how many bytes were shown."""
+    """Copy new output to stdout; returns the number of bytes copied so far."""
     try:
         with log.open("rb") as file:
             file.seek(shown)
             while part := file.read(1 << 16):
                 sys.stdout.buffer.write(part)
                 shown += len(part)
-    except FileNotFoundError:  # the job has not begun, or the file has not arrived
+    except FileNotFoundError:  # the job has not started, or the file has not arrived
         return shown
     sys.stdout.flush()
     return shown
@@ -322,8 +322,8 @@ def _show_rest(log: Path, shown: int) -> None:
 
 
 @contextmanager
-def _noticed() -> Iterator[list[int]]:
-    """The signals that came meanwhile."""
+def _received_signals() -> Iterator[list[int]]:
+    """Collect SIGINT and SIGTERM inside the context."""
     received: list[int] = []
 
     def notice(number: int, frame: FrameType | None) -> None:
@@ -342,7 +342,7 @@ def _name_of(run_directory: Path) -> str:
 
 
 def _log_pattern(run_directory: Path) -> str:
-    """The file of a job's output, as ``sbatch`` takes it."""
+    """The output file of a job, as a pattern for ``sbatch``."""
     return str(run_directory).replace("%", "%%") + ".slurm-%j.log"
 
 

@@ -1,6 +1,6 @@
-"""The nodes of a Slurm job as one Ray: its head is started here, on the job's first node, and `srun` starts a node of Ray on each other.
+"""Runs Ray on all nodes of a Slurm job: the head on this node, the job's first, and with ``srun`` a Ray node on every other.
 
-Each has the CPUs that the job was given on its node, and listens on the address by which Slurm reaches it.
+Each Ray node has the CPUs of the job on that node, and listens on the address by which Slurm reaches it.
 """
 
 from __future__ import annotations
@@ -20,20 +20,20 @@ from rollwright.tracking.logging import getLogger
 
 logger = getLogger("Slurm")
 
-#: Longest wait for the nodes of a job: interpreters and Ray, from a file system that all of them read at once.
+#: Longest wait for the nodes of a job. All of them load Python and Ray from one file system at the same time.
 START_SECONDS = 300.0
 _END_SECONDS = 20.0
-#: How often Ray is started on a node before that is given up: it waits less than 30 s for its programs, which a busy machine may take.
+#: How often to start Ray on a node. Ray waits less than 30 s for its own processes, and a busy machine may need more.
 START_TRIES = 3
 
 
 def nodes() -> int:
-    """How many nodes the job has that this process is in; 1 where there is no job, or this process is not on a node of it."""
+    """Number of nodes of the job that this process runs in; 1 outside of a job's nodes."""
     return int(os.environ.get("SLURM_JOB_NUM_NODES", 1)) if "SLURMD_NODENAME" in os.environ else 1
 
 
 def resources() -> dict[str, Any]:
-    """What the job was given on this node, as ``ray.init`` takes it; Ray itself would take all cores of the machine."""
+    """The job's resources on this node, as arguments of ``ray.init``. Ray itself would use all cores of the machine."""
     own: dict[str, Any] = {}
     if "SLURMD_NODENAME" in os.environ:
         own["num_cpus"] = int(os.environ["SLURM_CPUS_ON_NODE"])
@@ -43,11 +43,11 @@ def resources() -> dict[str, Any]:
 
 
 class OtherNodes:
-    """A node of Ray on every node of the job but this one.
+    """Ray nodes on all nodes of the job except this one.
 
     Args:
-        head: ``host:port`` of Ray's head, which they join.
-        logs: directory of what they say.
+        head: ``host:port`` of Ray's head.
+        logs: directory of their logs.
     """
 
     def __init__(self, head: str, logs: str | os.PathLike[str]) -> None:
@@ -60,7 +60,7 @@ class OtherNodes:
                 f"the job has {count + 1} nodes, and scontrol names {', '.join(named) or 'none'}: its Slurm does not answer."
             )
         places = [f"--nodes={count}", f"--ntasks={count}", "--ntasks-per-node=1", f"--nodelist={','.join(others)}"]
-        # A step is given one CPU unless told, and all that the job has besides only where it shares.
+        # By default a step gets one CPU, and the job's other resources only with --overlap.
         shares = ["--overlap", f"--cpus-per-task={os.environ['SLURM_CPUS_ON_NODE']}", "--kill-on-bad-exit=0"]
         said = [f"--output={self._logs.absolute()}/ray-%N.log", "--open-mode=append"]
         program = [sys.executable, "-P", "-m", "rollwright.placement.slurm_nodes", head]
@@ -70,14 +70,17 @@ class OtherNodes:
             )
         logger.info("Ray is started on %s, too", ", ".join(others))
 
-    def wait(self, there: Callable[[], int]) -> None:
-        """Return when all nodes of the job have joined; ``there`` counts those of Ray.
+    def wait(self, joined_nodes: Callable[[], int]) -> None:
+        """Wait until all nodes of the job have joined.
+
+        Args:
+            joined_nodes: counts the nodes of Ray.
 
         Raises:
-            ClusterError: they have not, in time or for good.
+            ClusterError: ``srun`` has ended, or the nodes were too slow.
         """
         said, deadline = f"what the others say is in {self._logs}/ray-*.log", time.monotonic() + START_SECONDS
-        while (joined := there()) < nodes():
+        while (joined := joined_nodes()) < nodes():
             if (status := self._step.poll()) is not None:
                 raise ClusterError(f"Ray has ended on the other nodes of the job (srun: status {status}); {said}")
             if time.monotonic() > deadline:
@@ -85,7 +88,7 @@ class OtherNodes:
             time.sleep(0.5)
 
     def close(self) -> None:
-        """End them. Idempotent."""
+        """End the Ray nodes. Idempotent."""
         if self._step.poll() is None:
             self._step.terminate()
             with contextlib.suppress(subprocess.TimeoutExpired):
@@ -94,24 +97,24 @@ class OtherNodes:
 
 
 def _address() -> str | None:
-    """The address by which Slurm reaches this node, where it is told as one: a name may stand for the loopback interface here. None:
-    the one that Ray finds."""
+    """The IP address by which Slurm reaches this node. None if Slurm has a host name, which may resolve to the loopback interface here;
+    then Ray chooses the address."""
     asked = ["scontrol", "show", "node", os.environ["SLURMD_NODENAME"], "--oneliner"]
     words = subprocess.run(asked, capture_output=True, text=True).stdout.split()
-    told = next((word.removeprefix("NodeAddr=") for word in words if word.startswith("NodeAddr=")), "")
+    address = next((word.removeprefix("NodeAddr=") for word in words if word.startswith("NodeAddr=")), "")
     try:
-        return str(ipaddress.ip_address(told))
+        return str(ipaddress.ip_address(address))
     except ValueError:
         return None
 
 
 def main() -> None:
-    """On another node: become a node of the Ray whose head is named."""
+    """On another node, join the Ray head that the command line names."""
     own = resources()
     options = [f"--address={sys.argv[1]}", f"--num-cpus={own['num_cpus']}", "--block"]
     if own["_node_ip_address"] is not None:
         options.append(f"--node-ip-address={own['_node_ip_address']}")
-    for _ in range(START_TRIES):  # until the end, or where the machine was too slow for Ray's own limits
+    for _ in range(START_TRIES):  # it returns at the end, or early if the machine was too slow for Ray's own limits
         if (status := subprocess.call([sys.executable, "-P", "-m", "ray.scripts.scripts", "start", *options])) == 0:
             return
     raise SystemExit(status)

@@ -1,8 +1,8 @@
-"""What runs beside a run for its task-style workflows: the OpenAI front, and servers of models that are not trained.
+"""Services for task-style workflows: the OpenAI front, and servers of models that are not trained.
 
-Both start when they are first asked for, and end with ``close``, with the object, or with the process. On a Ray cluster each process that
-runs episodes has a front of its own, and the servers are placed like other processes (``placement.ray_rollout``): one that is lost is
-started again, and the clients ask it where it is then.
+Both start on first use, and end with ``close``, with the object or with the process. On a Ray cluster, each process that runs episodes
+has its own front, and the servers are placed like other processes (``placement.ray_rollout``). A lost server is restarted, perhaps at
+another address, to which its clients follow it.
 """
 
 from __future__ import annotations
@@ -26,11 +26,11 @@ from rollwright.inference.launcher import Launcher
 
 
 @dataclass
-class PlacedModelConfig(AuxiliaryModelConfig):
-    """A model whose server is started again where it is lost.
+class MovingModelConfig(AuxiliaryModelConfig):
+    """A model whose server may be restarted at another address.
 
     Attributes:
-        address_file: has the ``host:port`` at which the server started last; all nodes see it.
+        address_file: file with the ``host:port`` of the latest start. All nodes see it.
     """
 
     address_file: str = ""
@@ -42,7 +42,7 @@ class TaskServices:
     Args:
         config: the experiment.
         tokenizer: the policy's.
-        logs: directory for the servers' logs; None: the run's own.
+        logs: directory for the servers' logs; by default that of the run.
     """
 
     def __init__(self, config: PPOConfig, tokenizer: Any, logs: str | Path | None = None) -> None:
@@ -57,10 +57,10 @@ class TaskServices:
 
     @property
     def openai_front(self) -> Any:
-        """The run's ``OpenAIFront`` where ``rollout.openai_front`` says so; else None."""
+        """The run's ``OpenAIFront``, or None if ``rollout.openai_front`` is off."""
         with self._lock:
             if self._front is None and self._config.rollout.openai_front:
-                import rollwright.workflows.openai_clients  # noqa: F401 - a missing package is told before the first sample
+                import rollwright.workflows.openai_clients  # noqa: F401 - reports a missing package before the first sample
                 from rollwright.rollout.openai_front import OpenAIFront
 
                 self._front = OpenAIFront(self._tokenizer, self._config.actor.path)
@@ -69,7 +69,7 @@ class TaskServices:
 
     @property
     def auxiliary_models(self) -> list[Any]:
-        """An ``openai.OpenAI`` client of each of ``auxiliary_models``, in their order; it carries ``model_path``.
+        """An ``openai.OpenAI`` client for each of ``auxiliary_models``, in order. Its ``model_path`` names the model.
 
         Raises:
             ConfigError: the openai package is missing, or a server names no model.
@@ -106,8 +106,8 @@ class TaskServices:
         self._opened.callback(launcher.close)
         clients = []
         for model in serve(models, launcher):
-            chosen = _following(model) if isinstance(model, PlacedModelConfig) else openai.OpenAI
-            client = chosen(
+            client_class = _following_client(model) if isinstance(model, MovingModelConfig) else openai.OpenAI
+            client = client_class(
                 base_url=model.base_url,
                 api_key=model.api_key or "none",
                 timeout=model.timeout,
@@ -121,13 +121,16 @@ class TaskServices:
 def serve(
     models: Sequence[AuxiliaryModelConfig], launcher: Launcher, threads: int | None = None, key: str | None = None
 ) -> list[AuxiliaryModelConfig]:
-    """Start a server of each model that has none; returns the models, each with the URL and the key of its server.
+    """Start a server for each model that has none.
 
     Args:
-        models: with a ``model_path``, or with a ``base_url``.
-        launcher: starts the servers, and ends them.
-        threads: of a server whose section sets none; None: half of the cores here.
-        key: that requests carry; None: a new one.
+        models: each with a ``model_path`` or a ``base_url``.
+        launcher: starts and ends the servers.
+        threads: of servers whose section sets none; by default half of this machine's cores.
+        key: API key; by default a new one.
+
+    Returns:
+        The models, each with the URL and the key of its server.
     """
     key = key or secrets.token_urlsafe(24)
     for model in models:
@@ -149,8 +152,8 @@ def _command(model: AuxiliaryModelConfig, threads: int) -> Any:
     return lambda host, port, index: LocalServerConfig.build_cmd(local, host=host, port=port)
 
 
-def _following(model: PlacedModelConfig) -> Any:
-    """The class of a client that asks a server where it is now, and waits for one that was lost, for ``setup_timeout`` at most."""
+def _following_client(model: MovingModelConfig) -> Any:
+    """Class of a client that looks up its server's current address, and waits up to ``setup_timeout`` for a lost server."""
     import openai
 
     class Following(openai.OpenAI):
@@ -175,7 +178,7 @@ def _following(model: PlacedModelConfig) -> Any:
 def _first_model(client: Any) -> str:
     try:
         return client.models.list().data[0].id
-    except Exception as error:  # of a server of the user's
+    except Exception as error:  # any, because the server may be the user's own
         raise EngineError(
             f"the auxiliary model at {client.base_url} does not say its name ({type(error).__name__}: {error}); set its model, "
             "or check base_url and api_key."

@@ -24,7 +24,7 @@ from rollwright.training.model import resolve_device
 
 
 class ThisMachine:
-    """See ``Placement``. With several processes, each holds a part of the trained model."""
+    """See ``Placement``. Several processes shard the trained model."""
 
     inputs_are_here = True
     runs_episodes_here = True
@@ -38,7 +38,7 @@ class ThisMachine:
         refuse_too_few_gpus(config)
 
     def show(self, stages: Sequence[Stage], words: Sequence[str]) -> list[str]:
-        """Nothing: the plan of the stages says how many processes train."""
+        """Nothing: the plan of the stages shows how many processes train."""
         return []
 
     def start(self, words: Sequence[str], run_directory: Path) -> int | None:
@@ -62,7 +62,7 @@ class ThisMachine:
         parallel.join_processes(resolve_device(section_of(configs[0]).device if configs else "cpu"))
 
     def ranks(self, config: Any, spec: FinetuneSpec, directory: RunDirectory, *, shares_weights: bool) -> TrainRanks:
-        """On the first rank: load the model on all ranks."""
+        """On rank 0, load the model on all ranks."""
         return open_ranks(config, spec, directory, shares_weights=shares_weights)
 
     def serve_models(self, config: PPOConfig, ranks: TrainRanks, directory: RunDirectory, opened: ExitStack) -> PPOConfig:

@@ -1,4 +1,4 @@
-"""This machine: starts the processes that train together, by torchrun's elastic agent, and ends them together."""
+"""Starts and ends the ranks of a run on this machine, with torchrun's elastic agent."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ from typing import Any
 from rollwright.errors import ConfigError
 from rollwright.processes.tree import AGENT, children
 
-#: Seconds that the other processes have to end by themselves when one has failed.
+#: After one process has failed, seconds that the others have to end by themselves.
 GRACE_SECONDS = 10
-#: Ranks that one processor may have. More is a typing error: each is a Python with torch, of some 0.5 GB.
+#: Most ranks per processor. More is probably a typing error, because each rank is a Python with torch of about 0.5 GB.
 RANKS_PER_PROCESSOR = 8
 
 
 def started_processes() -> int:
-    """Number of processes that torchrun started to train together, this one included; 1 without torchrun."""
+    """Number of ranks that torchrun started, including this process; 1 without torchrun."""
     world = os.environ.get("WORLD_SIZE", "1")
     if not world.isdigit():
         raise ConfigError(f"WORLD_SIZE is {world!r} in the environment, and torchrun sets a number: unset it.")
@@ -30,17 +30,17 @@ def started_processes() -> int:
 
 
 def start_ranks(arguments: Sequence[str], processes: int) -> int:
-    """Run ``rollwright`` in several processes that find each other by their environment, until all have ended.
+    """Run ``rollwright`` in several processes, which find each other through the environment, until all have ended.
 
-    SIGINT and SIGTERM are passed on: the first process finishes its step and saves, and the others end with it. A second one ends all
-    at once. Where one process fails, or is killed, the others are ended.
+    SIGINT and SIGTERM are passed on: rank 0 finishes its step and saves, and the other ranks end with it. A second signal ends all
+    immediately. If one process fails or is killed, the others are ended.
 
     Args:
         arguments: of the command.
-        processes: how many.
+        processes: number of ranks.
 
     Returns:
-        The exit status: 0, that of the first process or else of the one that failed first, or 128 and the number of a signal.
+        The exit status: 0, that of rank 0 if it failed, that of the first failed rank, or 128 plus a signal's number.
 
     Raises:
         ConfigError: there are far more processes than processors.
@@ -55,7 +55,7 @@ def start_ranks(arguments: Sequence[str], processes: int) -> int:
     from torch.distributed.launcher.api import LaunchConfig, launch_agent
 
     os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo0" if sys.platform == "darwin" else "lo")
-    logging.disable(logging.ERROR)  # the agent repeats at length what a process has said
+    logging.disable(logging.ERROR)  # the agent repeats at length what a process has reported
     with tempfile.TemporaryDirectory(prefix="rollwright-ranks-") as logs, _passed_on() as signals:
         config = LaunchConfig(
             min_nodes=1,
@@ -79,7 +79,7 @@ def start_ranks(arguments: Sequence[str], processes: int) -> int:
 
 
 def _status(failures: dict[int, Any], signals: Sequence[int]) -> int:
-    """The exit status of the run. A process that was killed could not say so itself; those that the agent ended have nothing to say."""
+    """The exit status of the run. A killed process could not report this itself; those that the agent ended do not count."""
     if signals:
         return 128 + signals[0]
     codes = {rank: failure.exitcode for rank, failure in sorted(failures.items())}
@@ -95,13 +95,13 @@ def _status(failures: dict[int, Any], signals: Sequence[int]) -> int:
 
 @contextmanager
 def _passed_on() -> Iterator[list[int]]:
-    """Signals that came meanwhile, each passed on to the processes of this one."""
+    """Pass signals on to the child processes; yields the received signals."""
     received: list[int] = []
 
     def pass_on(number: int, frame: FrameType | None) -> None:
         received.append(number)
         started = children(os.getpid())
-        if not started:  # none has begun, or this kernel does not list them: the agent ends what there is
+        if not started:  # none has started, or this kernel does not list them: the agent ends them
             raise KeyboardInterrupt
         for pid in started:
             with suppress(ProcessLookupError):

@@ -59,7 +59,7 @@ def run_config(stages: Sequence[Stage], *, source_path: Path | None = None) -> i
             errors=placement.reopens_after,
             progress=lambda: RunDirectory(*_place(stages)).steps_made,
         )
-        rank_processes.tell_stage(None)
+        rank_processes.announce_stage(None)
     parallel.leave_processes()
     return 0
 
@@ -89,7 +89,7 @@ def _carry_out_stages(stages: Sequence[Stage], placement: Placement, source_path
             print_stage(title, in_words(stage).replace(f"{directory.path}/", ""))
             _set_threads(stage.config)
             if stage.kind in rank_processes.TRAINS:
-                rank_processes.tell_stage(stage.name)
+                rank_processes.announce_stage(stage.name)
             started = time.monotonic()
             part = directory if len(stages) == 1 else directory.stage(stage.name)
             try:

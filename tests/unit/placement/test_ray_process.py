@@ -78,7 +78,7 @@ def process(monkeypatch):
     monkeypatch.setattr(module.ray, "remote", lambda cls: Actor)
     monkeypatch.setattr(module.ray, "kill", lambda actor: None)
     monkeypatch.setattr(Actor, "made", 0)
-    return module.PlacedProcess("worker 0", "nowhere:Nothing", lambda: (), {}, "worker-0.log")
+    return module.RayProcess("worker 0", "nowhere:Nothing", lambda: (), {}, "worker-0.log")
 
 
 def test_what_was_ended_for_good_is_not_placed_again(process):

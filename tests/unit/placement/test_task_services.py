@@ -8,7 +8,7 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 import pytest
 
 from rollwright.config.experiment import GRPOConfig
-from rollwright.placement.task_services import PlacedModelConfig, TaskServices
+from rollwright.placement.task_services import MovingModelConfig, TaskServices
 
 openai = pytest.importorskip("openai")
 
@@ -57,7 +57,7 @@ def model(tmp_path):
         "max_retries": 0,
         "setup_timeout": 30.0,
     }
-    return PlacedModelConfig(**settings, address_file=str(tmp_path / "address"))
+    return MovingModelConfig(**settings, address_file=str(tmp_path / "address"))
 
 
 def ask(client):
