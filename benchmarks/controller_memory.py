@@ -23,13 +23,13 @@ from report import Report
 from rollwright.config.generation import GenerationHyperparameters
 from rollwright.config.sections import ClusterConfig, RolloutConfig
 from rollwright.experience.journal.writing import Journal
-from rollwright.experience.packed_batch import parts_of, unpacked
+from rollwright.experience.packed import parts_of, unpacked
 from rollwright.experience.trajectory import row_lengths
 from rollwright.inference.engine import InferenceEngine
 from rollwright.inference.request import ModelRequest, ModelResponse
 from rollwright.rollout.executor import RolloutExecutor
-from rollwright.rollout.worker import RolloutWorker
-from rollwright.rollout.workers import RolloutWorkers
+from rollwright.rollout.workers.controller import RolloutWorkers
+from rollwright.rollout.workers.worker import RolloutWorker
 
 GROUP = 4
 

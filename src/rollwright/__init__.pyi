@@ -105,8 +105,8 @@ from rollwright.rollout.engines import RemoteSGLangEngine as RemoteSGLangEngine
 from rollwright.rollout.engines import RemoteVLLMEngine as RemoteVLLMEngine
 from rollwright.rollout.engines import RolloutEngine as RolloutEngine
 from rollwright.rollout.executor import RolloutExecutor as RolloutExecutor
-from rollwright.rollout.openai_front import OpenAIAgentWorkflow as OpenAIAgentWorkflow
-from rollwright.rollout.openai_front import OpenAIFront as OpenAIFront
+from rollwright.rollout.front.openai_front import OpenAIAgentWorkflow as OpenAIAgentWorkflow
+from rollwright.rollout.front.openai_front import OpenAIFront as OpenAIFront
 from rollwright.sequence_processing import BatchedSequences as BatchedSequences
 from rollwright.sequence_processing import GenerationConfig as GenerationConfig
 from rollwright.sequence_processing import LogprobResults as LogprobResults

@@ -19,7 +19,7 @@ from rollwright.inference.backends.builtin import grammar
 from rollwright.inference.backends.builtin.engine import BuiltinEngine
 from rollwright.inference.engine import InferenceEngine
 from rollwright.inference.request import ModelRequest, ModelResponse
-from rollwright.rollout.openai_episode import OpenAIEpisode
+from rollwright.rollout.front.openai_episode import OpenAIEpisode
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 CONTEXT = 49152  # programs with all their tools begin with 30,000 tokens of this tokenizer

@@ -16,7 +16,7 @@ from rollwright.errors import ConfigError, WorkflowError
 from rollwright.experience.experience import Experience, experience_of, sequences_of
 from rollwright.inference.engine import InferenceEngine
 from rollwright.inference.request import ModelResponse
-from rollwright.rollout.openai_front import OpenAIFront
+from rollwright.rollout.front.openai_front import OpenAIFront
 from rollwright.workflows.openai_clients import AsyncRunClient
 
 try:

@@ -29,7 +29,7 @@ LARGEST_LOGPROB = 1e-3
 #: Column with the multi-modal processor outputs of each row: a dict of tensors or None.
 MULTI_MODAL = "multi_modal_inputs"
 
-#: List of a packed batch with the packed row behind each row (``packed_batch``).
+#: List of a packed batch with the packed row behind each row (``packed.packed_batch``).
 PACKED = "packed_rows"
 
 

@@ -1,7 +1,13 @@
-"""The packed form, in which experiences are stored and travel: safetensors bytes whose metadata carry JSON. Nothing is pickled.
+"""The packed form in which experiences are stored and sent: safetensors bytes with JSON in their metadata. Nothing is pickled.
 
 ``pack_bytes`` packs any tensors. ``pack_rows`` packs rows of a trajectory: the length of each row, and every token column as one flat
 tensor of all rows' tokens, without padding.
+
+A *packed batch* (``packed_batch``) is a trajectory whose tokens stay packed until a trainer needs them. The controller of a run on a Ray
+cluster passes rows from the workers to the ranks in this form, so that one long row does not pad all others. It has the row columns of
+the data contract, the metrics of ``details``, an ``input_ids`` without width, three columns counted from the tokens (``row_lengths``,
+``sampled_tokens``, ``oldest_versions``), and in the list ``PACKED`` the ``PackedRows`` of each row and the row's index in them. It is
+joined and divided like any other trajectory.
 """
 
 from __future__ import annotations
@@ -18,8 +24,8 @@ from safetensors import SafetensorError
 from safetensors.torch import load
 
 from rollwright.errors import TrajectoryError
-from rollwright.experience.contract import COLUMNS, MULTI_MODAL, Trajectory, is_token_column
-from rollwright.experience.trajectory import row_lengths
+from rollwright.experience.contract import COLUMNS, MULTI_MODAL, NEUTRAL, PACKED, Trajectory, is_token_column
+from rollwright.experience.trajectory import concat_padded_tensors, row_lengths, select_rows
 
 FORMAT = "rollwright.experience"
 VERSION = 2
@@ -43,13 +49,13 @@ TYPE_NAMES = {
 
 
 def pack_bytes(tensors: dict[str, torch.Tensor], rest: dict[str, Any]) -> bytes:
-    """Named tensors and JSON values as bytes; the same values give the same bytes.
+    """Pack named tensors and JSON values; equal values give equal bytes.
 
-    The header is written here: ``safetensors.torch.save`` takes four times as long for tensors this small, and orders its
+    The header is written here because ``safetensors.torch.save`` takes four times as long for such small tensors and orders its
     metadata at random.
 
     Raises:
-        TrajectoryError: ``rest`` holds what JSON cannot; the message names the path to it.
+        TrajectoryError: ``rest`` contains a value that JSON cannot represent; the message names its path.
     """
     document = json.dumps(plain_json(rest, ""), separators=(",", ":"), allow_nan=True)
     metadata = {_CHECKSUM: _NO_CHECKSUM, "format": FORMAT, "version": str(VERSION), "rest": document}
@@ -86,14 +92,14 @@ def _check(data: bytes, size: int, metadata: Mapping[str, str]) -> None:
 
 
 def safetensors_head(named: Iterable[tuple[str, torch.Tensor]], metadata: Mapping[str, str]) -> bytes:
-    """The head of safetensors bytes: its length, then where each tensor is, as JSON (padded to eight bytes).
+    """Header of a safetensors file: its length, then the place of each tensor as JSON, padded to eight bytes.
 
     Args:
-        named: the tensors in the order in which their bytes follow; they may be on the meta device.
-        metadata: texts of the file.
+        named: the tensors in the order of their bytes; they may be on the meta device.
+        metadata: the file's metadata.
 
     Raises:
-        TypeError: the format has no type of a tensor; the message begins with its name.
+        TypeError: the format does not support a tensor's type; the message begins with the tensor's name.
     """
     header: dict[str, Any] = {"__metadata__": metadata}
     end = 0
@@ -108,7 +114,7 @@ def safetensors_head(named: Iterable[tuple[str, torch.Tensor]], metadata: Mappin
 
 
 def unpack_bytes(data: bytes) -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
-    """What ``pack_bytes`` was given.
+    """Unpack ``pack_bytes``.
 
     Raises:
         TrajectoryError: the bytes are damaged, another format or a later version.
@@ -130,7 +136,7 @@ def unpack_bytes(data: bytes) -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
 
 
 def plain_json(value: Any, path: str) -> Any:
-    """JSON's types out of plain values, numbers of NumPy and torch, tuples and sets."""
+    """Convert plain values, numbers and arrays of NumPy and torch, and tuples to JSON types."""
     if value is None or isinstance(value, bool | int | float | str):
         return value
     if isinstance(value, dict):
@@ -151,14 +157,14 @@ _LENGTHS = "lengths"
 
 
 def pack_rows(trajectory: Mapping[str, Any], rows: Sequence[int] | None = None) -> bytes:
-    """Rows of a trajectory as bytes, without padding.
+    """Pack rows of a trajectory, without padding.
 
     Args:
-        trajectory: tensors ``[B, L, ...]`` and ``[B, ...]``, and lists with one entry a row.
-        rows: which rows, in which order; None: all.
+        trajectory: tensors ``[B, L, ...]`` and ``[B, ...]``, and lists with one entry per row.
+        rows: the rows to pack, in order. None packs all.
 
     Raises:
-        TrajectoryError: padding is not on the right, or a value goes with no row or cannot be stored.
+        TrajectoryError: padding is not on the right, or a value has no entry for each row or cannot be stored.
     """
     row_total, width = trajectory["input_ids"].shape
     index_B = torch.arange(row_total) if rows is None else torch.as_tensor(rows, dtype=torch.int64)
@@ -171,7 +177,7 @@ def pack_rows(trajectory: Mapping[str, Any], rows: Sequence[int] | None = None) 
     lists: dict[str, Any] = {}
     for key, value in trajectory.items():
         if key == "attention_mask":
-            continue  # said by the lengths
+            continue  # the lengths define it
         if isinstance(value, torch.Tensor) and value.dim() and value.shape[0] == row_total:
             value = value.detach().cpu()
             if value.dim() > 1 and is_token_column(key, value, row_total, width):
@@ -257,3 +263,103 @@ def unpack_rows(data: bytes) -> Trajectory:
         TrajectoryError: the bytes are damaged or hold no rows.
     """
     return PackedColumns.read(data).padded()
+
+
+# -- packed batches ------------------------------------------------------------------------------------------------------
+
+#: Columns that the controller writes after the rows were packed; those of the batch count.
+WRITTEN = ("group_ids", "sample_ids")
+
+
+@dataclass(eq=False)
+class PackedRows:
+    """Rows by ``pack_rows``.
+
+    Attributes:
+        data: the bytes.
+        layout: optional columns and their shapes; rows can only be joined with rows of the same layout.
+    """
+
+    data: bytes
+    layout: str
+
+
+def packed_batch(data: bytes) -> Trajectory:
+    """Make a packed batch of the rows in ``data`` (by ``pack_rows``)."""
+    columns = PackedColumns.read(data)
+    count, lengths = len(columns.lengths), columns.lengths.tolist()
+    batch: Trajectory = {key: value for key, value in columns.by_row.items() if key in COLUMNS}
+    batch["input_ids"] = torch.empty(count, 0, dtype=torch.int64)
+    batch["row_lengths"] = columns.lengths
+    sampled = [int(mask_T.sum()) for mask_T in columns.by_token["loss_mask"].split(lengths)]
+    batch["sampled_tokens"] = torch.tensor(sampled, dtype=torch.int64)
+    if "versions" in columns.by_token:
+        oldest = [_oldest(versions_T) for versions_T in columns.by_token["versions"].split(lengths)]
+        batch["oldest_versions"] = torch.tensor(oldest, dtype=torch.int32)
+    if "details" in columns.lists:
+        batch["details"] = [{"metrics": details.get("metrics", {})} for details in columns.lists["details"]]
+    rows = PackedRows(data, _layout(columns))
+    return {**batch, PACKED: [(rows, row) for row in range(count)]}
+
+
+def _oldest(versions_T: torch.Tensor) -> int:
+    """The oldest version of a row's sampled tokens; -1 without any."""
+    sampled_T = versions_T[versions_T >= 0]
+    return int(sampled_T.min()) if len(sampled_T) else -1
+
+
+def _layout(columns: PackedColumns) -> str:
+    """The columns that all rows of a batch must have in common, with the shapes that must agree."""
+    shapes = {key: list(value.shape[1:]) for key, value in (*columns.by_token.items(), *columns.by_row.items())}
+    names = sorted({*shapes, *columns.lists} - set(NEUTRAL) - set(WRITTEN) - {key for key in COLUMNS if COLUMNS[key].required})
+    return ", ".join(f"{key} {shapes[key]}" if key in shapes and key not in COLUMNS else key for key in names)
+
+
+def as_packed(rows: Trajectory) -> Trajectory:
+    """Pack a trajectory; a packed batch is returned unchanged."""
+    return rows if PACKED in rows else packed_batch(pack_rows(rows))
+
+
+def unpacked(batch: Trajectory) -> Trajectory:
+    """The rows of a packed batch with their tokens, padded, and the ids of the batch; any other trajectory is returned unchanged."""
+    if PACKED not in batch:
+        return batch
+    return {**rows_of(*parts_of(batch)), **{key: batch[key] for key in WRITTEN if key in batch}}
+
+
+def check_joined(batch: Trajectory) -> None:
+    """Refuse a packed batch whose rows could not be joined when they are unpacked.
+
+    Raises:
+        TrajectoryError: their columns differ; the message names them.
+    """
+    layouts = list(dict.fromkeys(rows.layout for rows, _ in batch.get(PACKED, [])))
+    if len(layouts) > 1:
+        named = " and others ".join(layout or "none" for layout in layouts[:2])
+        raise TrajectoryError(
+            f"rows cannot be joined: some have the columns {named} besides; give each in all samples or in none."
+        )
+
+
+def parts_of(batch: Trajectory) -> tuple[list[bytes], list[tuple[int, int]]]:
+    """The packed rows behind a packed batch, and for each row of the batch the index of its part and its index there."""
+    parts = {rows: number for number, rows in enumerate(dict.fromkeys(rows for rows, _ in batch[PACKED]))}
+    return [rows.data for rows in parts], [(parts[rows], row) for rows, row in batch[PACKED]]
+
+
+def rows_of(parts: Sequence[bytes], places: Sequence[tuple[int, int]]) -> Trajectory:
+    """Unpack and join rows; see ``parts_of``.
+
+    Args:
+        parts: packed rows.
+        places: of each wanted row the index of its part, and its index there. Without any, the result has the columns of the first part.
+    """
+    if not places:
+        return select_rows(unpack_rows(parts[0]), [], width=1)
+    rows_of_part: dict[int, list[int]] = {}
+    for part, row in places:
+        rows_of_part.setdefault(part, []).append(row)
+    joined = concat_padded_tensors([select_rows(unpack_rows(parts[part]), rows) for part, rows in rows_of_part.items()])
+    order = {place: index for index, place in enumerate((part, row) for part, rows in rows_of_part.items() for row in rows)}
+    wanted = [order[place] for place in places]
+    return joined if wanted == list(range(len(wanted))) else select_rows(joined, wanted)

@@ -19,8 +19,7 @@ from rollwright.config.experiment import FinetuneSpec, section_of
 from rollwright.config.sections import RolloutConfig
 from rollwright.data.tokenizer import load_tokenizer
 from rollwright.experience.contract import MULTI_MODAL
-from rollwright.experience.packed import unpack_bytes
-from rollwright.experience.packed_batch import rows_of
+from rollwright.experience.packed import rows_of, unpack_bytes
 from rollwright.experience.trajectory import Trajectory, tensor_container_to
 from rollwright.inference.backends import BACKENDS
 from rollwright.inference.backends.server_backend import ServerBackend
@@ -36,7 +35,7 @@ from rollwright.training.publish_and_audit import Publication
 
 #: Version of the weights, and their latest publication.
 RankState = tuple[int, Publication | None]
-#: A rank's rows: packed parts, the position of each row in them (``packed_batch.rows_of``), and packed columns of the controller.
+#: A rank's rows: packed parts, the position of each row in them (``packed.rows_of``), and packed columns of the controller.
 PackedShare = tuple[list[Any], list[tuple[int, int]], bytes]
 
 

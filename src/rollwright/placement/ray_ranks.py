@@ -1,7 +1,7 @@
 """The ranks of a training on a Ray cluster, seen from the controller, which is none of them.
 
 The ranks make the same calls as ranks that torchrun starts (``rollwright.placement.ranks``); the controller sends these calls in place of
-rank 0. It divides a packed batch (``experience.packed_batch``) and sends each rank its rows with the call. The values that a step
+rank 0. It divides a packed batch (``experience.packed``) and sends each rank its rows with the call. The values that a step
 computes for each token come back in the form in which the journal stores them.
 
 If a rank is lost, the call raises ``LostRankError``, which ends the attempt: ``trainers.stages`` closes the trainer and opens it again,
@@ -26,8 +26,7 @@ import torch
 
 from rollwright.config.experiment import FinetuneSpec, section_of
 from rollwright.errors import EngineError, LostProcessError, LostRankError, RollwrightError
-from rollwright.experience.packed import pack_bytes
-from rollwright.experience.packed_batch import WRITTEN, as_packed, parts_of
+from rollwright.experience.packed import WRITTEN, as_packed, pack_bytes, parts_of
 from rollwright.experience.trajectory import Trajectory, select_rows
 from rollwright.inference.weights.files import read_weights, write_files
 from rollwright.placement.capacity import demands_of

@@ -61,7 +61,7 @@ class TaskServices:
         with self._lock:
             if self._front is None and self._config.rollout.openai_front:
                 import rollwright.workflows.openai_clients  # noqa: F401 - reports a missing package before the first sample
-                from rollwright.rollout.openai_front import OpenAIFront
+                from rollwright.rollout.front.openai_front import OpenAIFront
 
                 self._front = OpenAIFront(self._tokenizer, self._config.actor.path)
                 self._opened.callback(self._front.close)

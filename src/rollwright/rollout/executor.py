@@ -26,8 +26,7 @@ from rollwright.inference.engine import InferenceEngine
 from rollwright.rollout.episode import EpisodeRunner, EpisodeWorkers, Outcome, record_end
 from rollwright.rollout.event_loop import LoopThread
 from rollwright.rollout.failure_budget import Failure, with_cause
-from rollwright.rollout.replay_order import ReplayOrder
-from rollwright.rollout.resume import PastEpisodes, read_past
+from rollwright.rollout.resume import PastEpisodes, ReplayOrder, read_past
 from rollwright.rollout.sample_engine import SampleEngine
 from rollwright.rollout.scheduler import GroupScheduler
 from rollwright.rollout.task_group import AcceptFunction, Batch, Group, GroupFactory, GroupState, TaskSource

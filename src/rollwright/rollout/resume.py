@@ -1,18 +1,19 @@
-"""Going on after a stop: what the journal has beyond the recover checkpoint is not sampled again.
+"""Resuming a run: nothing that the journal recorded after the last checkpoint is sampled again.
 
-One path for what was finished, what was under way and what was trained after the checkpoint:
+Finished episodes, interrupted ones and those trained after the checkpoint are treated alike:
 
-* every episode of a task that is not done runs again with its past: what it asked is answered from the journal, up to the first new
-  request. One that was finished ends without asking a model, and its rows have the tokens, versions and log-probabilities of then;
-* an ordinal is the task that it was; one that was rejected or filtered stays so, and one that failed begins anew;
-* batches that were taken after the checkpoint are taken again in the same order; see ``replay_order``.
+* every episode of an open task runs again with its past (``PastEpisodes``): its requests are answered from the journal up to the first
+  new one. A finished episode ends without asking a model, and its rows have the recorded tokens, versions and log-probabilities;
+* an ordinal keeps its task; a task that was rejected or filtered stays so, and one that failed starts over;
+* batches that were delivered after the checkpoint are delivered again in the same order (``ReplayOrder``).
 """
 
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping, Set
 from dataclasses import dataclass, field
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -29,13 +30,13 @@ from rollwright.experience.journal.records import (
     unpack_task,
 )
 from rollwright.experience.journal.writing import Journal
-from rollwright.rollout.task_group import Group
+from rollwright.rollout.task_group import Group, TaskSource
 from rollwright.tracking.logging import getLogger
 
 logger = getLogger("rollout")
 
-#: Ends of a group that the clock, the trainer or a fault decided; a run that goes on decides them anew. The others follow from what was
-#: answered: a workflow or a filter refused it.
+#: Ends of a group that timing, the trainer or a fault decided; a resumed run decides them again. All others follow from the answers: a
+#: workflow or a filter refused the group.
 DECIDED_ANEW = ("delivered", "failed", "dropped/stale", "dropped/over_sampling", "dropped/abandoned")
 
 
@@ -71,10 +72,10 @@ class PastEpisodes:
         return sum(map(len, self.episodes.values()))
 
     def row(self, row: dict[str, Any]) -> dict[str, Any]:
-        """The task that the ordinal of ``row`` was, should another be drawn for it now.
+        """Replace a drawn task by the one that its ordinal had before the stop, if they differ.
 
-        A selector that learns from rewards draws by what it has seen. Where the journal cannot hold that task, the past of the
-        ordinal is forgotten.
+        They differ if a selector that learns from rewards draws again. If the journal has no complete copy of the earlier task, the
+        ordinal's past is discarded.
         """
         ordinal = row.get("ordinal")
         then = next(iter(self.episodes.get(ordinal, {}).values()), None)  # type: ignore[arg-type]
@@ -103,20 +104,20 @@ def read_past(
     journal: Journal | None = None,
     task_files: TaskFiles | None = None,
 ) -> PastEpisodes:
-    """Read what earlier processes recorded; memory grows with the episodes of open tasks only.
+    """Read what earlier processes recorded. Memory grows with the episodes of open tasks only.
 
     Args:
-        directories: of journals.
-        is_open: says of an ordinal whether its task is still to be done.
-        journal: of this process, which hides the same secrets as those before it; None: there were none to hide.
-        task_files: knows the files that hold these tasks, where this is asked often; None: all are read.
+        directories: directories of the journals.
+        is_open: returns True for the ordinal of a task that is not done.
+        journal: journal of this process, which redacts the same secrets as the earlier ones. None redacts nothing.
+        task_files: index of the files that hold these tasks, for callers that read often. None reads all files.
     """
     found: dict[tuple[int, int], list[RecordedEpisode]] = defaultdict(list)
     ends: dict[int, GroupEnd] = {}
     delivered: dict[int, None] = {}
     checkpoints: set[int] = set()
-    listed: dict[Path, Files] = {}  # journal -> the last list of its files
-    failed: dict[int, float] = {}  # when each did last
+    listed: dict[Path, Files] = {}  # journal -> the latest list of its files
+    failed: dict[int, float] = {}  # ordinal -> time of its latest failure
 
     def note(place: RecordPosition, record: AnyRecord) -> None:
         if isinstance(record, Checkpoint):
@@ -154,11 +155,11 @@ def read_past(
 
 
 def _furthest(episodes: list[RecordedEpisode], failed: float) -> RecordedEpisode | None:
-    """Of the episodes of one sample the one to go on from: each began with what the one before it had been answered.
+    """The episode of a sample to continue from; each attempt started with the answers of the one before it.
 
-    One that diverged, or whose group failed, began anew: neither it nor those before it count. Which were before goes by the clocks of
-    the hosts, as nothing else orders what several workers wrote. Where these differ, one begins anew that could go on, or goes on from
-    what diverged, diverges again and begins anew: that costs tokens, and none that are trained are wrong.
+    After a divergence or a failure of the group the sample started over, so earlier episodes do not count. They are ordered by the
+    clocks of their hosts, because nothing else orders the records of several workers. If the clocks disagree, a sample starts over
+    needlessly, or continues a diverged episode, diverges again and starts over. Both cost tokens, and no trained token is wrong.
     """
     diverged = (each.begin.time for each in episodes if each.end is not None and each.end.outcome == "diverged")
     anew = max(diverged, default=0.0)
@@ -169,7 +170,7 @@ def _furthest(episodes: list[RecordedEpisode], failed: float) -> RecordedEpisode
 
 
 def _is_same(row: dict[str, Any], packed: bytes, redacted: Callable[[bytes], bytes]) -> bool:
-    """Whether a row is the task that was packed then; its ordinal may stand in it or not."""
+    """True if a row equals the packed task, ignoring ordinals."""
     try:
         now = unpack_task(redacted(pack_task(row)))
     except (TypeError, OverflowError):
@@ -179,3 +180,99 @@ def _is_same(row: dict[str, Any], packed: bytes, redacted: Callable[[bytes], byt
 
 def _without_ordinal(task: dict[str, Any]) -> bytes:
     return pack_task({key: value for key, value in task.items() if key != "ordinal"})
+
+
+# -- the order of the batches -------------------------------------------------------------------------------------------
+
+
+class ReplayOrder:
+    """The batches that a run delivered after its last checkpoint, delivered again in the same order.
+
+    The steps that a crash undid are repeated with the same groups, so a resumed run trains on what the interrupted one trained on. It
+    is asked in two places of the scheduler and where tasks are drawn:
+
+    * ``next_batch``, when a batch leaves: returns the batch that was delivered next once its groups are ready;
+    * ``holds``, when a sample starts: a sample of a later batch waits if its recorded tokens come from a version that the resumed
+      trainer has not reached yet, until that version is published or another batch is requested first;
+    * ``draw``: failed tasks are drawn after the replayed batches, which were formed without them.
+
+    If a group can no longer come, the order is given up and new batches are formed; rejected and filtered tasks stay so. Without
+    arguments there is nothing to replay.
+
+    Args:
+        delivered: ordinals of the groups that were delivered after the checkpoint, in order.
+        failed: ordinals of tasks that failed.
+        rejected: ends of the groups that were rejected or filtered, by ordinal.
+
+    Attributes:
+        deferred: failed tasks that were drawn, and wait until the batches have been replayed.
+    """
+
+    def __init__(
+        self, delivered: Iterable[int] = (), failed: Iterable[int] = (), rejected: Mapping[int, GroupEnd] | None = None
+    ) -> None:
+        self.rejected = dict(rejected or {})
+        self.deferred: list[dict[str, Any]] = []
+        self._delivered = dict.fromkeys(delivered)
+        self._failed = set(failed)
+        self._awaits_version = False  # the last batch was taken, and its version is not published yet
+
+    @property
+    def is_active(self) -> bool:
+        """True while a batch is still to be replayed."""
+        return bool(self._delivered)
+
+    @property
+    def ordinals(self) -> Set[int]:
+        """Ordinals of the groups that are still to be delivered again."""
+        return self._delivered.keys()
+
+    def next_batch(
+        self, count: int, ready: Set[int], living: Set[int], is_done: Callable[[int], bool], no_more: bool
+    ) -> list[int] | None:
+        """Ordinals of the batch that was delivered next. None if it is not ready, or the order was given up.
+
+        Args:
+            count: groups in the batch.
+            ready: ordinals of the groups that are ready.
+            living: ordinals of the groups that run or are ready.
+            is_done: says whether a task is done.
+            no_more: no further group can start.
+        """
+        wanted = list(islice((ordinal for ordinal in self._delivered if not is_done(ordinal)), count))
+        if len(wanted) == count and ready >= set(wanted):
+            for ordinal in wanted:
+                del self._delivered[ordinal]
+            self._awaits_version = not self._delivered
+            return wanted
+        cannot_come = no_more and not living >= set(wanted)
+        if cannot_come:
+            logger.warning(
+                "batches that were taken after the checkpoint cannot be taken again as they were; they are formed anew"
+            )
+        if len(wanted) < count or cannot_come:
+            self._delivered = {}
+        return None
+
+    def holds(self, group: Group, index: int, version: int) -> bool:
+        """True if a sample must wait for a version that the trainer has not made again yet."""
+        if not (self._delivered or self._awaits_version) or group.ordinal in self._delivered:
+            return False
+        return index in group.past and group.past[index].newest_version > version
+
+    def release(self) -> bool:
+        """Hold no sample after the last batch: its version was published, or a further batch is asked for. True if any was held."""
+        was_waiting, self._awaits_version = self._awaits_version, False
+        return was_waiting
+
+    def draw(self, source: TaskSource, count: int) -> list[dict[str, Any]]:
+        """Draw up to ``count`` tasks of a source; failed ones are deferred until the batches have been replayed."""
+        is_active = self.is_active
+        if self.deferred and (source.is_over or not is_active):
+            source.put_back(self.deferred)
+            self.deferred, self._failed = [], set()
+        rows = source.draw(count)
+        if is_active and self._failed:
+            self.deferred += [row for row in rows if row.get("ordinal") in self._failed]
+            rows = [row for row in rows if row.get("ordinal") not in self._failed]
+        return rows

@@ -15,7 +15,7 @@ from rollwright.inference.backends.server_backend import ServerBackend
 from rollwright.inference.remote import RemoteInferenceEngine
 from rollwright.placement.task_services import TaskServices
 from rollwright.registry import PLUGINS
-from rollwright.rollout.worker import RolloutWorker
+from rollwright.rollout.workers.worker import RolloutWorker
 from rollwright.trainers.drawn_tasks import evaluation_workflow, training_workflow
 from rollwright.trainers.loops.evaluation import evaluating
 

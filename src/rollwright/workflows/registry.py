@@ -26,7 +26,7 @@ WORKFLOWS: Registry[Any] = Registry(
         "math_workflow": "rollwright.workflows.simple.MathWorkflow",
         "math_boxed_workflow": "rollwright.workflows.simple.MathBoxedWorkflow",
         "webshop_workflow": "rollwright.workflows.webshop.WebShopWorkflow",
-        "openai_agent": "rollwright.rollout.openai_front.OpenAIAgentWorkflow",
+        "openai_agent": "rollwright.rollout.front.openai_front.OpenAIAgentWorkflow",
         "tool_calling_workflow": "rollwright.workflows.tool_calling.ToolCallingWorkflow",
         "agentscope_react_math_workflow": "rollwright.workflows.agentscope_react.AgentScopeReactMathWorkflow",
     },

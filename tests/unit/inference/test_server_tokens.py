@@ -14,7 +14,7 @@ from rollwright.inference.request import ModelRequest
 from rollwright.inference.router import Server
 from rollwright.inference.server.application import create_application
 from rollwright.inference.server.settings import ServerSettings
-from rollwright.rollout.openai_front import OpenAIFront
+from rollwright.rollout.front.openai_front import OpenAIFront
 
 PATH = "/inference/v1/generate"
 PROMPT = [5, 9, 11]

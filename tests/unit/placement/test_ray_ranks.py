@@ -11,7 +11,7 @@ import torch
 from rollwright.config.experiment import FinetuneSpec, GRPOConfig
 from rollwright.config.sections import ClusterConfig, RolloutConfig
 from rollwright.errors import EngineError, LostProcessError, LostRankError, RolloutError
-from rollwright.experience.packed_batch import as_packed, rows_of
+from rollwright.experience.packed import as_packed, rows_of
 from rollwright.experience.trajectory import concat_padded_tensors
 from rollwright.placement import ray_ranks
 from rollwright.placement.capacity import Node

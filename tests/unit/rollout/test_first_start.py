@@ -7,9 +7,8 @@ import pytest
 from rollwright.config.sections import RolloutConfig
 from rollwright.errors import EngineError, LostProcessError
 from rollwright.processes.supervisor import wait_running
-from rollwright.rollout.distributed import DistributedRolloutEngine
 from rollwright.rollout.engines import RolloutEngine
-from rollwright.rollout.workers import RolloutWorkers
+from rollwright.rollout.workers.controller import DistributedRolloutEngine, RolloutWorkers
 
 
 class Starts:

@@ -28,7 +28,7 @@ from rollwright.inference.server import images
 from rollwright.inference.server.dialects import AnswerStore
 from rollwright.inference.server.exchange import RequestError
 from rollwright.inference.server.responses import stored_response
-from rollwright.rollout.openai_front import OpenAIFront
+from rollwright.rollout.front.openai_front import OpenAIFront
 from rollwright.training.actor import FSDPPPOActor
 from rollwright.training.model import load_model
 

@@ -21,9 +21,8 @@ from rollwright.data.tokenizer import build_character_tokenizer
 from rollwright.errors import WorkflowError
 from rollwright.experience.normaliser import normalise
 from rollwright.inference.request import ModelResponse
-from rollwright.rollout.openai_front import OpenAIFront
-from rollwright.rollout.sample_engine import SampleEngine
-from rollwright.rollout.seeds import SampleName
+from rollwright.rollout.front.openai_front import OpenAIFront
+from rollwright.rollout.sample_engine import SampleEngine, SampleName
 from rollwright.workflows.task_runner import TaskRunner
 
 DOCS = Path(__file__).resolve().parents[3] / "docs" / "openai-front.md"

@@ -19,7 +19,7 @@ from rollwright.data.tokenizer import build_character_tokenizer
 from rollwright.inference.request import ModelRequest, ModelResponse
 from rollwright.inference.server.openai_answer import OpenAICall, usage_of
 from rollwright.inference.server.text_stream import ReasoningSplit
-from rollwright.rollout.openai_front import OpenAIFront
+from rollwright.rollout.front.openai_front import OpenAIFront
 
 THINKING = TOOL_TEMPLATE.replace(
     "{%- for call in message.tool_calls",

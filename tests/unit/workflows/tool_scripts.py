@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import asyncio
 
-from rollwright.rollout.sample_engine import SampleEngine
-from rollwright.rollout.seeds import SampleName
+from rollwright.rollout.sample_engine import SampleEngine, SampleName
 
 
 def sampled(engine) -> SampleEngine:

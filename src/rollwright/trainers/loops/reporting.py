@@ -17,7 +17,7 @@ from rollwright.config.experiment import BaseExperimentConfig, PPOConfig
 from rollwright.config.loading import config_to_dict, save_config
 from rollwright.experience.journal.records import Phase, Published, Trained
 from rollwright.experience.journal.writing import Journal
-from rollwright.experience.packed_batch import unpacked
+from rollwright.experience.packed import unpacked
 from rollwright.experience.trajectory import Trajectory, row_lengths, sampled_tokens
 from rollwright.placement.ranks import trained_rows
 from rollwright.tracking import logging

@@ -49,8 +49,8 @@ from rollwright.inference.server.exchange import RequestError, Routes
 from rollwright.inference.server.service import ServerThread, make_service
 from rollwright.inference.server.settings import ServiceSettings
 from rollwright.placement.local_rollout import make_rollout_engine
-from rollwright.rollout.openai_episode import OpenAIEpisode, Reward
-from rollwright.rollout.openai_front import OpenAIFront
+from rollwright.rollout.front.openai_episode import OpenAIEpisode, Reward
+from rollwright.rollout.front.openai_front import OpenAIFront
 from rollwright.store import ExperienceStore
 from rollwright.tracking import logging
 from rollwright.tracking.logging import getLogger

@@ -18,7 +18,7 @@ from rollwright.experience.journal.writing import Journal
 from rollwright.inference.engine import InferenceEngine
 from rollwright.inference.request import ModelRequest, ModelResponse
 from rollwright.inference.server.exchange import RequestError
-from rollwright.rollout.openai_front import OpenAIFront
+from rollwright.rollout.front.openai_front import OpenAIFront
 from rollwright.store import ExperienceStore
 from rollwright.trainers.modes.serve import Feedback, RunBook
 

@@ -23,7 +23,6 @@ import torch
 
 from rollwright.config.generation import GenerationHyperparameters
 from rollwright.errors import EngineError, PromptTooLongError
-from rollwright.experience.branches import sees
 from rollwright.inference.backends.builtin.batch import Sequence
 from rollwright.inference.backends.builtin.general_model import GeneralModel
 from rollwright.inference.backends.builtin.grammar import grammar_of
@@ -32,6 +31,7 @@ from rollwright.inference.backends.builtin.penalties import Adjustment
 from rollwright.inference.backends.builtin.scheduler import Finished
 from rollwright.inference.backends.builtin.stop_strings import StopStrings
 from rollwright.inference.request import ModelRequest, ModelResponse
+from rollwright.inference.visible_tokens import sees
 
 Batches = SequenceOf[list[Sequence]]
 

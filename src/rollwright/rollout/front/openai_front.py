@@ -40,7 +40,7 @@ try:
     from rollwright.inference.server.openai import ROUTES
     from rollwright.inference.server.service import ServerThread, make_service
     from rollwright.inference.server.settings import ServiceSettings
-    from rollwright.rollout.openai_episode import OpenAIEpisode, Reward
+    from rollwright.rollout.front.openai_episode import OpenAIEpisode, Reward
 except ModuleNotFoundError as error:
     raise ConfigError(
         f"the OpenAI front needs the package {error.name}, which is not installed: pip install 'rollwright[openai]'."

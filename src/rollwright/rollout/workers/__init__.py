@@ -1,0 +1,1 @@
+"""Episodes in other processes: the controller that leases them, and the worker that runs them."""
