@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import json
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from typing import Any
 
 from rollwright.config import key, key_from
@@ -19,11 +19,6 @@ ALIASES = {"n": "n_samples", "max_tokens": "max_new_tokens", "min_tokens": "min_
 _AS_IN_DICTS = {"n_samples": "n", "max_new_tokens": "max_tokens"}
 
 
-@functools.cache
-def _field_names(cls: type) -> frozenset[str]:
-    return frozenset(f.name for f in fields(cls))
-
-
 def _second_name(name: str) -> Any:
     """A property that reads and sets another attribute."""
     return property(
@@ -33,10 +28,16 @@ def _second_name(name: str) -> Any:
     )
 
 
-#: Arguments of OpenAI's APIs, and further ones that a request to a front of ours may have.
-_ANY_ARGUMENTS = frozenset(["max_new_tokens", "temperature", "top_p"])
-_AGENT_ARGUMENTS = _ANY_ARGUMENTS | {"frequency_penalty", "presence_penalty"}
-_CHAT_ARGUMENTS = _AGENT_ARGUMENTS | {"n_samples", "stop", "seed", "logit_bias"}
+#: Formats of OpenAI's APIs: their name of ``max_new_tokens``, and the further arguments that they have.
+_API_FORMATS: dict[str, tuple[str, set[str]]] = {
+    "completions": (
+        "max_completion_tokens",
+        {"frequency_penalty", "presence_penalty", "n_samples", "stop", "seed", "logit_bias"},
+    ),
+    "responses": ("max_output_tokens", set()),
+    "openai-agents": ("max_tokens", {"frequency_penalty", "presence_penalty"}),
+}
+#: Arguments that a request to one of our own OpenAI fronts may have if they are not the default.
 _REQUEST_ARGUMENTS = (
     *(
         "n_samples",
@@ -102,7 +103,7 @@ class GenerationHyperparameters:
         return [_AS_IN_DICTS.get(name, name) for name in self.__dataclass_fields__]
 
     def __getitem__(self, name: str) -> Any:
-        if ALIASES.get(name, name) not in _field_names(type(self)):
+        if name not in self:
             raise KeyError(name)
         return getattr(self, ALIASES.get(name, name))
 
@@ -110,17 +111,14 @@ class GenerationHyperparameters:
         vars(self).update(vars(self.new(**{name: value})))
 
     def __contains__(self, name: object) -> bool:
-        return ALIASES.get(str(name), name) in _field_names(type(self))
+        return ALIASES.get(str(name), name) in self.__dataclass_fields__
 
     def __iter__(self) -> Iterator[str]:
         return iter(self.keys())
 
     def get(self, name: str, default: Any = None) -> Any:
         """An argument by name, or ``default`` if there is none of that name."""
-        try:
-            return self[name]
-        except KeyError:
-            return default
+        return getattr(self, ALIASES.get(name, name)) if name in self else default
 
     def items(self) -> list[tuple[str, Any]]:
         """Names and values."""
@@ -152,9 +150,9 @@ class GenerationHyperparameters:
         Raises:
             ConfigError: a name is not a generation argument.
         """
-        known = _field_names(type(self))
+        known = self.__dataclass_fields__
         changes = {ALIASES.get(key, key): value for key, value in changes.items()}
-        if unknown := sorted(set(changes) - known):
+        if unknown := sorted(changes.keys() - known):
             raise ConfigError(f"GenerationHyperparameters has no {', '.join(unknown)}; it has {', '.join(sorted(known))}.")
         made = type(self).__new__(type(self))  # neither copy.copy nor dataclasses.replace: every request and record makes one
         vars(made).update(vars(self))
@@ -181,11 +179,13 @@ class GenerationHyperparameters:
         Raises:
             ConfigError: the format is another.
         """
-        most = {"completions": "max_completion_tokens", "responses": "max_output_tokens", "openai-agents": "max_tokens"}
-        if api_format not in most:
-            raise ConfigError(f"to_openai_args_dict(api_format={api_format!r}): it is one of {', '.join(most)}.")
-        names = {"max_new_tokens": most[api_format], "n_samples": "n", "min_new_tokens": "min_tokens"}
-        own = {"completions": _CHAT_ARGUMENTS, "responses": _ANY_ARGUMENTS, "openai-agents": _AGENT_ARGUMENTS}[api_format]
+        if api_format not in _API_FORMATS:
+            raise ConfigError(f"to_openai_args_dict(api_format={api_format!r}): it is one of {', '.join(_API_FORMATS)}.")
+        limit, further = _API_FORMATS[api_format]
+        names, own = (
+            {"max_new_tokens": limit, "n_samples": "n", "min_new_tokens": "min_tokens"},
+            {"max_new_tokens", "temperature", "top_p", *further},
+        )
         given: dict[str, Any] = {"temperature": 0.0 if self.is_greedy else self.temperature, "top_p": self.top_p}
         defaults = GenerationHyperparameters()
         for name in ("max_new_tokens", *_REQUEST_ARGUMENTS):
@@ -194,8 +194,8 @@ class GenerationHyperparameters:
         for excluded in exclude_args or ():
             given.pop(ALIASES.get(excluded, excluded), None)
         arguments = {names.get(name, name): value for name, value in given.items() if name in own}
-        if further := {names.get(name, name): value for name, value in given.items() if name not in own}:
-            arguments["extra_body"] = further
+        if others := {names.get(name, name): value for name, value in given.items() if name not in own}:
+            arguments["extra_body"] = others
         return arguments
 
     def new_with_stop_and_pad_token_ids(self, tokenizer: Any) -> GenerationHyperparameters:

@@ -1,26 +1,31 @@
 """Rules between several keys: a combination that cannot do what it says is refused.
 
-``RULES`` is the whole table, with those about tasks, about processes and about keys that are not read.
+``RULES`` is the whole table, with the rules of ``unread_keys`` about keys that are not read.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import fields
+from functools import partial
 from typing import Any
 
-from rollwright.config import cluster_rules, task_rules, unread_keys
+from rollwright.config import unread_keys
 from rollwright.config.experiment import (
     BaseExperimentConfig,
     DPOConfig,
     EvalConfig,
     NewModelConfig,
     PPOConfig,
+    RunConfig,
     SFTConfig,
 )
 from rollwright.config.faults import Fault, Rule, faults_in, refuse, refuse_set, sections_of
 from rollwright.config.generation import GenerationHyperparameters
-from rollwright.config.sections import NormConfig
+from rollwright.config.modes import AuxiliaryModelConfig
+from rollwright.config.sections import ClusterConfig, NormConfig
 from rollwright.config.source import dotted
+from rollwright.config.tasksets import TasksetConfig
 from rollwright.config.unread_keys import has_interval
 from rollwright.config.validation import annotations_of, choices_of, is_section
 from rollwright.errors import ConfigError
@@ -162,6 +167,133 @@ _SUPERVISED = (
         "stop_accuracy",
         lambda config: config.stop_accuracy is not None and _missing_for_accuracy(config),
         lambda config: f"needs {_missing_for_accuracy(config)}, by which accuracy is measured",
+    ),
+)
+
+
+# --- tasks: a dataset or tasksets, and the models beside them
+
+
+def _draws_tasksets(config: PPOConfig) -> bool:
+    return bool(config.tasksets) and config.mode in ("both", "explore")
+
+
+#: Keys of runs without tasksets, and what a taskset has in their place.
+_IN_A_TASKSET = {
+    "reward_fn": "its own reward_fn",
+    "workflow_kwargs": "its own workflow_args",
+    "eval_workflow": "eval_tasksets with a workflow",
+    "eval_workflow_kwargs": "eval_tasksets with workflow_args",
+}
+
+_DATASET_OR_TASKSETS = (
+    refuse_set(
+        PPOConfig,
+        ["train_dataset.path"],
+        lambda config: config.tasksets,
+        "is given beside tasksets, which take its place; keep one",
+    ),
+    refuse_set(
+        PPOConfig,
+        ["workflow"],
+        lambda config: config.tasksets,
+        "is given beside tasksets, which name their workflows; keep one",
+    ),
+    refuse(
+        PPOConfig,
+        "eval_tasksets",
+        lambda config: config.eval_tasksets and not config.tasksets and config.mode in ("both", "explore"),
+        "are evaluated where tasksets are trained on; give valid_dataset (and eval_workflow) here",
+    ),
+    refuse(
+        PPOConfig,
+        "valid_dataset",
+        lambda config: config.valid_dataset is not None and _draws_tasksets(config),
+        "is not evaluated beside tasksets; give eval_tasksets",
+    ),
+    *(
+        refuse(
+            PPOConfig,
+            key,
+            lambda config, key=key: getattr(config, key) and _draws_tasksets(config),
+            f"is not read beside tasksets; a taskset has {instead}",
+        )
+        for key, instead in _IN_A_TASKSET.items()
+    ),
+    refuse(
+        PPOConfig,
+        "eval_workflow_kwargs",
+        lambda config: config.eval_workflow_kwargs is not None and config.eval_workflow is None and config.workflow is None,
+        "are given for no workflow; name eval_workflow or workflow",
+    ),
+)
+
+#: Keys of a section that is a dataset or a taskset, by where they are not read.
+_ONLY_IN = {
+    place: [each.name for each in fields(TasksetConfig) if each.metadata.get("read_in") == place]
+    for place in ("datasets", "tasksets")
+}
+_DATASETS, _TASKSETS = ("train_dataset", "valid_dataset", "dataset"), ("tasksets.*", "eval_tasksets.*")
+
+_READ_ELSEWHERE = (
+    refuse_set(
+        RunConfig,
+        [f"{section}.{name}" for section in _DATASETS for name in _ONLY_IN["tasksets"] if name != "name"],
+        unread_keys.always,
+        "is read in tasksets, not in a dataset, which takes it from the run's own keys; take it out",
+    ),
+    refuse_set(
+        RunConfig,
+        [f"{section}.name" for section in _DATASETS],
+        unread_keys.always,
+        "is a taskset's name in metrics; the subset of a Hugging Face dataset is called subset",
+    ),
+    refuse_set(
+        PPOConfig,
+        [f"{section}.{name}" for section in _TASKSETS for name in _ONLY_IN["datasets"]],
+        unread_keys.always,
+        "is read in train_dataset and valid_dataset, not in a taskset; take it out",
+    ),
+    refuse_set(
+        PPOConfig,
+        [f"{section}.format.{key}" for section in _TASKSETS for key in ("chosen_key", "rejected_key")],
+        unread_keys.always,
+        "is not read by task-style workflows: pairs of replies are trained on by a stage of kind dpo",
+    ),
+    refuse_set(
+        PPOConfig,
+        [f"{section}.format.image_key" for section in _TASKSETS],
+        unread_keys.always,
+        "is not read by task-style workflows: a workflow finds its images in task.raw_task; or use train_dataset and vision_rlvr",
+    ),
+)
+
+
+def _all_tasksets_set(config: PPOConfig, name: str) -> bool:
+    """Whether no task is sampled with an argument of the run's ``gconfig``, because every taskset has another value."""
+    own, value = [taskset.gconfig for taskset in config.tasksets], getattr(config.gconfig, name)
+    return bool(own) and all(each is not None and getattr(each, name) != value for each in own)
+
+
+_TASKS = (
+    *(
+        refuse_set(
+            PPOConfig,
+            [f"gconfig.{each.name}"],
+            partial(_all_tasksets_set, name=each.name),
+            "is {value}, but every taskset has a gconfig of its own, which takes its place; set it there",
+        )
+        for each in fields(GenerationHyperparameters)
+        if each.name != "n_samples"
+    ),
+    refuse(
+        AuxiliaryModelConfig,
+        "",
+        lambda model: bool(model.model_path) == bool(model.base_url),
+        lambda model: (
+            f"has {'both' if model.model_path else 'neither'} of model_path (a model to serve) and base_url (a server that "
+            "runs); give one"
+        ),
     ),
 )
 
@@ -327,6 +459,106 @@ _ENGINES = (
 )
 
 
+# --- where processes run
+
+#: Keys of ``cluster`` that only a Ray cluster reads.
+_OF_RAY = (
+    *("address", "nodes", "workers", "max_workers", "max_servers"),
+    *(f"{resource}_per_{role}" for resource in ("cpus", "gpus") for role in ("rank", "server", "worker")),
+)
+
+
+def uses_ray(cluster: ClusterConfig) -> bool:
+    """Whether Ray places a run: a Ray cluster that is running, or one of the run's own in a Slurm job that sets keys of Ray."""
+    unchanged = ClusterConfig()
+    is_set = any(getattr(cluster, name) != getattr(unchanged, name) for name in _OF_RAY)
+    return cluster.kind == "ray" or (cluster.kind == "slurm" and is_set)
+
+
+def _on_ray(config: BaseExperimentConfig) -> bool:
+    return uses_ray(config.cluster)
+
+
+_CLUSTER = (
+    refuse_set(
+        ClusterConfig,
+        ["address"],
+        lambda cluster: cluster.kind == "slurm",
+        "is of a Ray that runs, and a job of Slurm has a Ray of its own; take it out",
+    ),
+    refuse_set(
+        ClusterConfig,
+        _OF_RAY,
+        lambda cluster: cluster.kind == "local",
+        "is of kind ray, and kind is {config.kind}; take it out",
+    ),
+    refuse(
+        BaseExperimentConfig,
+        "recover.in_background",
+        lambda config: config.recover.in_background and _on_ray(config),
+        "is true, and on a Ray cluster a lost rank is replaced from a checkpoint that is whole; take it out",
+    ),
+    refuse(
+        PPOConfig,
+        "cluster.processes",
+        lambda config: config.cluster.processes > 1 and config.mode not in ("both", "train"),
+        "is {value}, but mode {config.mode} is one process; take it out",
+    ),
+    *(
+        refuse(PPOConfig, f"cluster.{name}", when, f"is {{value}}, less than {of} ({{config.{of}}}); raise it, or take it out")
+        for name, of, when in (
+            (
+                "max_workers",
+                "cluster.workers",
+                lambda config: (
+                    _on_ray(config) and (config.cluster.max_workers or config.cluster.workers) < config.cluster.workers
+                ),
+            ),
+            (
+                "max_servers",
+                "rollout.servers",
+                lambda config: (
+                    _on_ray(config) and (config.cluster.max_servers or config.rollout.servers) < config.rollout.servers
+                ),
+            ),
+        )
+    ),
+    refuse_set(PPOConfig, ["mode"], _on_ray, "is {value}; cluster.kind ray is for mode both"),
+    refuse_set(
+        PPOConfig,
+        ["deterministic"],
+        _on_ray,
+        "is true, and episodes in several processes do not repeat bit for bit; take it out",
+    ),
+    refuse(
+        PPOConfig,
+        "rollout.backend",
+        lambda config: config.rollout.backend == "builtin" and _on_ray(config),
+        "is builtin, an engine in the process that trains; with cluster.kind ray episodes ask servers: set builtin_process, sglang "
+        "or vllm",
+    ),
+    refuse_set(
+        PPOConfig,
+        ["rollout.addresses"],
+        _on_ray,
+        "names servers; cluster.kind ray starts its own (rollout.servers); take it out",
+    ),
+    refuse_set(PPOConfig, ["rollout.first_gpu"], _on_ray, "is chosen by Ray where cluster.kind is ray; take it out"),
+    refuse(
+        PPOConfig,
+        "rollout.weight_update",
+        lambda config: config.rollout.weight_update == "shared" and _on_ray(config),
+        "is shared memory, which processes on several nodes do not have; set disk, xccl or auto",
+    ),
+    refuse_set(
+        PPOConfig,
+        ["journal.keep"],
+        _on_ray,
+        "removes files that other processes of a Ray cluster may still write; take it out",
+    ),
+)
+
+
 def _samples_greedily(config: PPOConfig) -> bool:
     own = [each.gconfig or config.evaluator.gconfig for each in config.eval_tasksets] or [config.evaluator.gconfig]
     return any(each.is_greedy for each in own)
@@ -417,10 +649,12 @@ RULES: tuple[Rule, ...] = (
     *_MODELS_AND_SAMPLING,
     *_EVERY_EXPERIMENT,
     *_SUPERVISED,
-    *task_rules.RULES,
+    *_DATASET_OR_TASKSETS,
+    *_READ_ELSEWHERE,
+    *_TASKS,
     *unread_keys.RULES,
     *_POLICY,
     *_ENGINES,
-    *cluster_rules.RULES,
+    *_CLUSTER,
     *_MODES,
 )

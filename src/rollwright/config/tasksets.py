@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from typing import Any
 
 from rollwright.config import key, key_from
 from rollwright.config.generation import GenerationHyperparameters
-from rollwright.config.source import default_of
 from rollwright.errors import ConfigError
 
 
@@ -128,21 +126,3 @@ class TasksetConfig:
 
 #: The same class under the name that it has in ``train_dataset``.
 DatasetConfig = TasksetConfig
-
-
-def keys_read_elsewhere(taskset: TasksetConfig, read_in: str) -> Iterator[tuple[str, str]]:
-    """Keys that are set and not read where a taskset stands, each with what to do.
-
-    Args:
-        taskset: the section.
-        read_in: ``datasets`` (``train_dataset``, ``valid_dataset``) or ``tasksets`` (``tasksets``, ``eval_tasksets``).
-    """
-    for each in fields(taskset):
-        if each.metadata.get("read_in", read_in) == read_in or getattr(taskset, each.name) == default_of(each):
-            continue
-        if read_in == "tasksets":
-            yield each.name, "is read in train_dataset and valid_dataset, not in a taskset; take it out"
-        elif each.name == "name":
-            yield each.name, "is a taskset's name in metrics; the subset of a Hugging Face dataset is called subset"
-        else:
-            yield each.name, "is read in tasksets, not in a dataset, which takes it from the run's own keys; take it out"

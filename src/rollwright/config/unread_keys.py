@@ -42,7 +42,8 @@ def has_interval(section: IntervalConfig) -> bool:
     return any(getattr(section, name) is not None for name in _INTERVAL)
 
 
-def _always(section: object) -> bool:
+def always(section: object) -> bool:
+    """True: the rule applies to every section."""
     return True
 
 
@@ -81,7 +82,7 @@ _MODELS = (
         lambda config: config.ref.optimizer is not None,
         "the reference is not trained",
     ),
-    unread(PPOConfig | DPOConfig, ["ref.max_bad_steps"], _always, "the reference is not trained"),
+    unread(PPOConfig | DPOConfig, ["ref.max_bad_steps"], always, "the reference is not trained"),
 )
 
 
@@ -246,7 +247,7 @@ _POLICY = (
     unread(
         PPOConfig,
         [f"eval_tasksets.*.{name}" for name in ("ratio", "selector", "selector_args")],
-        _always,
+        always,
         "each task is evaluated",
     ),
 )
@@ -271,16 +272,16 @@ _EVALUATIONS = (
     unread(
         EvalConfig,
         [*_OF_REMOTE_ENGINES, *_OF_SERVERS_AND_TRAINING, "rollout.logprob_tolerance"],
-        _always,
+        always,
         "an evaluation samples in its own process",
     ),
     unread(
         EvalConfig,
         [f"stats_logger.{name}" for name in ("sinks", "show", "project")],
-        _always,
+        always,
         "an evaluation's scores go to summary.json",
     ),
-    unread(EvalConfig, ["gconfig.n_samples"], _always, "`samples` sets how often a task is sampled"),
+    unread(EvalConfig, ["gconfig.n_samples"], always, "`samples` sets how often a task is sampled"),
     unread(
         EvalConfig,
         [f"gconfig.{name}" for name in ("greedy", "temperature", "top_p", "top_k", "min_p", "seed")],

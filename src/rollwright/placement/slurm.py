@@ -24,7 +24,7 @@ from pathlib import Path
 from types import FrameType
 from typing import Any
 
-from rollwright.config.cluster_rules import uses_ray
+from rollwright.config.rules import uses_ray
 from rollwright.config.loading import Stage
 from rollwright.config.plan import run_directory_of
 from rollwright.config.secrets import command_line

@@ -23,11 +23,8 @@ PLACE = "_place"
 #: Modules that only check, copy or write a config; and those that are looked through to who called them.
 CHECKS = frozenset(
     [
-        *(
-            f"rollwright.config.{name}"
-            for name in ("cluster_rules", "faults", "loading", "plan", "recipes", "rules", "schema", "secrets")
-        ),
-        *(f"rollwright.config.{name}" for name in ("source", "task_rules", "unread_keys", "validation")),
+        *(f"rollwright.config.{name}" for name in ("faults", "loading", "plan", "recipes", "rules", "schema", "secrets")),
+        *(f"rollwright.config.{name}" for name in ("source", "unread_keys", "validation")),
         *(
             "rollwright.tracking.learning_signs",
             "rollwright.trainers.checks.missing_inputs",
