@@ -114,6 +114,11 @@ class PPOConfig(EpisodesConfig, BaseExperimentConfig):
     ref: TrainEngineConfig | None = key(None, "Reference policy of the KL; default: the actor's first weights if kl_ctl > 0.")
     critic: TrainEngineConfig | None = key(None, "Value model. Not built yet: refused.")
 
+    @property
+    def group_size(self) -> int:
+        """Samples of each training task; the run's ``gconfig.n_samples``, which means nothing else."""
+        return self.gconfig.n_samples
+
 
 @dataclass
 class GRPOConfig(PPOConfig):

@@ -68,7 +68,7 @@ def _supervised(config: SFTConfig) -> str:
 
 
 def _rl(config: PPOConfig) -> str:
-    gconfig, dataset = config.gconfig, config.train_dataset
+    dataset = config.train_dataset
     if config.mode != "both":
         return f"run in mode {config.mode} with {config.actor.path}"
     work = f"{_class(config.workflow)} on {_rows(dataset)}"
@@ -76,7 +76,7 @@ def _rl(config: PPOConfig) -> str:
         work = "the workflows of " + ", ".join(taskset.path or taskset.name for taskset in config.tasksets)
     evaluation = f"; evaluate on {_rows(config.valid_dataset)}" if config.valid_dataset else ""
     return (
-        f"train {config.actor.path} with {work}, {dataset.batch_size} tasks × {gconfig.n_samples} "
+        f"train {config.actor.path} with {work}, {dataset.batch_size} tasks × {config.group_size} "
         f"samples a step ({_sampling_of_tasks(config)}) from the {config.rollout.backend} engine, {_length(config)}{evaluation}"
     )
 

@@ -301,7 +301,7 @@ _TASKS = (
 def _groups_in_a_batch(config: PPOConfig) -> tuple[int, str]:
     """Groups of samples in a batch, and the key that sets how many."""
     if config.store and config.store.train_batch_size is not None and config.mode == "train":
-        return -(-config.store.train_batch_size // config.gconfig.n_samples), "store.train_batch_size"
+        return -(-config.store.train_batch_size // config.group_size), "store.train_batch_size"
     return config.train_dataset.batch_size, "train_dataset.batch_size"
 
 
@@ -566,7 +566,7 @@ def _samples_greedily(config: PPOConfig) -> bool:
 
 def _places(config: PPOConfig) -> int:
     """Largest lead of explorers over the trainer, in samples."""
-    return (config.rollout.max_head_offpolicyness + 1) * config.train_dataset.batch_size * config.gconfig.n_samples
+    return (config.rollout.max_head_offpolicyness + 1) * config.train_dataset.batch_size * config.group_size
 
 
 def _needed(config: PPOConfig) -> int:

@@ -123,9 +123,9 @@ def training_workflow(config: PPOConfig, tokenizer: Any, source: Any, services: 
         ConfigError: the config names neither a workflow nor tasksets.
     """
     if config.tasksets:
-        n_samples = config.gconfig.n_samples if config.gconfig.n_samples > 1 else None
+        group_size = config.group_size if config.group_size > 1 else None
         feedback = source.feedback if isinstance(source, TaskMixture) else None
-        return _runner(config, tokenizer, services, config.tasksets, config.gconfig, n_samples=n_samples, feedback=feedback)
+        return _runner(config, tokenizer, services, config.tasksets, config.gconfig, group_size=group_size, feedback=feedback)
     if config.workflow is None:
         raise ConfigError(
             "no workflow: set `workflow:` in the config, give tasksets that name theirs, or pass one to PPOTrainer.train()."
@@ -134,7 +134,7 @@ def training_workflow(config: PPOConfig, tokenizer: Any, source: Any, services: 
 
 
 def evaluation_workflow(
-    config: PPOConfig, tokenizer: Any, services: TaskServices, *, n_samples: int | None = None
+    config: PPOConfig, tokenizer: Any, services: TaskServices, *, group_size: int | None = None
 ) -> tuple[Any, dict[str, Any] | None]:
     """What runs held-out tasks, and its constructor's arguments: a runner of the evaluation tasksets, or a workflow.
 
@@ -145,12 +145,12 @@ def evaluation_workflow(
         config: the experiment.
         tokenizer: the policy's.
         services: for the runner's workflows.
-        n_samples: samples of each task of a taskset. None: as the taskset says.
+        group_size: samples of each task of a taskset. None uses the taskset's own.
     """
     if config.eval_tasksets:
         tasksets = config.eval_tasksets
-        if n_samples is not None:
-            tasksets = [dataclasses.replace(taskset, group_size=n_samples) for taskset in tasksets]
+        if group_size is not None:
+            tasksets = [dataclasses.replace(taskset, group_size=group_size) for taskset in tasksets]
         return _runner(config, tokenizer, services, tasksets, config.evaluator.gconfig, is_eval=True), None
     workflow = config.eval_workflow or config.workflow
     if workflow is None:
@@ -174,10 +174,10 @@ def _runner(
 
 
 def held_out_tasks(
-    config: PPOConfig, tokenizer: Any, services: TaskServices, *, n_samples: int | None = None
+    config: PPOConfig, tokenizer: Any, services: TaskServices, *, group_size: int | None = None
 ) -> tuple[list[Row], Any, dict[str, Any] | None]:
     """The held-out tasks with what runs them, see :func:`evaluation_workflow`. There are no rows if nothing runs them."""
-    workflow, kwargs = evaluation_workflow(config, tokenizer, services, n_samples=n_samples)
+    workflow, kwargs = evaluation_workflow(config, tokenizer, services, group_size=group_size)
     return ([] if workflow is None else evaluation_rows(config)), workflow, kwargs
 
 

@@ -49,7 +49,7 @@ def open_worker(where: Any, config: PPOConfig, addresses: list[str], directory: 
         client,
         rollout,
         trained,
-        group_size=config.gconfig.n_samples,
+        group_size=config.group_size,
         seed=config.seed,
         journal=journal,
         evaluation=None if held_out is None else evaluating(held_out, kwargs, config.evaluator.gconfig),

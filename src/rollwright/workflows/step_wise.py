@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+from collections.abc import AsyncIterator, Iterator
 from typing import Any
 
 from rollwright.errors import WorkflowError
@@ -42,6 +44,22 @@ class _Steps(Workflow):
         """Async version of ``step``, for the Async classes."""
         raise WorkflowError(f"{type(self).__name__} defines no step_async(step_num).")
 
+    def _steps(self) -> Iterator[list[Experience]]:
+        """Run the steps, and yield the experiences of each."""
+        for number in range(self.max_step_num):
+            goes_on = self.step(step_num=number)
+            yield self._experiences_of(number)
+            if not goes_on:
+                return
+
+    async def _steps_async(self) -> AsyncIterator[list[Experience]]:
+        """Async version of ``_steps``, with ``step_async``."""
+        for number in range(self.max_step_num):
+            goes_on = await self.step_async(step_num=number)
+            yield self._experiences_of(number)
+            if not goes_on:
+                return
+
     def _experiences_of(self, step: int) -> list[Experience]:
         experiences = self.model.extract_experience_from_history()
         for experience in experiences:
@@ -59,11 +77,8 @@ class StepWiseRewardWorkflow(_Steps):
     def run(self) -> list[Experience]:
         """Run the steps, and reward each."""
         made: list[Experience] = []
-        for step in range(self.max_step_num):
-            goes_on, experiences = self.step(step_num=step), self._experiences_of(step)
-            made += with_reward(experiences, self.reward(experiences, step_num=step))
-            if not goes_on:
-                break
+        for number, experiences in enumerate(self._steps()):
+            made += with_reward(experiences, self.reward(experiences, step_num=number))
         return made
 
 
@@ -77,11 +92,10 @@ class AsyncStepWiseRewardWorkflow(StepWiseRewardWorkflow):
     async def run_async(self) -> list[Experience]:
         """Run the steps, and reward each."""
         made: list[Experience] = []
-        for step in range(self.max_step_num):
-            goes_on, experiences = await self.step_async(step_num=step), self._experiences_of(step)
-            made += with_reward(experiences, await self.reward_async(experiences, step_num=step))
-            if not goes_on:
-                break
+        number = 0
+        async for experiences in self._steps_async():
+            made += with_reward(experiences, await self.reward_async(experiences, step_num=number))
+            number += 1
         return made
 
 
@@ -94,14 +108,9 @@ class RewardPropagationWorkflow(_Steps):
 
     def run(self) -> list[Experience]:
         """Run the steps, and reward all of them."""
-        made: list[Experience] = []
-        steps = 0
-        for steps in range(1, self.max_step_num + 1):
-            goes_on = self.step(step_num=steps - 1)
-            made += self._experiences_of(steps - 1)
-            if not goes_on:
-                break
-        return with_reward(made, self.reward(made), actual_env_steps=steps)
+        steps = list(self._steps())
+        made = list(itertools.chain.from_iterable(steps))
+        return with_reward(made, self.reward(made), actual_env_steps=len(steps))
 
 
 class AsyncRewardPropagationWorkflow(RewardPropagationWorkflow):
@@ -113,11 +122,6 @@ class AsyncRewardPropagationWorkflow(RewardPropagationWorkflow):
 
     async def run_async(self) -> list[Experience]:
         """Run the steps, and reward all of them."""
-        made: list[Experience] = []
-        steps = 0
-        for steps in range(1, self.max_step_num + 1):
-            goes_on = await self.step_async(step_num=steps - 1)
-            made += self._experiences_of(steps - 1)
-            if not goes_on:
-                break
-        return with_reward(made, await self.reward_async(made), actual_env_steps=steps)
+        steps = [experiences async for experiences in self._steps_async()]
+        made = list(itertools.chain.from_iterable(steps))
+        return with_reward(made, await self.reward_async(made), actual_env_steps=len(steps))

@@ -40,16 +40,15 @@ class TaskRunner(RolloutWorkflow):
     Args:
         tasksets: the tasksets that rows come from; a row's ``"taskset"`` names its own, the first is the default.
         tokenizer: the policy's tokenizer.
-        gconfig: generation arguments of tasksets that have none of their own; None: the defaults.
-        n_samples: samples of a task whose taskset sets no ``group_size``; None: the tasksets' ``gconfig.n_samples``.
-        is_eval: tasks are evaluation.
-        services: what runs beside the run: its ``openai_front``, at which samples' OpenAI clients are recorded (None: there
-            are no such clients), and its ``auxiliary_models``, OpenAI clients of models that are not trained. They are started
-            here and live as long as this object.
-        max_abandoned_threads: threads that may hang before the run is stopped.
-        model_path: where the policy's weights came from.
-        feedback: told the ordinal and the mean reward of every task that was run.
-        overflow_reward: of a sample that raised because its conversation outgrew the context; what it asked before is kept.
+        gconfig: generation arguments of tasksets without their own. None uses the defaults.
+        group_size: samples of a task whose taskset sets no ``group_size``. None uses the task's ``gconfig.n_samples``.
+        is_eval: the tasks are evaluation tasks.
+        services: the run's ``openai_front``, which records the calls of samples' OpenAI clients (None if there are no such
+            clients), and its ``auxiliary_models``, OpenAI clients of models that are not trained.
+        max_abandoned_threads: number of hanging threads at which the run stops.
+        model_path: path of the policy's initial weights.
+        feedback: called with the ordinal and the mean reward of every task that was run.
+        overflow_reward: reward of a sample that raised because its conversation outgrew the context. Its earlier calls are kept.
     """
 
     def __init__(
@@ -58,7 +57,7 @@ class TaskRunner(RolloutWorkflow):
         tokenizer: Any,
         *,
         gconfig: GenerationHyperparameters | None = None,
-        n_samples: int | None = None,
+        group_size: int | None = None,
         is_eval: bool = False,
         services: Any = None,
         max_abandoned_threads: int = 16,
@@ -72,7 +71,7 @@ class TaskRunner(RolloutWorkflow):
         self.default_taskset = tasksets[0]
         self.tokenizer = tokenizer
         self.gconfig = gconfig
-        self.n_samples = n_samples
+        self.group_size_by_default = group_size
         self.is_eval = is_eval
         self.services = services
         self.auxiliary_models = [] if services is None else list(services.auxiliary_models)
@@ -94,17 +93,18 @@ class TaskRunner(RolloutWorkflow):
         return self.tasksets.get(data.get("taskset", ""), self.default_taskset)
 
     def generation_of(self, taskset: TasksetConfig) -> GenerationHyperparameters:
-        """The generation arguments of a taskset's tasks: its own where it sets any."""
+        """The generation arguments of a taskset's tasks: its own, else the runner's."""
         return (taskset.gconfig or self.gconfig or GenerationHyperparameters()).new()
 
     def first_runs(self, data: dict[str, Any]) -> list[int]:
-        """The samples that each first run of this row's workflow is asked for: all in one run, or one in each.
+        """Number of samples that each first run of a row's workflow is asked for: all in one run, or one in each.
 
-        A run that delivers fewer is followed by further ones, until the group is full. So what a class declares (``repeatable``,
-        or ``can_repeat``, which means the opposite) is a first guess; what its runs delivered counts afterwards.
+        If runs deliver fewer, further ones follow until the group is full. What a class declares (``repeatable``, or
+        ``can_repeat``, which means the opposite) is only a first guess; afterwards, what its runs delivered counts.
         """
         task = self.task_of(data)
-        samples, kind = self._samples(task), task.workflow_class()
+        samples = task.repeat_times or self.group_size_by_default or task.rollout_args.n_samples
+        kind = task.workflow_class()
         one_each = self._delivers_one.get(kind)
         if one_each is None and hasattr(kind, "can_repeat"):
             one_each = not class_trait(kind, "can_repeat", task)
@@ -139,7 +139,7 @@ class TaskRunner(RolloutWorkflow):
                 experiences = await self.threads.run(partial(self._run_in_thread, taskset, task, model, name), name=name)
         except RolloutError:
             raise
-        except Exception as error:  # whatever a client or a framework makes of the refusal
+        except Exception as error:  # clients and frameworks wrap the engine's refusal in errors of their own
             experiences = model.experiences_cut_short(self.overflow_reward)
             if not experiences:
                 raise
@@ -147,19 +147,20 @@ class TaskRunner(RolloutWorkflow):
         finally:
             model.close()
         if experiences:
-            numbers = self._note_samples(kind, asked, experiences)
+            numbers = sample_numbers(experiences, asked, delivers_one=self._delivers_one.get(kind))
+            self._note(kind, asked, max(numbers))
             if isinstance(engine, SampleBoundEngine):
                 engine.sample_of_row = numbers
         self._tell(task, [e.reward for e in experiences or [] if e.reward is not None])
         return experiences
 
     def ran_elsewhere(self, data: dict[str, Any], asked: int, rows: Trajectory) -> None:
-        """Note an episode that another process ran: how many samples its class delivers, and its reward.
+        """Note how many samples an episode in another process delivered, and report its reward.
 
         Args:
             data: the row.
-            asked: samples that the workflow was asked for.
-            rows: that it became, with ``sample_ids`` that count from 0.
+            asked: number of samples that the workflow was asked for.
+            rows: rows of the episode, with ``sample_ids`` counted from 0.
         """
         task = self.task_of(data)
         self._note(task.workflow_class(), asked, int(rows["sample_ids"].max()))
@@ -185,36 +186,34 @@ class TaskRunner(RolloutWorkflow):
         )
 
     def _run_in_thread(self, taskset: TasksetConfig, task: Task, model: ModelWrapper, name: str) -> list[Experience] | None:
-        """Build (or reset) and run: a workflow that is heavy to build holds nobody up."""
+        """Build or reset the workflow and run it, all in this thread, because building one may take long."""
         with self._workflows.workflow(task, model, lambda: self.auxiliary_models, taskset.name) as workflow:
             return returned_experiences(name, workflow.run(), task.is_eval)
 
-    def _samples(self, task: Task) -> int:
-        return task.repeat_times or self.n_samples or task.rollout_args.n_samples
-
-    def _note_samples(self, kind: type, asked: int, experiences: list[Experience]) -> list[int]:
-        """The sample of each experience; how many one run of the class delivers is remembered for its next tasks."""
-        samples = sample_numbers(experiences, asked, delivers_one=self._delivers_one.get(kind))
-        self._note(kind, asked, max(samples))
-        return samples
-
     def _note(self, kind: type, asked: int, last: int) -> None:
-        """Remember how many samples one run of a class delivers, where that tells: it was asked for ``asked``, and ``last`` is the
-        number of the last."""
+        """Remember whether one run of a class delivers one sample or several, if this run shows it.
+
+        Args:
+            kind: the workflow class.
+            asked: number of samples that the run was asked for.
+            last: number of its last sample, counted from 0.
+        """
         if asked > 1 or last > 0:
             self._delivers_one[kind] = last == 0
 
 
 def sample_numbers(experiences: Sequence[Experience], asked: int, delivers_one: bool | None = None) -> list[int]:
-    """Which sample each experience of a run belongs to, counted from 0: a run may deliver several, and a sample several.
+    """Number of the sample, from 0, that each experience of a run belongs to. A run may have several samples, a sample several
+    experiences.
 
-    Runs that the workflow numbered (``eid.run``) are samples. Otherwise a sample begins where the first prompt comes again, at
-    the same step (``eid.step``).
+    If the workflow numbered its runs (``eid.run``), these are the samples. Otherwise, each repetition of the first prompt at the
+    same step (``eid.step``) begins a sample.
 
     Args:
         experiences: what the run returned.
-        asked: samples that it was asked for. As many experiences, of different prompts and of one step, are as many samples.
-        delivers_one: what is known of the workflow: one sample a run (True), or several.
+        asked: number of samples that the run was asked for. The same number of experiences, with different prompts and one step,
+            are one sample each.
+        delivers_one: whether runs of this workflow deliver one sample. None if not known.
     """
     runs = list(dict.fromkeys(experience.eid.run for experience in experiences))
     if len(runs) > 1:
@@ -231,7 +230,7 @@ def sample_numbers(experiences: Sequence[Experience], asked: int, delivers_one: 
 
 
 class AbandonableThreads:
-    """Runs synchronous code in threads that can be left behind when the code does not end."""
+    """Runs synchronous code in threads, which are abandoned if the code does not end."""
 
     def __init__(self, limit: int) -> None:
         self.limit = limit
@@ -239,14 +238,14 @@ class AbandonableThreads:
 
     @property
     def abandoned(self) -> int:
-        """Threads that were left behind and have not ended."""
+        """Number of abandoned threads that still run."""
         return sum(outcome.cancelled() for outcome in list(self._running))
 
     async def run(self, function: Callable[[], Any], name: str) -> Any:
-        """Await ``function()`` in a daemon thread of its own.
+        """Await ``function()`` in a new daemon thread.
 
         Raises:
-            RolloutError: more threads hang than the limit allows.
+            RolloutError: as many abandoned threads still run as the limit allows.
         """
         if self.abandoned >= self.limit:
             raise RolloutError(
@@ -257,21 +256,17 @@ class AbandonableThreads:
         sandbox, episode = sandbox_name(), EPISODE.get()
 
         def call() -> None:
-            result, error = None, None
             EPISODE.set(episode)
             try:
                 with sandboxed(sandbox):
-                    result = function()
-            except StopIteration:  # no future of asyncio takes it
-                error = RuntimeError(f"{name} raised StopIteration")
-            except BaseException as raised:  # handed over whole: the awaiting sample reports it
-                error = raised
+                    hand_over = partial(outcome.set_result, function())
+            except StopIteration:  # a future of asyncio does not accept it
+                hand_over = partial(outcome.set_exception, RuntimeError(f"{name} raised StopIteration"))
+            except BaseException as error:  # raised again where the sample awaits it
+                hand_over = partial(outcome.set_exception, error)
             self._running.discard(outcome)
-            if outcome.set_running_or_notify_cancel():  # it was not given up
-                if error is not None:
-                    outcome.set_exception(error)
-                else:
-                    outcome.set_result(result)
+            if outcome.set_running_or_notify_cancel():  # the sample still waits
+                hand_over()
 
         self._running.add(outcome)
         threading.Thread(target=call, name=name, daemon=True).start()

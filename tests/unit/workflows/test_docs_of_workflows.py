@@ -95,7 +95,7 @@ def test_the_task_style_class_runs(names, tiny_model):
     taskset = TasksetConfig(format=FormatConfig(prompt_key="question", response_key="answer"))
     taskset.workflow = names["Echo"]
     tokenizer = load_tokenizer(tiny_model)
-    runner = TaskRunner([taskset], tokenizer, gconfig=GCONFIG, n_samples=3)
+    runner = TaskRunner([taskset], tokenizer, gconfig=GCONFIG, group_size=3)
     with BuiltinEngine(str(tiny_model)) as engine:
         experiences = asyncio.run(runner.arun_episode(engine, {"question": "6*7=", "answer": "42"}))
     assert len(experiences) == 3

@@ -72,7 +72,7 @@ def test_a_trait_may_have_three_forms(form):
 def test_what_ran_in_another_process_is_learnt_from_here(tokenizer):
     told = []
     runner = TaskRunner(
-        [TasksetConfig(workflow=TwoAnswers)], tokenizer, n_samples=2, feedback=lambda *words: told.append(words)
+        [TasksetConfig(workflow=TwoAnswers)], tokenizer, group_size=2, feedback=lambda *words: told.append(words)
     )
     row = {"question": "1", "answer": "1", "ordinal": 7}
     assert runner.first_runs(row) == [2]
@@ -84,9 +84,9 @@ def test_what_ran_in_another_process_is_learnt_from_here(tokenizer):
 def test_who_repeats(tokenizer):
     row = {"question": "1", "answer": "1"}
     once = TasksetConfig(workflow=TwoAnswers)
-    assert TaskRunner([once], tokenizer, n_samples=6).first_runs(row) == [6]
+    assert TaskRunner([once], tokenizer, group_size=6).first_runs(row) == [6]
     often = TasksetConfig(workflow="simple_workflow", reward_fn="exact_match_reward")
-    assert TaskRunner([often], tokenizer, n_samples=6).first_runs(row) == [1] * 6
+    assert TaskRunner([often], tokenizer, group_size=6).first_runs(row) == [1] * 6
 
 
 def test_a_resettable_workflow_is_reused_with_its_next_task_and_arguments(tokenizer):
@@ -109,7 +109,7 @@ def test_a_resettable_workflow_is_reused_with_its_next_task_and_arguments(tokeni
             return [response]
 
     engine = Scripted(tokenizer, "x")
-    runner = TaskRunner([TasksetConfig(workflow=Heavy)], tokenizer, n_samples=1)
+    runner = TaskRunner([TasksetConfig(workflow=Heavy)], tokenizer, group_size=1)
     asyncio.run(runner.arun_episode(engine, {"question": "first"}))
     asyncio.run(runner.arun_episode(engine, {"question": "second"}))
     assert len(built) == 1
@@ -271,7 +271,7 @@ def test_evaluation_has_arguments_of_its_own_also_in_a_workflow_that_trains(toke
     own = TasksetConfig(workflow=Reused, format=FormatConfig(prompt_key="question"))
     own.gconfig = GenerationHyperparameters(temperature=0.3, max_new_tokens=4)
     engine = Scripted(tokenizer, "x")
-    training = TaskRunner([trained], tokenizer, n_samples=1)
+    training = TaskRunner([trained], tokenizer, group_size=1)
     rewards = []
     for runner in (
         training,

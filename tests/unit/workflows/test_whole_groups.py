@@ -45,7 +45,7 @@ def tells(self, repeat_times, run_id_base):
 def groups_of(kind, tokenizer, tasks=3, size=SIZE, **options):
     """The batches of several tasks, one after the other."""
     taskset = TasksetConfig(workflow=kind, format=FormatConfig(prompt_key="question", response_key="answer"))
-    runner = TaskRunner([taskset], tokenizer, n_samples=size)
+    runner = TaskRunner([taskset], tokenizer, group_size=size)
     with RolloutExecutor(Script(tokenizer, "4", "5"), RolloutConfig(**options)) as executor:
         return [executor.rollout_batch([{"question": "2+2=", "ordinal": number}], runner) for number in range(tasks)]
 

@@ -117,7 +117,7 @@ def test_a_truncated_conversation_is_marked(tokenizer):
             messages.append({"role": "assistant", "content": reply.response_text})
             return [self.process_messages_to_experience(messages, 0.5, {"steps": 1, "map": "a"}, "response_truncated")]
 
-    runner = TaskRunner([TasksetConfig(workflow=Short, format=FormatConfig(prompt_key="question"))], tokenizer, n_samples=2)
+    runner = TaskRunner([TasksetConfig(workflow=Short, format=FormatConfig(prompt_key="question"))], tokenizer, group_size=2)
     with RolloutExecutor(Script(tokenizer, "left")) as executor:
         batch = executor.rollout_batch([{"question": "x", "ordinal": 0}], runner)
     assert batch["rewards"].tolist() == [0.5, 0.5]

@@ -286,7 +286,7 @@ class PPOTrainer(PolicyTrainer):
         if not self._taken:
             self._taken.extend(
                 self.rollout.prepare_batch(
-                    self.loader, workflow=self._workflow, should_accept_fn=self._operators, group_size=config.gconfig.n_samples
+                    self.loader, workflow=self._workflow, should_accept_fn=self._operators, group_size=config.group_size
                 )
                 for _ in range(wanted)
             )

@@ -133,7 +133,7 @@ def _scores(config: PPOConfig, path: str, directory: RunDirectory) -> dict[str, 
         TaskServices(config, tokenizer, directory.logs) as services,  # of this checkpoint: agents and judges ask for it by name
         make_rollout_engine(config, None, tokenizer, directory) as rollout,
     ):
-        rows, workflow, kwargs = held_out_tasks(config, tokenizer, services, n_samples=config.bench.samples)
+        rows, workflow, kwargs = held_out_tasks(config, tokenizer, services, group_size=config.bench.samples)
         for row in rows:
             by_name[row["taskset"] if config.eval_tasksets else "valid"].append(row)
         for name, tasks in by_name.items():

@@ -235,7 +235,7 @@ class Explorer:
             rows, *self.evaluated = held_out_tasks(config, self.tokenizer, services)
             self.evaluation_tasks = rows[: config.evaluator.limit]
             self.rollout = opened.enter_context(make_rollout_engine(config, None, self.tokenizer, self.directory))
-            self.sink = GroupSink(self.rollout, workflow, config.gconfig.n_samples, self.store, operators)
+            self.sink = GroupSink(self.rollout, workflow, config.group_size, self.store, operators)
             opened.callback(self.sink.close)
             self.trainer = TrainerFollower(self.rollout, self.store, config.rollout.logprob_tolerance, self._release_running)
             self._opened = opened.pop_all()

@@ -202,7 +202,7 @@ class RunReplay:
             source: Any = drawn_tasks.task_source(config)
             return drawn_tasks.training_workflow(config, self.tokenizer, source, services), None, 1
         kwargs = drawn_tasks.workflow_arguments(config, config.workflow, config.workflow_kwargs, self.tokenizer)
-        return config.workflow, kwargs, config.gconfig.n_samples
+        return config.workflow, kwargs, config.group_size
 
     def _evaluated(self) -> tuple[Any, dict[str, Any] | None, int]:
         config, gconfig = self.config, self.config.evaluator.gconfig

@@ -208,7 +208,7 @@ class RunBook:
     def end(self) -> None:
         """Groups that wait for further runs of their task are complete with those that came."""
         with self._lock:
-            size = self.config.gconfig.n_samples
+            size = self.config.group_size
             completed = sum(self.store.complete_group(name) for name in self.store.open_groups(f"{self.name}/"))
             if completed:
                 logger.info("%d groups have fewer than %d runs and are trained as they are", completed, size)
@@ -226,7 +226,7 @@ class RunBook:
         for experience in experiences:
             experience.eid = ExperienceId(batch=self.name, task="", run=0)
         result = self.pipeline.apply([experiences])
-        size = self.config.gconfig.n_samples if run.task is not None else 1
+        size = self.config.group_size if run.task is not None else 1
         rows = [experience for sample in result.samples for experience in sample]
         if run.last_word is not None and run.last_word.group:
             group, index = run.last_word.group, run.last_word.index
@@ -254,7 +254,7 @@ class RunBook:
         return len(rows)
 
     def _take_place(self, task: str, group: str, index: int) -> None:
-        number, size = int(group.rpartition("/")[2]), self.config.gconfig.n_samples
+        number, size = int(group.rpartition("/")[2]), self.config.group_size
         self._samples_of[task] = max(self._samples_of.get(task, 0), number * size + index + 1)
 
     def _remember(self, name: str, last_word: LastWord) -> None:
@@ -278,7 +278,7 @@ class RunBook:
                 pasts[record.begin.ordinal].append(record)
             for past in pasts.values():
                 self._go_on(sorted(past, key=lambda record: record.writer))
-            size, still_open = self.config.gconfig.n_samples, self.store.open_groups(f"{self.name}/")
+            size, still_open = self.config.group_size, self.store.open_groups(f"{self.name}/")
             for task, taken in self._samples_of.items():
                 if taken % size and f"{self.name}/{task}/{taken // size}" not in still_open:  # it was completed as it was
                     self._samples_of[task] = (taken // size + 1) * size
