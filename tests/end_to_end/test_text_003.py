@@ -10,7 +10,7 @@ import sys
 import pytest
 
 from rollwright import WORKFLOWS, Experience, ModelWrapper, Task, Workflow
-from rollwright.compat.trinity import Trinity
+from rollwright.compat.dialects import Trinity
 from rollwright.config.loading import load_stages
 from rollwright.config.source import Origins, parse_yaml
 

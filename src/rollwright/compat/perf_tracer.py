@@ -9,7 +9,7 @@ from __future__ import annotations
 import enum
 import inspect
 from collections.abc import AsyncIterator, Callable, Iterator
-from contextlib import asynccontextmanager, contextmanager
+from contextlib import AbstractAsyncContextManager, AbstractContextManager, asynccontextmanager, contextmanager
 from typing import Any
 
 from rollwright.compat.stats_tracker import record_timing
@@ -42,22 +42,18 @@ async def atrace_scope(name: str, category: str | None = None, args: dict[str, A
         yield
 
 
-@contextmanager
 def trace_session_phase(
     phase: str, start_payload: dict[str, Any] | None = None, end_payload: dict[str, Any] | None = None
-) -> Iterator[None]:
+) -> AbstractContextManager[None]:
     """Record a span over a phase of an episode; the payloads are shown with it in the trace."""
-    with trace_scope(phase, Category.MISC, {**(start_payload or {}), **(end_payload or {})}):
-        yield
+    return trace_scope(phase, Category.MISC, {**(start_payload or {}), **(end_payload or {})})
 
 
-@asynccontextmanager
-async def atrace_session_phase(
+def atrace_session_phase(
     phase: str, start_payload: dict[str, Any] | None = None, end_payload: dict[str, Any] | None = None
-) -> AsyncIterator[None]:
+) -> AbstractAsyncContextManager[None]:
     """``trace_session_phase`` for ``async with``."""
-    with trace_session_phase(phase, start_payload, end_payload):
-        yield
+    return atrace_scope(phase, Category.MISC, {**(start_payload or {}), **(end_payload or {})})
 
 
 def trace_perf(name: str, *, category: str | None = None) -> Callable[[Callable[..., Any]], Callable[..., Any]]:

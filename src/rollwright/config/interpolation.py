@@ -13,9 +13,8 @@ import re
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-from rollwright.config.overrides import merge
 from rollwright.config.secrets import HIDDEN, Secret, hidden_by_name
-from rollwright.config.source import KeyPath, Origins, default_of, dotted, parse_value, plain, undotted
+from rollwright.config.source import KeyPath, Origins, default_of, dotted, merge, parse_value, plain, undotted
 from rollwright.errors import ConfigError
 
 #: Value of ``${run_dir}`` in every file.

@@ -105,7 +105,6 @@ class AsyncRewardWrapper:
         if not callable(reward_fn):
             raise RewardError(f"{reward_fn!r} is no reward function; give a callable, a registered name or an import path.")
         inner = _without_partials(reward_fn)
-        self.reward_fn: Callable[..., Any] = reward_fn
         self.timeout_seconds = float(timeout_seconds)
         self.max_workers = max_workers
         self.max_retries = max_retries

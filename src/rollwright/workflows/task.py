@@ -11,8 +11,7 @@ from typing import Any, Self
 
 from rollwright.config.generation import GenerationHyperparameters
 from rollwright.config.tasksets import FormatConfig, TasksetConfig
-from rollwright.data.columns import answer_of
-from rollwright.data.formats import messages_of
+from rollwright.data.formats import answer_of, messages_of
 from rollwright.errors import TrajectoryError, WorkflowError
 from rollwright.experience.experience import Experience
 from rollwright.rewards.registry import REWARD_FUNCTIONS, RewardFn, in_parts

@@ -2,7 +2,7 @@
 
 import pytest
 
-from rollwright.compat.trinity import Trinity
+from rollwright.compat.dialects import Trinity
 from rollwright.config.loading import build_stages
 from rollwright.config.source import Origins, parse_yaml
 from rollwright.errors import ConfigError

@@ -53,7 +53,7 @@ class TwoAnswers(Workflow):
 
 def test_a_synchronous_workflow_runs_in_a_thread_and_makes_its_own_group(tokenizer):
     engine = Scripted(tokenizer, "4", "5")
-    experiences = run(TwoAnswers, {"question": "2+2=", "answer": "4"}, engine, tokenizer, n_samples=2)
+    experiences = run(TwoAnswers, {"question": "2+2=", "answer": "4"}, engine, tokenizer, group_size=2)
     assert [e.reward for e in experiences] == [1.0, 0.0]
     assert engine.requests[0].gconfig.temperature == 0.5
     assert experiences[0].versions.tolist() == [3, 3]
@@ -339,7 +339,7 @@ def test_who_asks_to_be_told_the_group_s_size_is_told(tokenizer):
                 response.reward = 0.0
             return responses
 
-    assert len(run(Told, {"question": "1", "answer": "1"}, Scripted(tokenizer, "x"), tokenizer, n_samples=3)) == 3
+    assert len(run(Told, {"question": "1", "answer": "1"}, Scripted(tokenizer, "x"), tokenizer, group_size=3)) == 3
 
 
 def test_a_taskset_without_generation_arguments_has_the_run_s(tokenizer):
