@@ -24,7 +24,7 @@ from types import ModuleType
 from typing import Any
 
 from rollwright.errors import BrokenRewardError, RewardError
-from rollwright.experience.durable import kept_calls
+from rollwright.experience.durable import function_name, kept_calls
 from rollwright.processes.pool import FunctionFailedError, WorkerCrashError, WorkerTimeoutError, shared_pool
 from rollwright.processes.sandbox import sandbox_name, sandboxed
 from rollwright.rewards.registry import REWARD_FUNCTIONS, RewardFn, SummedParts
@@ -321,14 +321,6 @@ def as_float(value: Any) -> float:
     if not math.isfinite(number):
         raise ValueError(f"it returned {number}, not a finite number")
     return number
-
-
-def function_name(function: Any) -> str:
-    """Module and qualified name of a function, or of the type of an object."""
-    inner = _without_partials(function)
-    name = getattr(inner, "__qualname__", None) or type(inner).__qualname__
-    module = getattr(inner, "__module__", None) or type(inner).__module__
-    return f"{module}.{name}"
 
 
 def is_async(function: Any) -> bool:

@@ -178,24 +178,25 @@ class EpisodeWorkflow(RolloutWorkflow):
         """Report metrics of an episode in the workflow's scope."""
         get_tracker(self.rollout_stat_scope).scalar(**figures)
 
-    async def dump(self, sequence: TokenSequence, data: dict[str, Any], facts: dict[str, Any]) -> None:
-        """Write an episode of one sequence to ``dump_dir``; see ``dump_sample``.
+    async def end(self, sequence: TokenSequence, data: dict[str, Any], reward: float, **figures: float) -> dict[str, Any]:
+        """Report the figures of an episode of one sequence, dump it to ``dump_dir`` if there is one, and return its row.
 
-        Tokens that the policy did not sample are between ``⟦`` and ``⟧``, as in the rollouts of the run directory.
+        In the dump, tokens that the policy did not sample are between ``⟦`` and ``⟧``, as in the rollouts of the run directory.
         """
-        if self.dump_dir is None:
-            return
-        sampled = sequence.loss_mask[sequence.prompt_length :]
-        await dump_sample(
-            self.dump_dir,
-            version=sequence.version,
-            task=task_name(data),
-            sections={
-                "prompt": self.tokenizer.decode(sequence.input_ids[: sequence.prompt_length]),
-                "episode": marked_text(sequence.completion_ids, sampled, self.tokenizer),
-            },
-            facts={**facts, "tokens": f"{len(sequence)}, {sum(sampled)} of them sampled"},
-        )
+        self.report(**figures)
+        if self.dump_dir is not None:
+            sampled = sequence.loss_mask[sequence.prompt_length :]
+            await dump_sample(
+                self.dump_dir,
+                version=sequence.version,
+                task=task_name(data),
+                sections={
+                    "prompt": self.tokenizer.decode(sequence.input_ids[: sequence.prompt_length]),
+                    "episode": marked_text(sequence.completion_ids, sampled, self.tokenizer),
+                },
+                facts={"reward": reward, **figures, "tokens": f"{len(sequence)}, {sum(sampled)} of them sampled"},
+            )
+        return sequence.row(reward)
 
 
 class _RecordingEngine:

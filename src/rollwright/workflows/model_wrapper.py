@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import uuid
 import weakref
-from collections.abc import Callable, Coroutine, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Coroutine, Mapping, Sequence
 from typing import Any, Concatenate, ParamSpec, TypeVar
 
 import torch
@@ -13,7 +13,7 @@ import torch
 from rollwright.config.generation import GenerationHyperparameters
 from rollwright.data.chat_template import stopping_at_turn_end
 from rollwright.data.conversation import ConversationTokens
-from rollwright.errors import WorkflowError
+from rollwright.errors import PromptTooLongError, WorkflowError
 from rollwright.experience.experience import Experience, experiences_of
 from rollwright.experience.recorder import Recorder
 from rollwright.inference.engine import InferenceEngine
@@ -137,6 +137,26 @@ class ModelWrapper:
             reply = {"role": "assistant", "content": (reply_prefix or "") + (experience.response_text or "")}
             self._conversation.remember(messages, reply, response.input_tokens, response.output_tokens, tools)
         return experiences
+
+    async def replies(
+        self, messages: list[dict[str, Any]], most: int, tools: list[dict[str, Any]] | None = None
+    ) -> AsyncIterator[Experience]:
+        """Answer a conversation turn by turn; each reply is appended to ``messages``, to which the caller appends what follows.
+
+        The conversation ends after ``most`` replies, or when it has filled the context.
+
+        Raises:
+            PromptTooLongError: not even the first reply has room.
+        """
+        for turn in range(most):
+            try:
+                [reply] = await self.chat_async(messages, tools=tools, n=1)
+            except PromptTooLongError:
+                if turn == 0:
+                    raise
+                return
+            messages.append({"role": "assistant", "content": reply.response_text})
+            yield reply
 
     generate = _from_thread(generate_async)
     chat = _from_thread(chat_async)

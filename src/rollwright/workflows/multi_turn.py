@@ -154,9 +154,8 @@ class MultiTurnWorkflow(EpisodeWorkflow, ConversationWorkflow):
         if turns.is_aborted:
             return None
         discounted = reward * self.turn_discount ** (turns.count - 1)
-        self.report(last_reward=reward, turns=turns.count, solved=reward >= self.target_reward)
-        await self.dump(turns, data, {"reward": discounted, "turns": turns.count})
-        return turns.row(discounted)
+        self.report(last_reward=reward, solved=reward >= self.target_reward)
+        return await self.end(turns, data, discounted, turns=turns.count)
 
     async def _feedback(self, completion: str, reward: float, data: dict[str, Any]) -> str:
         if self.feedback_fn is None:

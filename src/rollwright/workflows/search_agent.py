@@ -10,7 +10,6 @@ import asyncio
 import inspect
 import re
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
 from typing import Any
 
 from rollwright.config.generation import GenerationHyperparameters
@@ -143,12 +142,13 @@ class SearchAgentWorkflow(EpisodeWorkflow):
         answer, tool_calls, tool_failures = None, 0, 0
         async for response in turns:
             action = None if response.truncated else parse_action(self.tokenizer.decode(response.output_tokens), self.kinds)
-            if action is not None and action.kind == "answer":
-                answer = action.argument
-            if action is None or action.kind == "answer" or turns.is_last:  # nobody would read the result after the last turn
+            kind, argument = action or ("", "")
+            if kind == "answer":
+                answer = argument
+            if kind in ("", "answer") or turns.is_last:  # nobody would read the result after the last turn
                 break
             tool_calls += 1
-            information, failed = await durable("search tool").awaited(self._look_up, action.kind, action.argument)
+            information, failed = await durable("search tool").awaited(self._look_up, kind, argument)
             tool_failures += failed
             turns.append_filled(self.information_template, documents=information)
         if turns.is_aborted:
@@ -157,12 +157,10 @@ class SearchAgentWorkflow(EpisodeWorkflow):
             reward = self._f1(answer, data)
         else:
             reward = await self.score(prompt_ids, turns.completion_ids, data, skip_special_tokens=False)
-        facts = {"turns": turns.count, "tool_calls": tool_calls, "tool_failures": tool_failures, "answered": bool(answer)}
-        self.report(**facts)
         if self.verbose:
             logger.info("turns=%d tools=%d length=%d reward=%.3f", turns.count, tool_calls, len(turns), reward)
-        await self.dump(turns, data, {"reward": reward, **facts})
-        return turns.row(reward)
+        figures = {"turns": turns.count, "tool_calls": tool_calls, "tool_failures": tool_failures, "answered": bool(answer)}
+        return await self.end(turns, data, reward, **figures)
 
     def _f1(self, answer: str | None, data: dict[str, Any]) -> float:
         accepted = data.get("answer")
@@ -233,24 +231,16 @@ def _question(data: dict[str, Any]) -> str:
     )
 
 
-@dataclass(frozen=True)
-class Action:
-    """An action of the model: ``kind`` is search, access or answer; ``argument`` is the stripped text in its tag."""
+def parse_action(text: str, kinds: tuple[str, ...] = ("search", "access", "answer")) -> tuple[str, str] | None:
+    """The last closed action in a turn's text: its kind, and the stripped text in its tag. None if there is no action.
 
-    kind: str
-    argument: str
-
-
-def parse_action(text: str, kinds: tuple[str, ...] = ("search", "access", "answer")) -> Action | None:
-    """The last closed action in a turn's text.
-
-    A closing tag without an opening one is an action with an empty argument, so that the model learns about it.
+    A closing tag without an opening one is an action with an empty text, so that the model learns about it.
     """
-    found = [Action(match[1], match[2].strip()) for match in _ACTION.finditer(text) if match[1] in kinds]
+    found = [(match[1], match[2].strip()) for match in _ACTION.finditer(text) if match[1] in kinds]
     if found:
         return found[-1]
     stray = [match[1] for match in _CLOSING.finditer(text) if match[1] in kinds]
-    return Action(stray[-1], "") if stray else None
+    return (stray[-1], "") if stray else None
 
 
 async def _call(function: Callable[..., Any], *arguments: Any) -> Any:

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from rollwright.data.chat_template import without_end
-from rollwright.errors import ConfigError, PromptTooLongError, SandboxError, WorkflowError
+from rollwright.errors import ConfigError, SandboxError, WorkflowError
 from rollwright.experience.durable import kept_calls
 from rollwright.experience.experience import Experience
 from rollwright.inference.server.tool_calls import ReadReply, tool_convention
@@ -58,19 +58,12 @@ class ToolCallingWorkflow(ResettableWorkflow):
         self.reward = TaskReward(task, "ToolCallingWorkflow")
 
     async def run_async(self) -> list[Experience]:
-        """Converse until a reply calls no tool, is cut, or the turns are used up."""
+        """Converse until a reply calls no tool or is cut, or until the turns or the context are used up."""
         messages = self.task.messages()
         calls: list[dict[str, Any]] = []
         turns, malformed, reply = 0, 0, None
-        while turns < self.max_turns:
-            try:
-                [reply] = await self.model.chat_async(messages, tools=self.tools.schemas, n=1)
-            except PromptTooLongError:
-                if turns == 0:
-                    raise
-                break  # the tool results filled the context: score the conversation so far
+        async for reply in self.model.replies(messages, self.max_turns, self.tools.schemas):
             turns += 1
-            messages.append({"role": "assistant", "content": reply.response_text})
             _, asked, broken = ReadReply("", [], []) if reply.truncated else self._read(reply)
             malformed += len(broken)
             if not (asked or broken) or turns == self.max_turns:

@@ -137,10 +137,7 @@ class ToolIntegratedWorkflow(EpisodeWorkflow):
         if turns.is_aborted:
             return None
         reward = await self.score(prompt_ids, turns.completion_ids, data)
-        facts = {"turns": turns.count, "scripts": scripts, "failed_scripts": failed_scripts}
-        self.report(**facts)
-        await self.dump(turns, data, {"reward": reward, **facts})
-        return turns.row(reward)
+        return await self.end(turns, data, reward, turns=turns.count, scripts=scripts, failed_scripts=failed_scripts)
 
 
 def parse_script(text: str) -> str | None:

@@ -5,8 +5,9 @@ from __future__ import annotations
 import re
 from typing import Any
 
+from rollwright.data.formats import with_system
 from rollwright.environments.shop.shop import WebShopPackageSession, parse_shop_action, shop
-from rollwright.errors import PromptTooLongError, WorkflowError
+from rollwright.errors import WorkflowError
 from rollwright.experience.experience import Experience
 from rollwright.tracking.metrics import get_tracker
 from rollwright.workflows.registry import WORKFLOWS
@@ -46,30 +47,21 @@ class WebShopWorkflow(ResettableWorkflow):
         self.session_id = _session_id(task)
 
     async def run_async(self) -> list[Experience]:
-        """Shop until something is bought or the steps are used up."""
+        """Shop until something is bought, or until the steps or the context are used up."""
         session = self._session()
-        system_prompt = self.arguments["system_prompt"]
-        messages = [{"role": "system", "content": system_prompt}] if system_prompt else []
-        reward, steps, misses, complaint = NO_PURCHASE_REWARD, 0, 0, ""
-        while steps < self.arguments["max_steps"] and not session.done:
-            messages.append({"role": "user", "content": complaint + self._page(session)})
-            try:
-                [reply] = await self.model.chat_async(messages, n=1)
-            except PromptTooLongError:
-                if steps == 0:
-                    raise
-                break  # the visit filled the context: train on it without a purchase
+        messages = with_system([{"role": "user", "content": self._page(session)}], self.arguments["system_prompt"])
+        reward, steps, misses = NO_PURCHASE_REWARD, 0, 0
+        async for reply in self.model.replies(messages, self.arguments["max_steps"]):
             steps += 1
-            messages.append({"role": "assistant", "content": reply.response_text})
-            action = parse_action(reply.response_text or "")
-            if action is None:
-                complaint, misses = "Give one action between <action> and </action>. ", misses + 1
-                continue
-            result = session.step(action)
-            valid = result.info.get("valid", True)
-            complaint, misses = ("" if valid else "This action is not available here. "), misses + (not valid)
-            if result.done:
-                reward = result.reward
+            complaint = "Give one action between <action> and </action>. "
+            if (action := parse_action(reply.response_text or "")) is not None:
+                result = session.step(action)
+                if result.done:
+                    reward = result.reward
+                    break
+                complaint = "" if result.info.get("valid", True) else "This action is not available here. "
+            misses += bool(complaint)
+            messages.append({"role": "user", "content": complaint + self._page(session)})
         get_tracker("rollout").scalar(shop_steps=steps, shop_bought=session.done, shop_invalid_actions=misses)
         experiences = self.model.extract_experience_from_history()
         return with_reward(experiences, reward, steps=steps, bought=float(session.done), invalid_actions=misses)

@@ -7,7 +7,8 @@ import functools
 import pytest
 
 from rollwright.errors import RewardError
-from rollwright.rewards.wrapper import AsyncRewardWrapper, TaskColumns, function_name, is_async, task_name
+from rollwright.experience.durable import function_name
+from rollwright.rewards.wrapper import AsyncRewardWrapper, TaskColumns, is_async, task_name
 
 
 def plain(prompt, completion, prompt_ids, completion_ids, **data):

@@ -58,7 +58,8 @@ async def test_a_sequence_says_which_of_its_tokens_were_sampled(tmp_path):
     sequence.append_response(ModelResponse([0, 1], [2, 3], [-1.0, -1.0], [5, 6]))
     sequence.append_context([4])
     workflow = MultiTurnWorkflow("exact_match_reward", None, Letters(), dump_dir=str(tmp_path))
-    await workflow.dump(sequence, {"id": 9}, {"reward": 0.5})
+    row = await workflow.end(sequence, {"id": 9}, 0.5)
+    assert row["rewards"] == 0.5
     (path,) = tmp_path.glob("*/*.txt")
     assert path.parent.name == "5"
     assert [line for line in path.read_text().splitlines() if "---" not in line] == [

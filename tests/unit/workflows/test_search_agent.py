@@ -14,7 +14,7 @@ from rollwright.experience.trajectory import row_lengths
 from rollwright.inference.request import ModelResponse
 from rollwright.rewards.text import f1_score
 from rollwright.tracking.metrics import get_tracker
-from rollwright.workflows.search_agent import Action, GroupedSearchAgentWorkflow, SearchAgentWorkflow, parse_action
+from rollwright.workflows.search_agent import GroupedSearchAgentWorkflow, SearchAgentWorkflow, parse_action
 from rollwright.workflows.turns import fill
 
 TOKENIZER = build_character_tokenizer()
@@ -269,9 +269,9 @@ def test_settings_that_cannot_work_are_refused():
 
 
 def test_parsing():
-    assert parse_action("<search>a</search> x <search> b\nc </search>", ("search",)) == Action("search", "b\nc")
+    assert parse_action("<search>a</search> x <search> b\nc </search>", ("search",)) == ("search", "b\nc")
     assert parse_action("<search>a</search>", ("answer",)) is None
-    assert parse_action("<search>a</search><answer>b</answer>").kind == "answer"
+    assert parse_action("<search>a</search><answer>b</answer>") == ("answer", "b")
     assert parse_action("nothing") is None
     assert parse_action("<access>u</access>", ("search", "answer")) is None
     assert fill("{a}{b}", a="{b}", b="x") == "{b}x"
