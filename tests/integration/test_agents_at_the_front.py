@@ -192,8 +192,9 @@ def test_the_front_stands_before_servers_too(tiny_model, tmp_path):
     assert batch["temperature"].tolist() == pytest.approx([0.7] * len(trained))
 
 
-def test_an_auxiliary_model_is_served_beside_the_run_and_ends_with_it(tiny_model, tmp_path):
+def test_an_auxiliary_model_is_served_beside_the_run_restarted_and_ends_with_it(tiny_model, tmp_path):
     import openai
+    import psutil
 
     from rollwright.placement.task_services import TaskServices
 
@@ -208,6 +209,15 @@ def test_an_auxiliary_model_is_served_beside_the_run_and_ends_with_it(tiny_model
             model=client.model_path, messages=[{"role": "user", "content": "hi"}], max_tokens=2
         )
         assert answer.usage.completion_tokens <= 2
+        port = str(client.base_url).partition("/v1")[0].rpartition(":")[2]
+        (server,) = [
+            child
+            for child in psutil.Process().children(recursive=True)
+            if child.cmdline()[1:3] == ["-m", "rollwright"] and port in child.cmdline()
+        ]
+        server.kill()
+        assert client.models.list().data[0].id == str(tiny_model)  # waits for the restarted server, at another port
+        assert not str(client.base_url).endswith(f":{port}/v1/")
         other = TaskServices(
             PPOConfig(auxiliary_models=[AuxiliaryModelConfig(base_url=str(client.base_url), api_key=client.api_key)]), None
         )

@@ -17,8 +17,11 @@ from rollwright.config.generation import GenerationHyperparameters
 from rollwright.config.sections import ClusterConfig, NormConfig, OptimizerConfig, PPOActorConfig, RolloutConfig
 from rollwright.config.tasksets import DatasetConfig
 from rollwright.errors import EngineError, RollwrightError, WeightUpdateError
+from rollwright.inference.backends.sglang import SGLangBackend
 from rollwright.inference.launcher import Launcher
 from rollwright.inference.request import ModelRequest
+from rollwright.inference.weights.group import WeightGroup
+from rollwright.inference.weights.server_weights import ServerWeights
 from rollwright.training.actor import FSDPPPOActor
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(1500)]
@@ -46,6 +49,12 @@ def config_of(tmp_path: Path, init_from_scratch: bool = False, **rollout) -> PPO
     )
 
 
+#: Where a server is killed, by how weights travel.
+DURING_PUBLICATIONS = [
+    ("auto", SGLangBackend, "load_from_disk"),
+    ("disk", ServerWeights, "confirm"),
+    ("xccl", WeightGroup, "send"),
+]
 ROWS = [{"messages": [{"role": "user", "content": f"task {index}"}], "answer": "x"} for index in range(16)]
 
 
@@ -135,10 +144,10 @@ def assert_nothing_was_lost(trainer: PPOTrainer, steps: int) -> None:
     assert state["frontier"] + len(state["beyond"]) == steps * 4
 
 
-@pytest.mark.parametrize("count", [2, 1])
-def test_a_run_goes_on_when_one_of_its_servers_is_killed_or_its_only_one(tmp_path, count):
+@pytest.mark.parametrize(("count", "transport"), [(2, "auto"), (1, "auto"), (1, "xccl")])
+def test_a_run_goes_on_when_one_of_its_servers_is_killed_or_its_only_one(tmp_path, count, transport):
     """Whatever it was doing: nothing is dropped, no group is trained twice, and the server comes back with the current weights."""
-    config = config_of(tmp_path, servers=count)
+    config = config_of(tmp_path, servers=count, weight_update=transport)
     config.total_train_steps = 8
     with PPOTrainer(config, ROWS) as trainer:
         client = trainer.rollout.client
@@ -164,6 +173,32 @@ def test_a_run_goes_on_when_one_of_its_servers_is_killed_or_its_only_one(tmp_pat
     wait_gone(servers_of_this_process())
 
 
+@pytest.mark.parametrize(("transport", "target", "method"), DURING_PUBLICATIONS)
+def test_a_run_goes_on_when_its_only_server_is_killed_during_publications(tmp_path, monkeypatch, transport, target, method):
+    """The restarted server is waited for and given the version, also if it is lost again."""
+    path = str(tmp_path / "weights") if transport == "disk" else None
+    config = config_of(tmp_path, weight_update=transport, weight_update_path=path)
+    config.total_train_steps = 4
+    kills, transfer = [2, 1], getattr(target, method)
+
+    with PPOTrainer(config, ROWS) as trainer:
+        client = trainer.rollout.client
+
+        def kill_and_transfer(*arguments, **named):
+            if client.get_version() == 2 and kills:
+                kills.pop()
+                server_at(client.addresses[0]).kill()
+            return transfer(*arguments, **named)
+
+        monkeypatch.setattr(target, method, kill_and_transfer)
+        assert trainer.train("rollwright.workflows.rlvr.RLVRWorkflow", {"reward_fn": reward})["steps"] == 4
+        assert not kills
+        assert client.get_version() == 4
+        assert_nothing_was_lost(trainer, 4)
+        assert trainer.actor._publisher.agreements[0].mean < 1e-3
+    wait_gone(servers_of_this_process())
+
+
 def test_a_server_that_cannot_be_restarted_ends_the_run_with_the_cause(tmp_path, monkeypatch):
     config = config_of(tmp_path)
     config.total_train_steps = 8
@@ -176,6 +211,27 @@ def test_a_server_that_cannot_be_restarted_ends_the_run_with_the_cause(tmp_path,
             RollwrightError, match=r"No inference server is left: server 0 was started 4 times[\s\S]*out of memory"
         ):
             train_while(trainer, killed, 1)
+
+
+def test_a_server_that_does_not_start_again_is_waited_for_once(tmp_path, monkeypatch):
+    """With no server left, the run fails after one start timeout, not after four."""
+    config = config_of(tmp_path)
+    with PPOTrainer(config, ROWS) as trainer:
+        trainer.rollout.watch._supervisor._timeout = 2.0
+
+        def hang(self, place: int, timeout: float) -> None:
+            starts.append(place)
+            time.sleep(2.5)
+            raise EngineError("The server was not healthy in time")
+
+        starts = []
+        monkeypatch.setattr(Launcher, "restart", hang)
+        server_at(trainer.rollout.client.addresses[0]).kill()
+        with pytest.raises(
+            RollwrightError, match=r"No inference server is left: server 0 could not be started again within 2 s"
+        ):
+            trainer.train("rollwright.workflows.rlvr.RLVRWorkflow", {"reward_fn": reward})
+        assert starts == [0]
 
 
 def cannot_restart(self, place: int, timeout: float) -> None:

@@ -12,15 +12,19 @@ import os
 import time
 from pathlib import Path
 
+import psutil
 import pytest
 import torch
 from real_servers import Trainer, ask, write_model
 
+from rollwright import PPOTrainer
+from rollwright.config.experiment import PPOConfig
 from rollwright.config.generation import GenerationHyperparameters
-from rollwright.config.sections import RolloutConfig
+from rollwright.config.sections import ClusterConfig, OptimizerConfig, PPOActorConfig, RolloutConfig
 from rollwright.config.servers import VLLMConfig
+from rollwright.config.tasksets import DatasetConfig
 from rollwright.errors import EngineError, PromptTooLongError, WeightUpdateError
-from rollwright.inference.backends.vllm import VLLMClient
+from rollwright.inference.backends.vllm import VLLMBackend, VLLMClient
 from rollwright.inference.request import ModelRequest
 from rollwright.inference.weights.transfer import WeightUpdateMeta
 from rollwright.placement.local_servers import LocalServers
@@ -77,6 +81,43 @@ def test_the_server_says_what_the_client_has_to_know(server):
     assert "cpu" in config["device_config"].values()
     assert config["scheduler_config"]["enable_chunked_prefill"] is False
     assert not client.backend.crash_on_seeds
+
+
+def test_a_run_goes_on_when_its_only_vllm_is_killed(model_path, tmp_path, monkeypatch):
+    rows = [{"messages": [{"role": "user", "content": f"task {index}"}], "answer": "x"} for index in range(16)]
+    config = PPOConfig(
+        experiment_name="killed",
+        actor=PPOActorConfig(path=str(model_path), optimizer=OptimizerConfig(lr=1e-3)),
+        rollout=RolloutConfig(backend="vllm", max_head_offpolicyness=1, setup_timeout=600),
+        vllm=vllm_config(),
+        train_dataset=DatasetConfig(batch_size=4),
+        gconfig=GenerationHyperparameters(n_samples=2, max_new_tokens=12, temperature=0.7),
+        total_train_steps=4,
+        cluster=ClusterConfig(fileroot=str(tmp_path / "runs")),
+    )
+    with PPOTrainer(config, rows) as trainer:
+        client = trainer.rollout.client
+        port = client.addresses[0].rpartition(":")[2]
+        left = [child for child in psutil.Process().children(recursive=True) if port in child.cmdline()]
+        load = VLLMBackend.load_from_disk
+
+        def kill_and_load(self, server, directory, version, digest) -> None:
+            if version == 2 and left:
+                left.pop().kill()  # vLLM; its guard is before it
+                left.clear()
+            load(self, server, directory, version, digest)
+
+        monkeypatch.setattr(VLLMBackend, "load_from_disk", kill_and_load)
+        summary = trainer.train("rollwright.workflows.rlvr.RLVRWorkflow", {"reward_fn": count_tokens})
+        assert summary["steps"] == 4
+        assert not left
+        assert client.get_version() == 4
+        assert client.addresses[0].rpartition(":")[2] != port
+        assert trainer.rollout.counters()["samples/failed"] == 0
+
+
+def count_tokens(prompt, completion, prompt_ids, completion_ids, **data) -> float:
+    return float(len(set(completion_ids)))
 
 
 def generate(client, requests):

@@ -38,6 +38,10 @@ class ServerRefusedError(EngineError):
         self.status = status
 
 
+class LostServersError(WeightUpdateError):
+    """No server took new weights because servers were lost meanwhile; those that are restarted can take them."""
+
+
 class UpdateRefusedError(WeightUpdateError):
     """A server refused an update before it read any weight, so it still computes with its old ones."""
 

@@ -62,6 +62,11 @@ class WeightReceiver:
         return "memory"
 
     @property
+    def lacks_weights(self) -> bool:
+        """True if nothing can be sampled until the current weights are published again."""
+        return False
+
+    @property
     def weight_holders(self) -> list[str]:
         """Readable names of the engines that compute with the weights."""
         return [f"{type(self.sampler).__name__} in this process"]

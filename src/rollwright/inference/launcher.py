@@ -25,8 +25,9 @@ from urllib.parse import urlsplit
 import httpx2
 
 from rollwright.config.servers import BUILT_COMMANDS
-from rollwright.errors import EngineError, LostProcessError
+from rollwright.errors import EngineError, LostProcessError, RollwrightError
 from rollwright.inference.network import find_free_ports, is_loopback, server_url
+from rollwright.inference.server_watch import ServerWatch
 from rollwright.processes.ends_with_parent import supervised
 from rollwright.processes.tree import descendants
 from rollwright.tracking.logging import getLogger
@@ -159,6 +160,8 @@ class Launcher:
         self.servers: list[ServerProcess] = []
         self._starters: list[Callable[[int], ServerProcess]] = []  # starts each on a port
         self._end = weakref.finalize(self, _stop_all, self.servers)  # also if this process ends first
+        self._is_watched = False
+        self._failure: RollwrightError | None = None
 
     def start(
         self,
@@ -254,15 +257,42 @@ class Launcher:
         self._replace(place)
         self._wait_healthy(place, time.monotonic() + timeout)
 
+    def watch(
+        self,
+        timeout: float,
+        changed: Callable[[list[str]], object] = lambda addresses: None,
+        in_service: Callable[[], tuple[list[str], int]] | None = None,
+        name: str = "server",
+    ) -> ServerWatch:
+        """A watch that restarts servers that are lost; the caller starts and closes it.
+
+        Args:
+            timeout: seconds that a server may take to restart.
+            changed, in_service: see ``ServerWatch``.
+            name: name of a server in messages, before its number.
+        """
+        self._is_watched = True
+        processes = [RestartableServer(self, f"{name} {place}", place, timeout) for place in range(len(self.servers))]
+        addresses = [server.address for server in self.servers]
+        return ServerWatch(processes, addresses, changed=changed, in_service=in_service, failed=self._fail, timeout=timeout)
+
+    def _fail(self, failure: RollwrightError) -> None:
+        self._failure = failure
+
     def check(self, address: str | None = None) -> None:
-        """Check that a server is running.
+        """Check that a server is running. A watched server that ended is an error only if every server was given up.
 
         Args:
             address: the server. None checks that at least one is running.
 
         Raises:
             EngineError: the server has ended, or all have; the end of the log is quoted.
+            RolloutError: every server was given up; the message has the last cause.
         """
+        if self._failure is not None:
+            raise self._failure
+        if self._is_watched:
+            return
         ended = [server for server in self.servers if server.exit_status is not None]
         if one := next((server for server in ended if server.address == address), None):
             raise one.error(f"ended with status {one.exit_status}")
@@ -288,12 +318,13 @@ class RestartableServer:
 
     Args:
         launcher: started the server, which is healthy.
+        name: in messages.
         place: of the server, counted from 0.
         timeout: seconds that it may take to restart.
     """
 
-    def __init__(self, launcher: Launcher, place: int, timeout: float) -> None:
-        self.name = f"server {place}"
+    def __init__(self, launcher: Launcher, name: str, place: int, timeout: float) -> None:
+        self.name = name
         self._launcher, self._place, self._timeout = launcher, place, timeout
         self.started = Future[None]()
         self.started.set_result(None)

@@ -195,6 +195,11 @@ class RemoteInferenceEngine(InferenceEngine):
         return self.publication.default_meta().type
 
     @property
+    def lacks_weights(self) -> bool:
+        """See ``ServerWeights.are_lacking``."""
+        return self.weights.are_lacking
+
+    @property
     def weight_holders(self) -> list[str]:
         """Addresses of the servers in service."""
         return [server.address for server in self.servers.router.in_service()]

@@ -140,7 +140,7 @@ class RemoteRequests:
             logger.warning(
                 "No server is in service that could be compared with the trainer after version %d.", self.weights.version
             )
-        return {f"The {self.backend.kind} server at {server.address}": answer for server, answer in answers}
+        return {f"The {self.backend.kind} server at {server.address}": answer for server, answer in answers.items()}
 
     def _addresses(self) -> str:
         return ", ".join(server.address for server in self.servers.router.servers)

@@ -26,7 +26,7 @@ from rollwright.tracking.logging import getLogger
 logger = getLogger("RemoteEngine")
 
 
-@dataclass
+@dataclass(eq=False)
 class Server:
     """An inference server as seen from this process."""
 
@@ -36,6 +36,7 @@ class Server:
     reason: str = ""  # why it is out of service
     load: int = 0  # requests in flight
     served: int = 0  # requests sent since the start
+    lacks_weights: bool = False  # it answers, but only a publication can give it the current weights
     has_doubtful_weights: bool = False  # an update failed, so its version label proves nothing
     failed_checks: int = 0  # failed health checks in a row, while in service
     suspected_at: float = -math.inf  # ``time.monotonic()`` of the last check after a failed request
@@ -120,7 +121,7 @@ class Router:
         """Send requests to ``server`` again."""
         with self._lock:
             self.changes += not server.in_service
-            server.in_service, server.reason = True, ""
+            server.in_service, server.reason, server.lacks_weights = True, "", False
 
     def replace(self, addresses: Iterable[str]) -> None:
         """Use the servers at these addresses from now on. New ones stay out of service until they are put back."""

@@ -262,7 +262,7 @@ class ServerSet:
 
     def settled(
         self, action: Callable[[Server], Result], servers: Iterable[Server], alongside: Callable[[], object] = lambda: None
-    ) -> tuple[list[tuple[Server, Result]], list[tuple[Server, EngineError]]]:
+    ) -> tuple[dict[Server, Result], dict[Server, EngineError]]:
         """Run ``action`` on all servers at once and wait for all of them.
 
         Args:
@@ -273,28 +273,25 @@ class ServerSet:
         Returns:
             The results of the servers that succeeded, and the errors of the others.
         """
-        done: list[tuple[Server, Result]] = []
-        failed: list[tuple[Server, EngineError]] = []
+        done: dict[Server, Result] = {}
+        failed: dict[Server, EngineError] = {}
         running = [(server, self.submit(action, server)) for server in servers]
         alongside()
         for server, future in running:
-            error = future.exception()
-            if error is None:
-                done.append((server, future.result()))
-            elif isinstance(error, EngineError):
-                failed.append((server, error))
-            else:
-                raise error
+            try:
+                done[server] = future.result()
+            except EngineError as error:
+                failed[server] = error
         return done, failed
 
     def each(self, action: Callable[[Server], Result], servers: Iterable[Server]) -> list[Result]:
         """Run ``action`` on all servers at once; the first failure is raised after all are done."""
         done, failed = self.settled(action, servers)
-        if failed:
-            raise failed[0][1]
-        return [result for _, result in done]
+        for error in failed.values():
+            raise error
+        return list(done.values())
 
-    def each_in_service(self, action: Callable[[Server], Result], what: str) -> list[tuple[Server, Result]]:
+    def each_in_service(self, action: Callable[[Server], Result], what: str) -> dict[Server, Result]:
         """Run ``action`` on all servers in service at once, and take out those that raise an ``EngineError``.
 
         Args:
@@ -305,7 +302,7 @@ class ServerSet:
             EngineError: all servers that were started for this engine have ended.
         """
         done, failed = self.settled(action, self.router.in_service())
-        for server, error in failed:
+        for server, error in failed.items():
             self.router.take_out(server, f"it could not {what}: {error}")
         if failed and not done:
             self.raise_if_all_ended()

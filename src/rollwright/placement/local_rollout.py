@@ -109,7 +109,7 @@ def _rollout_engine(config: PPOConfig, actor: Any, tokenizer: Any, directory: Ru
     engine = RemoteEngine(config.rollout, client=client, seed=config.seed, deterministic=config.deterministic)
     if servers is not None:
         client.own(servers)
-        engine.watch = servers.watch(client.use_servers, engine.in_service)
+        engine.watch = servers.watch(rollout.setup_timeout, client.use_servers, engine.in_service)
     return engine
 
 

@@ -9,17 +9,15 @@ import re
 import shutil
 import tempfile
 import time
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 from rollwright.atomic import write_json
 from rollwright.config.sections import RolloutConfig
-from rollwright.errors import ConfigError, RollwrightError
+from rollwright.errors import ConfigError
 from rollwright.inference.backends import BACKENDS, ServerLaunch
 from rollwright.inference.backends.server_backend import ServerBackend
-from rollwright.inference.launcher import Launcher, RestartableServer
-from rollwright.inference.server_watch import ServerWatch
+from rollwright.inference.launcher import Launcher
 from rollwright.tracking.logging import getLogger
 
 logger = getLogger("LocalCluster")
@@ -84,9 +82,6 @@ class LocalServers(Launcher):
         fcntl.flock(self._owned, fcntl.LOCK_EX)
         self.weights_root = made.rename(made.with_name(made.name[1:]))  # under the name that others look for it is locked
         super().__init__(logs, host=host)
-        self._timeout = rollout.setup_timeout
-        self._is_watched = False
-        self._failure: RollwrightError | None = None
         roots = [str(self.weights_root), *weights_roots]
         key_file: Path | None = None
         if rollout.api_key:
@@ -110,32 +105,6 @@ class LocalServers(Launcher):
         except BaseException:
             self.close()
             raise
-
-    def watch(self, changed: Callable[[list[str]], object], in_service: Callable[[], tuple[list[str], int]]) -> ServerWatch:
-        """A watch that restarts servers that are lost; it has to be started.
-
-        Args:
-            changed, in_service: see ``ServerWatch``.
-        """
-        self._is_watched = True
-        places = [RestartableServer(self, place, self._timeout) for place in range(len(self.addresses))]
-        return ServerWatch(
-            places, self.addresses, changed=changed, in_service=in_service, failed=self._fail, timeout=self._timeout
-        )
-
-    def _fail(self, failure: RollwrightError) -> None:
-        self._failure = failure
-
-    def check(self, address: str | None = None) -> None:
-        """See ``Launcher.check``. A server that ended is only an error if it is not restarted.
-
-        Raises:
-            RolloutError: every server was given up; the message has the last cause.
-        """
-        if self._failure is not None:
-            raise self._failure
-        if not self._is_watched:
-            super().check(address)
 
     def close(self) -> None:
         """End the servers and remove what was shared with them."""

@@ -7,21 +7,23 @@ another address, to which its clients follow it.
 
 from __future__ import annotations
 
+import itertools
 import os
 import secrets
 import threading
 import time
 import weakref
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from rollwright.config.experiment import PPOConfig
 from rollwright.config.modes import AuxiliaryModelConfig
 from rollwright.config.servers import LocalServerConfig
-from rollwright.errors import ConfigError, EngineError
+from rollwright.errors import ConfigError, EngineError, LostProcessError
 from rollwright.inference.launcher import Launcher
 
 
@@ -104,9 +106,18 @@ class TaskServices:
             ) from error
         launcher = Launcher(self._logs)
         self._opened.callback(launcher.close)
+        served = serve(models, launcher)
+        watch = launcher.watch(max(model.setup_timeout for model in models), name="auxiliary")
+        watch.start()
+        self._opened.callback(watch.close)
+        places = itertools.count()
         clients = []
-        for model in serve(models, launcher):
-            client_class = _following_client(model) if isinstance(model, MovingModelConfig) else openai.OpenAI
+        for given, model in zip(models, served, strict=True):
+            client_class = openai.OpenAI
+            if given.model_path:
+                client_class = _following_client(partial(_address, launcher, next(places)), model.setup_timeout)
+            elif isinstance(model, MovingModelConfig):
+                client_class = _following_client(Path(model.address_file).read_text, model.setup_timeout)
             client = client_class(
                 base_url=model.base_url,
                 api_key=model.api_key or "none",
@@ -152,14 +163,28 @@ def _command(model: AuxiliaryModelConfig, threads: int) -> Any:
     return lambda host, port, index: LocalServerConfig.build_cmd(local, host=host, port=port)
 
 
-def _following_client(model: MovingModelConfig) -> Any:
-    """Class of a client that looks up its server's current address, and waits up to ``setup_timeout`` for a lost server."""
+def _address(launcher: Launcher, place: int) -> str | None:
+    """Address of a server; None once the servers have been ended."""
+    try:
+        return launcher.server(place).address
+    except LostProcessError:
+        return None
+
+
+def _following_client(address: Callable[[], str | None], timeout: float) -> Any:
+    """Class of a client for a server that may be restarted at another address.
+
+    Args:
+        address: returns the server's current address; None once it has been ended for good.
+        timeout: seconds to wait for a lost server.
+    """
     import openai
 
     class Following(openai.OpenAI):
         @property
         def base_url(self) -> Any:
-            return type(self._base_url)(f"http://{Path(model.address_file).read_text()}/v1/")
+            found = address()
+            return self._base_url if found is None else type(self._base_url)(f"http://{found}/v1/")
 
         def request(self, *arguments: Any, **settings: Any) -> Any:
             lost_at: float | None = None
@@ -168,7 +193,8 @@ def _following_client(model: MovingModelConfig) -> Any:
                     return super().request(*arguments, **settings)
                 except openai.APIConnectionError as error:
                     lost_at = lost_at or time.monotonic()
-                    if isinstance(error, openai.APITimeoutError) or time.monotonic() > lost_at + model.setup_timeout:
+                    is_over = address() is None or time.monotonic() > lost_at + timeout
+                    if is_over or isinstance(error, openai.APITimeoutError):
                         raise
                 time.sleep(0.5)
 

@@ -115,13 +115,14 @@ def wait_running(process: Process, timeout: float, ask: str | None = None) -> An
 class Supervisor:
     """Restarts processes in the background.
 
-    A process that is lost ``RESTARTS + 1`` times in a row without proving itself is given up. When none is left, ``failed`` is called.
+    A process that is lost ``RESTARTS + 1`` times in a row without proving itself is given up, and so is one that fails to start after
+    no process has run for ``timeout`` seconds. When none is left, ``failed`` is called.
 
     Args:
-        processes: which run.
+        processes: running processes.
         purpose: how a process proves itself, such as "running an episode"; in messages.
-        timeout: seconds that a start may take while no process runs. While another one runs, a process may wait for room on the
-            cluster for any time.
+        timeout: seconds within which a process has to start if no other one runs. While another one runs, a process may wait for room
+            on the cluster for any time.
         failed: called with the cause when no process is left.
         take_in: makes a process that has started fit for use and calls ``admit``; a ``RollwrightError`` counts as a failed start. It may
             return the end of the sentence "server 0 runs again".
@@ -147,6 +148,7 @@ class Supervisor:
         self._take_in = take_in or self.admit
         self._losses = Counter[str]()  # in a row, by name
         self._given_up = 0
+        self._none_since: float | None = None  # when the last process was lost; None while one runs
         self._closed = threading.Event()
 
     def add(self, process: Any) -> None:
@@ -167,6 +169,7 @@ class Supervisor:
             if process not in self.running or process.started is not start or self._closed.is_set():
                 return
             self.running = [other for other in self.running if other is not process]
+            self._none_since = None if self.running else time.monotonic()
         if not self._is_given_up(process, cause):
             self._start_thread(process)
 
@@ -174,6 +177,7 @@ class Supervisor:
         """Use a process from now on."""
         with self.lock:
             self.running = [other for other in self._processes if other in self.running or other is process]
+            self._none_since = None
 
     def proven(self, process: Any) -> None:
         """A process has proven itself: its losses count from zero again."""
@@ -209,24 +213,27 @@ class Supervisor:
                 return
 
     def _wait_started(self, process: Any) -> None:
-        deadline = time.monotonic() + self._timeout
         while not self._closed.is_set():
             try:
                 return process.started.result(1.0)
             except TimeoutError:
-                if not self.running and time.monotonic() > deadline:
-                    raise RolloutError(
-                        f"it could not be started again within {self._timeout:g} s: nothing on the cluster has room for it"
-                    ) from None
+                if self._is_too_late():
+                    raise RolloutError("nothing on the cluster has room for it") from None
+
+    def _is_too_late(self) -> bool:
+        """True if no process has run for ``timeout`` seconds."""
+        return self._none_since is not None and time.monotonic() - self._none_since >= self._timeout
 
     def _is_given_up(self, process: Any, cause: object) -> bool:
-        """Count a loss; True if there were too many in a row."""
+        """Count a loss; True if there were too many in a row, or no process has run for too long."""
         self._losses[process.name] += 1
-        if self._losses[process.name] <= RESTARTS:
+        if self._losses[process.name] > RESTARTS:
+            words = f"was started {RESTARTS + 1} times without {self._purpose}, and is not started again; the last time"
+        elif self._is_too_late():
+            words = f"could not be started again within {self._timeout:g} s"
+        else:
             return False
-        self._give_up(
-            f"{process.name} was started {RESTARTS + 1} times without {self._purpose}, and is not started again; the last time: {cause}"
-        )
+        self._give_up(f"{process.name} {words}: {cause}")
         return True
 
     def _give_up(self, words: str) -> None:

@@ -10,6 +10,7 @@ import concurrent.futures
 import contextvars
 import math
 import threading
+import time
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -37,6 +38,7 @@ logger = getLogger("rollout")
 MAX_UNDELIVERED_TASKS = 65_536
 PAUSED_WARNING_SECONDS = 30.0
 EPOCHS_WITHOUT_ACCEPTANCE = 2
+_TURN_SECONDS = 1.0  # between two calls of ``while_waiting``
 
 
 @dataclass(eq=False)
@@ -114,6 +116,8 @@ class RolloutExecutor:
         self._restored: deque[dict[str, Any]] = deque()  # tasks that a checkpoint had drawn and not trained
         self._past = PastEpisodes()  # of earlier processes of the run
         self._prepare_lock = threading.Lock()
+        #: Called about once a second in a thread that waits for groups.
+        self.while_waiting: Callable[[], object] = lambda: None
 
     # -- one task at a time --------------------------------------------------------------------------------------------
 
@@ -536,13 +540,17 @@ class RolloutExecutor:
         self._start()
         self._call(self._add_waiter, waiter, groups)
         release_workers()  # this thread trains; while it waits the engine in this process has the cores
-        left = math.inf if timeout is None else timeout
+        left, warned = math.inf if timeout is None else timeout, time.monotonic()
         try:
             while not waiter.future.done() and left > 0:
-                step = min(left, PAUSED_WARNING_SECONDS)
+                step = min(left, _TURN_SECONDS)
                 concurrent.futures.wait([waiter.future], step)
                 left -= step
-                if self._scheduler.is_paused and not waiter.future.done() and left > 0:
+                if waiter.future.done() or left <= 0:
+                    break
+                self.while_waiting()
+                if self._scheduler.is_paused and time.monotonic() - warned > PAUSED_WARNING_SECONDS:
+                    warned = time.monotonic()
                     logger.warning("%s waits while rollout is paused (%s): call resume().", what, self._scheduler.describe())
         finally:
             if not waiter.future.done() and not self._thread.is_stopped:

@@ -748,7 +748,7 @@ def test_where_one_server_was_given_up_and_nothing_has_room_for_the_other_the_ru
         time.sleep(0.1)
         processes[0].is_lost = True  # it waits for room from now on
         wait_until(lambda: failures)
-        assert "it could not be started again within 0.3 s" in str(failures[0])
+        assert "server 0 could not be started again within 0.3 s" in str(failures[0])
 
 
 def test_a_server_that_was_ended_for_good_is_given_up_at_once(monkeypatch, caplog):

@@ -69,7 +69,7 @@ class WeightBroadcast:
             logger.warning(
                 "The broadcast of version %d failed, and begins again with the servers that answer: %s", version, error
             )
-            return self._send(named, version, meta)
+        return self.weights.retry_lost(version, lambda: self._send(named, version, meta))
 
     def _send(self, named: WeightStream, version: int, meta: WeightUpdateMeta) -> list[str]:
         servers = self.weights.answering_servers()
@@ -147,7 +147,8 @@ class WeightBroadcast:
             _raise_first(joining)
         except EngineError as error:
             self.leave()
-            raise WeightUpdateError(f"The group of the trainer and its servers could not be formed: {error}") from error
+            message = f"The group of the trainer and its servers could not be formed: {error}"
+            raise self.weights.failure(message, dict.fromkeys(servers, error)) from error
         self._members = members
         return self.group
 

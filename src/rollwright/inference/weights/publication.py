@@ -99,13 +99,16 @@ class WeightPublication:
                 )
 
     def update_from_disk(self, directory: str, version: int, digest: str | None = None) -> list[str]:
-        """Have every server load safetensors from a directory; see ``load_from_disk`` and ``apply_update``."""
+        """Have every server load safetensors from a directory; see ``load_from_disk`` and ``apply_update``.
+
+        If the servers are lost meanwhile, restarted ones are waited for.
+        """
 
         def update(server: Server) -> None:
             self.backend.load_from_disk(server, directory, version, digest)
             self.weights.confirm(server, version)
 
-        return self.weights.apply_update(version, update, restore=update)
+        return self.weights.retry_lost(version, lambda: self.weights.apply_update(version, update, restore=update))
 
     def default_meta(self) -> WeightUpdateMeta:
         """The transfer that ``rollout.weight_update`` names. ``auto`` is shared memory, if every server is on this host.

@@ -15,13 +15,14 @@ from __future__ import annotations
 import contextlib
 import threading
 import time
-from collections.abc import Callable, Collection, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 
 from rollwright.errors import EngineError, WeightUpdateError
 from rollwright.inference.backends.server_backend import ServerBackend
-from rollwright.inference.connections import UpdateRefusedError
+from rollwright.inference.connections import ConnectionLostError, LostServersError, UpdateRefusedError
 from rollwright.inference.router import Server
 from rollwright.inference.server_set import CHECK_SECONDS, ServerSet
+from rollwright.processes.supervisor import retry_lost
 from rollwright.tracking.logging import getLogger
 
 logger = getLogger("RemoteWeights")
@@ -164,20 +165,20 @@ class ServerWeights:
         else:
             self.servers.wait_healthy()
             self.servers.each(self.backend.on_connected, router.servers)
-            labels = list(zip(router.servers, self.servers.each(self.backend.read_version, router.servers), strict=True))
-        numbers = {server.address: self._numbered(server, label) for server, label in labels}
+            labels = dict(zip(router.servers, self.servers.each(self.backend.read_version, router.servers), strict=True))
+        numbers = {server.address: self._numbered(server, label) for server, label in labels.items()}
         if not self._servers_are_replaced and len(set(numbers.values())) > 1:
             raise WeightUpdateError(
                 f"The {self.backend.kind} servers hold different weights (versions {numbers}). Publish weights to all, or restart them."
             )
         self.version = max(numbers.values())
-        for server, _ in labels:
+        for server in labels:
             if (number := numbers[server.address]) == self.version:
                 router.put_back(server)
             else:
                 server.reason = f"it holds version {number}, and another one version {self.version}"
 
-    def _first_labels(self) -> list[tuple[Server, str | None]]:
+    def _first_labels(self) -> dict[Server, str | None]:
         """Version labels of the servers that answer, as soon as one does."""
 
         def label(server: Server) -> str | None:
@@ -213,7 +214,7 @@ class ServerWeights:
             if version == self.version:
                 return
             labels = self.servers.each_in_service(self.backend.read_version, "say its version")
-            held = {server.address: label for server, label in labels}
+            held = {server.address: label for server, label in labels.items()}
             if not held or any(str(label) != str(version) for label in held.values()):
                 raise WeightUpdateError(
                     f"set_version({version}) does not match what the {self.backend.kind} servers hold: {held}. Versions are set by "
@@ -238,7 +239,19 @@ class ServerWeights:
         answering = self.servers.answering()
         # A server that is out of service may be new, and the backend knows nothing about it yet.
         _, failed = self.servers.settled(self.backend.on_connected, [server for server in answering if not server.in_service])
-        return [server for server in answering if all(server is not other for other, _ in failed)]
+        return [server for server in answering if server not in failed]
+
+    def retry_lost(self, version: int, publish: Callable[[], list[str]]) -> list[str]:
+        """Return what ``publish`` returns. If no server took the version because servers were lost, wait for restarted ones."""
+        words = f"The {self.backend.kind} servers were lost {{}} times while version {version} was published"
+        return retry_lost(publish, lambda: None, words, errors=(LostServersError,))
+
+    def failure(self, message: str, failures: Mapping[Server, EngineError]) -> WeightUpdateError:
+        """The error of an update that no server took; a ``LostServersError`` if one of the servers was lost."""
+        was_lost = any(
+            isinstance(error, ConnectionLostError) or not self.servers.is_healthy(server) for server, error in failures.items()
+        )
+        return (LostServersError if was_lost else WeightUpdateError)(message)
 
     def apply_update(
         self,
@@ -264,7 +277,7 @@ class ServerWeights:
             Addresses of the servers that confirmed.
 
         Raises:
-            WeightUpdateError: no server took the weights.
+            WeightUpdateError: no server took the weights; a ``LostServersError`` if one of them was lost.
         """
         with self.lock:
             chosen = self.answering_servers() if servers is None else servers
@@ -276,10 +289,10 @@ class ServerWeights:
 
             with self.paused():
                 failures = self._update_each(chosen, version, give, alongside)
-                confirmed = [server for server in chosen if server.address not in failures]
+                confirmed = [server for server in chosen if server not in failures]
                 if not confirmed:
                     causes = " ".join(dict.fromkeys(map(str, failures.values()))) or self.servers.router.describe()
-                    raise WeightUpdateError(f"No {self.backend.kind} server took version {version}: {causes}.")
+                    raise self.failure(f"No {self.backend.kind} server took version {version}: {causes}.", failures)
                 self.version, self.restore = version, restore
                 for server in confirmed:
                     server.has_doubtful_weights = False
@@ -288,23 +301,20 @@ class ServerWeights:
 
     def _update_each(
         self, servers: list[Server], version: int, update: Callable[[Server], None], alongside: Callable[[], object]
-    ) -> dict[str, EngineError]:
-        """Return why servers did not take the weights, by address, and take them out unless all refused before reading any."""
-        failures: dict[str, EngineError] = {}
+    ) -> dict[Server, EngineError]:
+        """Return why servers did not take the weights, and take them out unless all refused before reading any."""
+        failures: dict[Server, EngineError] = {}
 
         def send() -> None:
             try:
                 alongside()
             except EngineError as error:
-                failures.update({server.address: error for server in servers})
+                failures.update(dict.fromkeys(servers, error))
 
-        _, failed = self.servers.settled(update, servers, send)
-        failures |= {server.address: error for server, error in failed}
-        if servers and all(isinstance(failures.get(server.address), UpdateRefusedError) for server in servers):
+        failures |= self.servers.settled(update, servers, send)[1]
+        if len(failures) == len(servers) and all(isinstance(error, UpdateRefusedError) for error in failures.values()):
             return failures  # all of them still compute with the old weights
-        for server in servers:
-            if (failure := failures.get(server.address)) is None:
-                continue
+        for server, failure in failures.items():
             # Some of its weights may have changed, whatever its label says.
             server.has_doubtful_weights |= not isinstance(failure, UpdateRefusedError)
             if not server.in_service:
@@ -353,10 +363,16 @@ class ServerWeights:
         elif self.version == 0 and not label.isdigit() and not doubtful:
             self.backend.label_version(server, 0)
         else:
+            server.lacks_weights = True
             raise WeightUpdateError(
                 f"it holds version {label!r}{', which may be incomplete,' if doubtful else ''} and version {self.version} is "
                 "not on disk; it comes back with the next publication"
             )
+
+    @property
+    def are_lacking(self) -> bool:
+        """True if no server is in service, and one is only waiting for the next publication."""
+        return not self.servers.router.in_service() and any(server.lacks_weights for server in self.servers.router.servers)
 
     # -- another engine publishes --------------------------------------------------------------------------------------
 

@@ -183,9 +183,15 @@ class PPOTrainer(PolicyTrainer):
         if resumed or self.config.rollout.backend != "builtin" or self.ranks.model is None:
             self.ranks.call("republish")
             self.rollout.set_version(self.actor.version)
+        self.rollout.executor.while_waiting = self._publish_again
         self.made_again = range(0)
         if self.directory.resumed and self.rollout.journal is not None:
             self._recall(self.rollout.journal)
+
+    def _publish_again(self) -> None:
+        """Send the current weights again if no server can sample without them, because those that had them were lost."""
+        if self.rollout.sampler.lacks_weights:
+            self.ranks.call("republish")
 
     def _recall(self, journal: Journal) -> None:
         """Go on with the episodes that earlier processes recorded."""
