@@ -7,7 +7,6 @@ the model, execute the calls that rank 0 sends (``rollwright.placement.ranks``),
 from __future__ import annotations
 
 import dataclasses
-import json
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -18,7 +17,7 @@ from rollwright.config.experiment import DPOConfig, FinetuneSpec, PPOConfig
 from rollwright.config.loading import Stage
 from rollwright.config.recipes import apply_recipe
 from rollwright.inference.engine import WeightReceiver
-from rollwright.placement.ranks import TrainRanks, ignore_signals, refuse_images
+from rollwright.placement.ranks import TrainRanks, ignore_signals, received, refuse_images, send
 from rollwright.tracking.run_directory import RunDirectory
 from rollwright.training import parallel
 from rollwright.training.actor import FSDPPPOActor
@@ -44,8 +43,7 @@ def open_ranks(config: Any, spec: FinetuneSpec, directory: RunDirectory, *, shar
         directory: of the stage.
         shares_weights: an engine in this process may compute with the trained tensors.
     """
-    if parallel.world_size() > 1:
-        _send({"spec": dataclasses.asdict(spec), "recover": str(directory.recover.absolute())})
+    send({"spec": dataclasses.asdict(spec), "recover": str(directory.recover.absolute())})
     with parallel.watched():
         return load_ranks(config, spec, directory.recover, shares_weights)
 
@@ -77,8 +75,7 @@ def _open_engine(config: Any, spec: FinetuneSpec, shares_weights: bool) -> Train
 
 def announce_stage(name: str | None) -> None:
     """On rank 0, announce a stage to the other ranks. None announces the end of the run."""
-    if parallel.world_size() > 1:
-        _send({"stage": name})
+    send({"stage": name})
 
 
 def follow_stages(stages: Sequence[Stage], prepare: Any) -> None:
@@ -90,7 +87,7 @@ def follow_stages(stages: Sequence[Stage], prepare: Any) -> None:
     """
     ignore_signals()
     configs = {stage.name: stage.config for stage in stages}
-    while (name := _received()["stage"]) is not None:
+    while (name := received()["stage"]) is not None:
         prepare(configs[name])
         follow_config(configs[name])
 
@@ -98,7 +95,7 @@ def follow_stages(stages: Sequence[Stage], prepare: Any) -> None:
 def follow_config(config: Any) -> None:
     """On the other ranks, load this rank's shard of the model and execute the calls of rank 0."""
     ignore_signals()
-    opening = _received()
+    opening = received()
     with parallel.watched():
         ranks = load_ranks(config, FinetuneSpec(**opening["spec"]), Path(opening["recover"]))
     if isinstance(ranks.engine, FSDPPPOActor):
@@ -106,13 +103,3 @@ def follow_config(config: Any) -> None:
     ranks.follow()
     ranks.recover.wait()
     ranks.engine.destroy()
-
-
-def _send(message: dict[str, Any]) -> None:
-    with parallel.watched():
-        parallel.broadcast(json.dumps(message).encode())
-
-
-def _received() -> dict[str, Any]:
-    with parallel.watched():
-        return json.loads(parallel.broadcast(b""))

@@ -36,6 +36,22 @@ from rollwright.training.recovery_checkpoint import RecoverCheckpoints
 _DONE = "done"
 
 
+# -- messages of rank 0 -------------------------------------------------------------------------------------------------
+
+
+def send(message: dict[str, Any]) -> None:
+    """On rank 0, send a message to the other ranks, if there are any."""
+    if parallel.world_size() > 1:
+        with parallel.watched():
+            parallel.broadcast(json.dumps(message).encode())
+
+
+def received() -> dict[str, Any]:
+    """On the other ranks, wait for the next message of rank 0."""
+    with parallel.watched():
+        return json.loads(parallel.broadcast(b""))
+
+
 # -- the calls ---------------------------------------------------------------------------------------------------------
 
 
@@ -110,6 +126,19 @@ class Call:
     units: Callable[[Trajectory], Tensor] | None = None
     minibatches: Callable[[Any], int] = lambda section: 1
 
+    def divided(
+        self,
+        batch: Trajectory,
+        section: Any,
+        ranks: int,
+        count_tokens: Callable[[Trajectory], dict[int, int]] = distinct_tokens,
+    ) -> tuple[Trajectory, list[list[int]]]:
+        """Divide a batch over ranks; returns the columns to send and the rows of each rank. See ``shares``."""
+        assert self.units is not None
+        minibatches = self.minibatches(section)
+        sent = sent_columns(batch, minibatches)
+        return sent, shares(sent, self.units(batch), ranks, minibatches, count_tokens)
+
 
 CALLS = {
     "policy_step": Call(policy_step, _groups, lambda section: section.ppo_n_minibatches),
@@ -161,13 +190,11 @@ class TrainRanks:
         call, own = CALLS[name], {**arguments, **(first_rank or {})}
         if parallel.world_size() == 1:
             return call.make(self, *([] if batch is None else [batch]), **own)
+        send({"call": name, "arguments": arguments})
         with parallel.watched():
-            parallel.broadcast(json.dumps({"call": name, "arguments": arguments}).encode())
             if batch is None:
                 return call.make(self, **own)
-            assert call.units is not None
-            batch_rows = shares(batch, call.units(batch), parallel.world_size(), call.minibatches(self.engine.config))
-            sent = sent_columns(batch, call.minibatches(self.engine.config))
+            sent, batch_rows = call.divided(batch, self.engine.config, parallel.world_size())
             share = unpack_rows(parallel.scattered([pack_rows(sent, rows) for rows in batch_rows]))
             result, written = self.make_with(call, share, own)
             merge_written(batch, batch_rows, [unpack_rows(part) for part in parallel.gathered(written) or []])
@@ -175,14 +202,12 @@ class TrainRanks:
 
     def finish(self) -> None:
         """Make ``follow`` return on the other ranks."""
-        if parallel.world_size() > 1:
-            with parallel.watched():
-                parallel.broadcast(json.dumps({"call": _DONE}).encode())
+        send({"call": _DONE})
 
     def follow(self) -> None:
         """On the other ranks, make the calls that rank 0 sends, until it has finished."""
         with parallel.watched():
-            while (message := json.loads(parallel.broadcast(b"")))["call"] != _DONE:
+            while (message := received())["call"] != _DONE:
                 call, arguments = CALLS[message["call"]], message["arguments"]
                 if call.units is None:
                     call.make(self, **arguments)

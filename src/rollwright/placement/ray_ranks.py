@@ -30,8 +30,7 @@ from rollwright.experience.packed import WRITTEN, as_packed, pack_bytes, parts_o
 from rollwright.experience.trajectory import Trajectory, select_rows
 from rollwright.inference.weights.files import read_weights, write_files
 from rollwright.placement.capacity import demands_of
-from rollwright.placement.ranks import CALLS, TRAINED, sent_columns
-from rollwright.placement.ranks import shares as divided
+from rollwright.placement.ranks import CALLS, TRAINED
 from rollwright.placement.ray_cluster import RayCluster
 from rollwright.placement.ray_rank import PackedShare
 from rollwright.tracking.logging import getLogger
@@ -143,11 +142,7 @@ class RayRanks:
         batch_rows: list[list[int]] = []
         shares: list[PackedShare | None] = [None] * len(self._gang)
         if batch is not None:
-            call = CALLS[name]
-            assert call.units is not None
-            minibatches = call.minibatches(section_of(self._config))
-            sent = sent_columns(batch, minibatches)
-            batch_rows = divided(sent, call.units(batch), len(self._gang), minibatches, all_tokens)
+            sent, batch_rows = CALLS[name].divided(batch, section_of(self._config), len(self._gang), all_tokens)
             shares = [*_packed_shares([as_packed(select_rows(sent, rows)) for rows in batch_rows])]
         answers = _together(
             [

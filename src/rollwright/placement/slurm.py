@@ -13,15 +13,12 @@ import os
 import re
 import shlex
 import shutil
-import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from types import FrameType
 from typing import Any
 
 from rollwright.config.loading import Stage
@@ -30,6 +27,7 @@ from rollwright.config.rules import uses_ray
 from rollwright.config.secrets import command_line
 from rollwright.config.sections import ClusterConfig
 from rollwright.errors import ClusterError, ConfigError
+from rollwright.placement.torchrun import signals_to
 from rollwright.tracking.logging import getLogger
 
 logger = getLogger("Slurm")
@@ -156,6 +154,12 @@ class State:
     code: int
     signal: int
 
+    @classmethod
+    def of(cls, name: str, reason: str, codes: str) -> State:
+        """Parse ``codes``, the exit status and the signal, such as ``1:0``."""
+        code, _, number = codes.partition(":")
+        return cls(name, reason, int(code or 0), int(number or 0))
+
     @property
     def is_end(self) -> bool:
         """True if the job neither waits nor runs."""
@@ -222,8 +226,7 @@ class Job:
         """
         answer = self._shown()
         if answer.returncode == 0 and (name := _field("JobState", answer.stdout)):
-            code, _, number = _field("ExitCode", answer.stdout).partition(":")
-            return State(name, _field("Reason", answer.stdout), int(code or 0), int(number or 0))
+            return State.of(name, _field("Reason", answer.stdout), _field("ExitCode", answer.stdout))
         if "Invalid job id" not in answer.stderr:
             return None
         if recorded := self._recorded():
@@ -246,8 +249,7 @@ class Job:
         if answer.returncode or not lines:
             return None
         name, _, codes = lines[-1].partition("|")
-        code, _, number = codes.partition(":")
-        return State(name.split()[0], "", int(code or 0), int(number or 0))  # "CANCELLED by 0"
+        return State.of(name.split()[0], "", codes)  # the name may be "CANCELLED by 0"
 
     def ask_to_end(self) -> None:
         """Make the run finish its step and save; cancel a job that does not run yet."""
@@ -267,7 +269,7 @@ def _follow(job: Job, poll_seconds: float) -> int:
     """Copy a job's output to stdout until it has ended; returns the exit status."""
     shown, said, handled = 0, "", 0
     asked = answered = time.monotonic() - poll_seconds
-    with _received_signals() as signals:
+    with signals_to(lambda received: None) as signals:
         while True:
             shown = _show(job.log, shown)
             if len(signals) > handled:
@@ -319,22 +321,6 @@ def _show_rest(log: Path, shown: int) -> None:
     while time.monotonic() < deadline:
         shown = _show(log, shown)
         time.sleep(0.2)
-
-
-@contextmanager
-def _received_signals() -> Iterator[list[int]]:
-    """Collect SIGINT and SIGTERM inside the context."""
-    received: list[int] = []
-
-    def notice(number: int, frame: FrameType | None) -> None:
-        received.append(number)
-
-    before = {number: signal.signal(number, notice) for number in (signal.SIGINT, signal.SIGTERM)}
-    try:
-        yield received
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)
 
 
 def _name_of(run_directory: Path) -> str:

@@ -7,7 +7,7 @@ import os
 import signal
 import sys
 import tempfile
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from types import FrameType
 from typing import Any
@@ -56,7 +56,7 @@ def start_ranks(arguments: Sequence[str], processes: int) -> int:
 
     os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo0" if sys.platform == "darwin" else "lo")
     logging.disable(logging.ERROR)  # the agent repeats at length what a process has reported
-    with tempfile.TemporaryDirectory(prefix="rollwright-ranks-") as logs, _passed_on() as signals:
+    with tempfile.TemporaryDirectory(prefix="rollwright-ranks-") as logs, signals_to(_pass_on) as signals:
         config = LaunchConfig(
             min_nodes=1,
             max_nodes=1,
@@ -93,21 +93,33 @@ def _status(failures: dict[int, Any], signals: Sequence[int]) -> int:
     return 128 - codes[rank]
 
 
+def _pass_on(received: Sequence[int]) -> None:
+    """Pass the latest signal on to the child processes; kill them at the second one."""
+    started = children(os.getpid())
+    if not started:  # none has started, or this kernel does not list them: the agent ends them
+        raise KeyboardInterrupt
+    for pid in started:
+        with suppress(ProcessLookupError):
+            os.kill(pid, received[-1] if len(received) == 1 else signal.SIGKILL)
+
+
 @contextmanager
-def _passed_on() -> Iterator[list[int]]:
-    """Pass signals on to the child processes; yields the received signals."""
+def signals_to(handle: Callable[[Sequence[int]], object]) -> Iterator[Sequence[int]]:
+    """Collect SIGINT and SIGTERM inside the context.
+
+    Args:
+        handle: called in the main thread after each signal, with the signals so far.
+
+    Yields:
+        The signals so far.
+    """
     received: list[int] = []
 
-    def pass_on(number: int, frame: FrameType | None) -> None:
+    def receive(number: int, frame: FrameType | None) -> None:
         received.append(number)
-        started = children(os.getpid())
-        if not started:  # none has started, or this kernel does not list them: the agent ends them
-            raise KeyboardInterrupt
-        for pid in started:
-            with suppress(ProcessLookupError):
-                os.kill(pid, number if len(received) == 1 else signal.SIGKILL)
+        handle(received)
 
-    before = {number: signal.signal(number, pass_on) for number in (signal.SIGINT, signal.SIGTERM)}
+    before = {number: signal.signal(number, receive) for number in (signal.SIGINT, signal.SIGTERM)}
     try:
         yield received
     finally:

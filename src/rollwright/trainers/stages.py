@@ -1,4 +1,4 @@
-"""Carrying out the stages of a run, one after the other, in one run directory."""
+"""Runs the stages of a run, one after the other, in one run directory."""
 
 from __future__ import annotations
 
@@ -108,10 +108,10 @@ def _carry_out_stages(stages: Sequence[Stage], placement: Placement, source_path
 
 
 def _still_done(stages: Sequence[Stage], done: dict[str, Any], directory: RunDirectory) -> dict[str, Any]:
-    """The results of finished stages, without those that train on and evaluations after them.
+    """The results of finished stages, without stages that train further and the evaluations after them.
 
     Raises:
-        CheckpointError: a stage that is to train on left no recover checkpoint.
+        CheckpointError: a stage that is asked to train further left no recover checkpoint.
     """
     kept: dict[str, Any] = {}
     longer = ""
@@ -133,18 +133,18 @@ def _still_done(stages: Sequence[Stage], done: dict[str, Any], directory: RunDir
             "every stage was finished before, and none is asked for more: give total_train_steps (in a file of several stages as "
             "stages.NAME.total_train_steps) to train on"
         )
-    if longer:  # one that is interrupted now goes on there by itself
+    if longer:  # so that an interrupted run resumes there
         directory.write_stages(kept)
     return kept
 
 
 def _length(config: Any) -> list[int | None]:
-    """How long a stage is asked to train: steps and epochs, each None where it does not."""
+    """Requested length of a stage: steps and epochs, each None if it is not set."""
     return [getattr(config, "total_train_steps", None), getattr(config, "total_train_epochs", None)]
 
 
 def _is_longer(stage: Stage, before: dict[str, Any]) -> bool:
-    """True where a stage that was finished is to train on."""
+    """True if a finished stage is asked to train further."""
     (steps, epochs), earlier = _length(stage.config), before.get("length")
     if epochs is None or stage.config.recover.mode != "resume" or earlier == [steps, epochs]:
         return False
@@ -182,11 +182,11 @@ def _place(stages: Sequence[Stage]) -> tuple[str, str, str]:
 
 
 def _set_threads(config: Any) -> None:
-    here = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+    processes = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
     if (threads := getattr(getattr(config, "cluster", None), "threads", None)) is not None:
         torch.set_num_threads(threads)
-    elif here > 1 and "OMP_NUM_THREADS" not in os.environ:  # torch takes all cores, in every process
-        torch.set_num_threads(max(1, len(os.sched_getaffinity(0)) // here))
+    elif processes > 1 and "OMP_NUM_THREADS" not in os.environ:  # otherwise every process would use all cores
+        torch.set_num_threads(max(1, len(os.sched_getaffinity(0)) // processes))
     if getattr(config, "deterministic", False):
         torch.use_deterministic_algorithms(True, warn_only=True)
 
@@ -195,7 +195,7 @@ def _set_threads(config: Any) -> None:
 
 
 def make_model(config: NewModelConfig) -> dict[str, Any]:
-    """Write a model with random weights and its tokenizer; returns its ``path`` and the number of ``parameters``."""
+    """Write a model with random weights, and its tokenizer; returns its ``path`` and the number of ``parameters``."""
     from rollwright.data.tokenizer import ASCII, build_character_tokenizer, load_tokenizer
     from rollwright.data.vision import VISION_PIECES
     from rollwright.training.model import new_model, new_vision_model, parameter_count
@@ -229,45 +229,46 @@ def _train_supervised(stage: Stage, directory: RunDirectory) -> dict[str, Any]:
     from rollwright.trainers import drawn_tasks
     from rollwright.trainers.loops.supervised import DPOTrainer, SFTTrainer
 
-    trainer_class = DPOTrainer if stage.kind == "dpo" else SFTTrainer
     config = stage.config
-    tokenizer = config.tokenizer_path or config.model.path  # counts prompts where max_length is set
+    tokenizer = config.tokenizer_path or config.model.path  # counts prompts if max_length is set
     thinking = drawn_tasks.thinks(config.workflow_kwargs)
     thinking = config.train_dataset.columns.enable_thinking if thinking is None else thinking
     valid = get_dataset(config.valid_dataset, tokenizer, thinking) if config.valid_dataset else None
+    trainer_class = {"sft": SFTTrainer, "dpo": DPOTrainer}[stage.kind]
     with trainer_class(config, get_dataset(config.train_dataset, tokenizer), valid, directory=directory) as trainer:
         return trainer.train()
 
 
-def _train_policy(stage: Stage, directory: RunDirectory) -> dict[str, Any]:
+def _train_policy(config: PPOConfig, directory: RunDirectory) -> dict[str, Any]:
     from rollwright.trainers import drawn_tasks
     from rollwright.trainers.loops.rl import PPOTrainer
 
-    config = stage.config
-    if config.mode != "both":
-        return _play_part(config, directory)
-    with PPOTrainer(
-        config, drawn_tasks.task_source(config), drawn_tasks.evaluation_rows(config), directory=directory
-    ) as trainer:
+    tasks = drawn_tasks.task_source(config)
+    with PPOTrainer(config, tasks, drawn_tasks.evaluation_rows(config), directory=directory) as trainer:
         return trainer.train()
 
 
-def _play_part(config: PPOConfig, directory: RunDirectory) -> dict[str, Any]:
-    """What this process does in a run of several."""
-    if config.mode == "explore":
-        from rollwright.trainers.modes.explore import Explorer
+def _explore(config: PPOConfig, directory: RunDirectory) -> dict[str, Any]:
+    from rollwright.trainers.modes.explore import Explorer
 
-        with Explorer(config, directory) as explorer:
-            return explorer.explore()
-    if config.mode == "train":
-        from rollwright.trainers.modes.train_from_store import StoreTrainer
+    with Explorer(config, directory) as explorer:
+        return explorer.explore()
 
-        with StoreTrainer(config, directory) as trainer:
-            return trainer.train()
-    if config.mode == "bench":
-        from rollwright.trainers.modes.bench import bench
 
-        return bench(config, directory)
+def _train_from_store(config: PPOConfig, directory: RunDirectory) -> dict[str, Any]:
+    from rollwright.trainers.modes.train_from_store import StoreTrainer
+
+    with StoreTrainer(config, directory) as trainer:
+        return trainer.train()
+
+
+def _bench(config: PPOConfig, directory: RunDirectory) -> dict[str, Any]:
+    from rollwright.trainers.modes.bench import bench
+
+    return bench(config, directory)
+
+
+def _serve(config: PPOConfig, directory: RunDirectory) -> dict[str, Any]:
     try:
         from rollwright.trainers.modes.serve import serve
     except ModuleNotFoundError as error:
@@ -275,6 +276,10 @@ def _play_part(config: PPOConfig, directory: RunDirectory) -> dict[str, Any]:
             f"mode serve needs the package {error.name}, which is not installed: pip install 'rollwright[openai,store]'."
         ) from error
     return serve(config, directory)
+
+
+#: By the mode of an ``rl`` stage.
+_PLAY = {"both": _train_policy, "explore": _explore, "train": _train_from_store, "bench": _bench, "serve": _serve}
 
 
 def _evaluate(stage: Stage, directory: RunDirectory) -> dict[str, Any]:
@@ -291,7 +296,7 @@ _CARRY_OUT = {
     "model": lambda stage, directory: make_model(stage.config),
     "sft": _train_supervised,
     "dpo": _train_supervised,
-    "rl": _train_policy,
+    "rl": lambda stage, directory: _PLAY[stage.config.mode](stage.config, directory),
     "eval": _evaluate,
 }
 
