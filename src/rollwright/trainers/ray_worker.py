@@ -1,4 +1,4 @@
-"""What runs in the process of a worker on a Ray cluster (``placement.ray_rollout`` places it)."""
+"""Makes the object in a worker process on a Ray cluster; ``placement.ray_rollout`` places the process."""
 
 from __future__ import annotations
 
@@ -20,12 +20,12 @@ from rollwright.trainers.drawn_tasks import evaluation_workflow, training_workfl
 from rollwright.trainers.loops.evaluation import evaluating
 
 
-def open_worker(where: Any, config: PPOConfig, addresses: list[str], directory: str) -> RolloutWorker:
-    """A worker that runs the config's workflow, or its tasksets, and those of held-out tasks, with the servers at these addresses.
+def open_worker(place: Any, config: PPOConfig, addresses: list[str], directory: str) -> RolloutWorker:
+    """Make a worker that runs the workflows of training and of evaluation.
 
     Args:
-        where: it was placed (``placement.ray_host.Place``); not used.
-        config: of the run; its ``rollout`` has the key that requests carry, and each auxiliary model the URL of its server.
+        place: of this process (``placement.ray_host.Place``); not used.
+        config: of the run; ``rollout`` has the servers' API key, and each auxiliary model the URL of its server.
         addresses: of the servers.
         directory: of the run.
     """
@@ -37,18 +37,15 @@ def open_worker(where: Any, config: PPOConfig, addresses: list[str], directory: 
     client = RemoteInferenceEngine(backend, rollout, addresses=addresses, only_asks=True)
     client.initialize()
     journal = None
-    if config.journal.enabled:  # old files are removed by the controller's alone
-        kept = dataclasses.replace(config.journal, keep=None)
-        journal = Journal(Path(directory) / "journal", kept, hidden_texts(config))
-    services = TaskServices(config, tokenizer, Path(directory) / "logs")  # a front of its own; it ends with the process
-    trained, (held_out, kwargs) = (
-        training_workflow(config, tokenizer, None, services),
-        evaluation_workflow(config, tokenizer, services),
-    )
+    if config.journal.enabled:
+        settings = dataclasses.replace(config.journal, keep=None)  # only the controller's journal removes old files
+        journal = Journal(Path(directory) / "journal", settings, hidden_texts(config))
+    services = TaskServices(config, tokenizer, Path(directory) / "logs")  # with its own front; they end with the process
+    held_out, kwargs = evaluation_workflow(config, tokenizer, services)
     return RolloutWorker(
         client,
         rollout,
-        trained,
+        training_workflow(config, tokenizer, None, services),
         group_size=config.group_size,
         seed=config.seed,
         journal=journal,
