@@ -7,8 +7,7 @@ from dataclasses import dataclass
 
 from rollwright.config.experiment import PPOConfig, SFTConfig, section_of
 from rollwright.errors import ConfigError
-from rollwright.inference.backends import BACKENDS
-from rollwright.inference.backends.server_backend import ServerBackend
+from rollwright.inference.backends.server_backend import servers_of
 
 
 @dataclass(frozen=True)
@@ -45,8 +44,8 @@ def demands_of(config: PPOConfig | SFTConfig, cluster_has_gpus: bool) -> list[De
     if not isinstance(config, PPOConfig):  # it does not sample, or in the controller
         return [ranks]
     if of_server is None:
-        backend = BACKENDS.get(rollout.backend)
-        of_server = rollout.tensor_parallel if issubclass(backend, ServerBackend) and backend.needs_gpu else 0
+        backend = servers_of(rollout.backend)
+        of_server = rollout.tensor_parallel if backend is not None and backend.needs_gpu else 0
     served = [model for model in config.auxiliary_models if model.model_path]
     of_model = int(cluster_has_gpus and any(model.device != "cpu" for model in served))
     threads = max((model.threads or 1 for model in served), default=1)

@@ -8,8 +8,7 @@ import torch
 
 from rollwright.config.experiment import PPOConfig, SFTConfig, section_of
 from rollwright.errors import ConfigError
-from rollwright.inference.backends import BACKENDS
-from rollwright.inference.backends.server_backend import ServerBackend
+from rollwright.inference.backends.server_backend import servers_of
 from rollwright.inference.network import find_server_addresses
 from rollwright.placement.torchrun import started_processes
 from rollwright.tracking.logging import getLogger
@@ -83,17 +82,15 @@ def _fitting(config: PPOConfig, training: int, present: int) -> str:
 
 
 def _starts_servers(config: PPOConfig) -> bool:
-    backend = BACKENDS.get(config.rollout.backend)
-    if not issubclass(backend, ServerBackend):
-        return False
-    return not (backend.finds_servers and find_server_addresses(config.rollout.addresses))
+    backend = servers_of(config.rollout.backend)
+    return backend is not None and not (backend.finds_servers and find_server_addresses(config.rollout.addresses))
 
 
 def _needs_gpu(config: PPOConfig) -> bool:
     """True if each server of this run needs its own GPUs."""
-    backend = BACKENDS.get(config.rollout.backend)
+    backend = servers_of(config.rollout.backend)
     on_cpu = {"vllm": config.vllm.device == "cpu", "sglang": config.sglang.implementation == "builtin"}
-    return issubclass(backend, ServerBackend) and backend.needs_gpu and not on_cpu.get(config.rollout.backend, False)
+    return backend is not None and backend.needs_gpu and not on_cpu.get(config.rollout.backend, False)
 
 
 def _training_processes(config: PPOConfig | SFTConfig) -> int:

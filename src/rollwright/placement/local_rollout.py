@@ -16,7 +16,7 @@ from rollwright.config.sections import RolloutConfig, TrainEngineConfig
 from rollwright.errors import ConfigError
 from rollwright.experience.journal.writing import Journal
 from rollwright.inference.backends import BACKENDS
-from rollwright.inference.backends.server_backend import ServerBackend
+from rollwright.inference.backends.server_backend import servers_of
 from rollwright.inference.network import find_server_addresses
 from rollwright.inference.remote import RemoteInferenceEngine
 from rollwright.placement.gpus import first_gpu_of_servers
@@ -39,11 +39,10 @@ def make_local_engine(config: Any, model: Any, tokenizer: Any) -> RolloutEngine:
         tokenizer: the model's.
     """
     settings = {"seed": config.seed, "deterministic": config.deterministic}
-    backend = BACKENDS.get(config.rollout.backend)
-    if config.rollout.backend == "builtin" or issubclass(backend, ServerBackend):
+    if config.rollout.backend == "builtin" or servers_of(config.rollout.backend) is not None:
         return LocalRolloutEngine(config.rollout, model, tokenizer, **settings)
-    engine: Any = backend
-    return RolloutEngine(config.rollout, client=engine(model, tokenizer), **settings)
+    engine_class: Any = BACKENDS.get(config.rollout.backend)
+    return RolloutEngine(config.rollout, client=engine_class(model, tokenizer), **settings)
 
 
 def copy_to_sample(section: TrainEngineConfig) -> Any:
@@ -80,7 +79,7 @@ def make_rollout_engine(config: PPOConfig, actor: Any, tokenizer: Any, directory
 
 def _rollout_engine(config: PPOConfig, actor: Any, tokenizer: Any, directory: RunDirectory) -> RolloutEngine:
     rollout, source = config.rollout, config.actor
-    backend = servers_of(rollout)
+    backend = servers_of(rollout.backend)
     if backend is None:
         if actor is not None:
             model = actor.model if actor.model is not None else copy_to_sample(source)
@@ -141,16 +140,6 @@ def model_for_servers(config: PPOConfig, trained: Any, tokenizer: Any, directory
     path = str(directory / "engine_model")
     trained.save(path, tokenizer)
     return path
-
-
-def servers_of(rollout: RolloutConfig) -> type[ServerBackend] | None:
-    """Backend class of the servers that ``rollout.backend`` names, or None if that engine runs in this process.
-
-    Raises:
-        ConfigError: there is no such backend.
-    """
-    backend = BACKENDS.get(rollout.backend)
-    return backend if issubclass(backend, ServerBackend) else None
 
 
 def _engine_threads(config: PPOConfig) -> int:

@@ -21,8 +21,7 @@ from rollwright.data.tokenizer import load_tokenizer
 from rollwright.experience.contract import MULTI_MODAL
 from rollwright.experience.packed import rows_of, unpack_bytes
 from rollwright.experience.trajectory import Trajectory, tensor_container_to
-from rollwright.inference.backends import BACKENDS
-from rollwright.inference.backends.server_backend import ServerBackend
+from rollwright.inference.backends.server_backend import servers_of
 from rollwright.inference.engine import WeightReceiver
 from rollwright.inference.network import find_free_ports
 from rollwright.inference.remote import RemoteInferenceEngine
@@ -84,8 +83,8 @@ class TrainRank:
         def connect() -> None:
             engine: Any = WeightReceiver()  # stands in for that of rank 0, and is never called
             if parallel.rank() == 0:
-                backend = BACKENDS.get(rollout.backend)
-                assert issubclass(backend, ServerBackend)
+                backend = servers_of(rollout.backend)
+                assert backend is not None
                 engine = self._client = RemoteInferenceEngine(backend, rollout, addresses=addresses, servers_are_replaced=True)
                 engine.initialize()
             self._ranks.engine.connect_engine(engine)

@@ -15,8 +15,7 @@ from rollwright.config.secrets import hidden_texts
 from rollwright.config.sections import RolloutConfig
 from rollwright.errors import ConfigError
 from rollwright.experience.journal.writing import Journal
-from rollwright.inference.backends import BACKENDS
-from rollwright.inference.backends.server_backend import ServerBackend
+from rollwright.inference.backends.server_backend import servers_of
 from rollwright.inference.launcher import Launcher, RestartableServer
 from rollwright.inference.remote import RemoteInferenceEngine
 from rollwright.inference.server_watch import ServerWatch
@@ -49,8 +48,8 @@ def make_ray_rollout(config: PPOConfig, ranks: RayRanks, tokenizer: Any, directo
     Raises:
         ConfigError: the backend has no servers to start.
     """
-    backend = BACKENDS.get(config.rollout.backend)
-    if not issubclass(backend, ServerBackend):
+    backend = servers_of(config.rollout.backend)
+    if backend is None:
         raise ConfigError(f"rollout.backend {config.rollout.backend!r} has no servers to start; see docs/cluster.md.")
     rollout, path = with_key(config.rollout), directory.path.absolute()
     if rollout.weight_update == "auto":  # nodes share no memory

@@ -10,8 +10,7 @@ from rollwright.config.experiment import PPOConfig
 from rollwright.config.secrets import hidden_texts
 from rollwright.data.tokenizer import load_tokenizer
 from rollwright.experience.journal.writing import Journal
-from rollwright.inference.backends import BACKENDS
-from rollwright.inference.backends.server_backend import ServerBackend
+from rollwright.inference.backends.server_backend import servers_of
 from rollwright.inference.remote import RemoteInferenceEngine
 from rollwright.placement.task_services import TaskServices
 from rollwright.registry import PLUGINS
@@ -32,8 +31,8 @@ def open_worker(place: Any, config: PPOConfig, addresses: list[str], directory: 
     PLUGINS.load()
     rollout = config.rollout
     tokenizer = load_tokenizer(config.tokenizer_path or config.actor.path, config.actor.trust_remote_code)
-    backend = BACKENDS.get(rollout.backend)
-    assert issubclass(backend, ServerBackend)
+    backend = servers_of(rollout.backend)
+    assert backend is not None
     client = RemoteInferenceEngine(backend, rollout, addresses=addresses, only_asks=True)
     client.initialize()
     journal = None

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from rollwright.config.sections import RolloutConfig
+from rollwright.config.servers import BACKENDS
 from rollwright.errors import ConfigError, EngineError
 from rollwright.inference.parameters import ParameterTable
 from rollwright.inference.request import ModelRequest, ModelResponse
@@ -225,3 +226,13 @@ class BroadcastBackend(ServerBackend):
 
     def forget_group(self, server: Server, name: str) -> None:
         """Have a server leave a group, if it can do so without waiting for ranks that are gone."""
+
+
+def servers_of(backend_name: str) -> type[ServerBackend] | None:
+    """The class of a backend that has servers, or None if its engine runs in the trainer's process.
+
+    Raises:
+        ConfigError: there is no such backend.
+    """
+    backend = BACKENDS.get(backend_name)
+    return backend if issubclass(backend, ServerBackend) else None

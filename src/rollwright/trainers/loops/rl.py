@@ -23,8 +23,7 @@ from rollwright.experience.journal.records import Resumed
 from rollwright.experience.journal.writing import Journal
 from rollwright.experience.operators import GroupOperators
 from rollwright.experience.trajectory import Trajectory
-from rollwright.inference.backends import BACKENDS
-from rollwright.inference.backends.server_backend import ServerBackend
+from rollwright.inference.backends.server_backend import servers_of
 from rollwright.placement.task_services import TaskServices
 from rollwright.rollout.engines import LocalRolloutEngine, RolloutEngine
 from rollwright.tracking.learning_signs import LearningWatch
@@ -139,7 +138,7 @@ class PPOTrainer(PolicyTrainer):
         refuse_missing_chat_template(config, self.tokenizer)
         refuse_unusable_reward(config, train_dataset)
         self._owns_directory = directory is None
-        self.shares_weights = not issubclass(BACKENDS.get(config.rollout.backend), ServerBackend)
+        self.shares_weights = servers_of(config.rollout.backend) is None
         self.valid_dataset = list(valid_dataset or [])[: config.evaluator.limit]
         self.evaluates = bool(self.valid_dataset)
         dataset = config.train_dataset

@@ -19,8 +19,9 @@ from rollwright.config.rules import validate
 from rollwright.data.tokenizer import load_tokenizer
 from rollwright.errors import ConfigError
 from rollwright.experience.trajectory import Trajectory
+from rollwright.inference.backends.server_backend import servers_of
 from rollwright.inference.network import find_server_addresses
-from rollwright.placement.local_rollout import make_rollout_engine, servers_of
+from rollwright.placement.local_rollout import make_rollout_engine
 from rollwright.placement.task_services import TaskServices
 from rollwright.tracking import logging
 from rollwright.tracking.logging import getLogger
@@ -57,7 +58,7 @@ def bench(config: PPOConfig, directory: RunDirectory) -> dict[str, Any]:
     """
     validate(config)
     benchmarks = find_checkpoints(config)
-    backend = servers_of(config.rollout)
+    backend = servers_of(config.rollout.backend)
     if backend is not None and backend.finds_servers and (addresses := find_server_addresses(config.rollout.addresses)):
         raise ConfigError(
             f"mode bench starts a server for each checkpoint, but there are servers that run already ({', '.join(addresses)}), and what "
