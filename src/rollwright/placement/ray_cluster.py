@@ -144,7 +144,8 @@ class RayCluster:
         Args:
             demands: of the run.
             least_nodes: number of nodes that must be there.
-            is_waited_for: also wait for nodes, because the run had them before and one may have just been lost.
+            is_waited_for: also wait for nodes, because the run had them before and one may have just been lost. A node that stays away is
+                done without if the others have room.
 
         Raises:
             ConfigError: there is no room, or there are too few nodes.
@@ -156,9 +157,13 @@ class RayCluster:
                 place(demands, self._nodes(lambda node: node["Resources"]), least_nodes)
                 could_wait = True
                 return place(demands, self.nodes, least_nodes)
-            except ConfigError:
-                if not could_wait or time.monotonic() > deadline:
+            except ConfigError as error:
+                is_late = time.monotonic() > deadline
+                if not could_wait or (is_late and least_nodes == 1):
                     raise
+                if is_late:
+                    logger.warning("%s After %g s the run goes on with the nodes that are there.", error, ROOM_SECONDS)
+                    least_nodes = 1
             time.sleep(0.5)
 
     @classmethod

@@ -172,3 +172,11 @@ def test_a_run_that_goes_on_waits_for_a_node_that_is_coming_back(cluster_that_gr
     with pytest.raises(ConfigError, match="the cluster has 1"):
         cluster_that_grows.fit(demands, 2)
     assert len(cluster_that_grows.fit(demands, 3, is_waited_for=True)) == 2
+
+
+def test_a_run_that_goes_on_does_without_a_node_that_stays_away(cluster_that_grows, monkeypatch, caplog):
+    monkeypatch.setattr(module, "ROOM_SECONDS", 0.0)
+    assert len(cluster_that_grows.fit([Demand("worker", 2, 1.0, 0)], 99, is_waited_for=True)) == 2
+    assert "the run goes on with the nodes that are there" in caplog.text
+    with pytest.raises(ConfigError, match="no node has them left"):
+        cluster_that_grows.fit([Demand("worker", 99, 1.0, 0)], 99, is_waited_for=True)
