@@ -184,7 +184,7 @@ def start_server(place: Any, config: PPOConfig, rollout: RolloutConfig, model_pa
         sglang=config.sglang,
         vllm=config.vllm,
     )
-    return RestartableServer(launcher, 0, rollout.setup_timeout)
+    return RestartableServer(launcher, "server", 0, rollout.setup_timeout)
 
 
 def start_auxiliary_server(place: Any, model: AuxiliaryModelConfig, threads: int, logs: str, key: str) -> RestartableServer:
@@ -199,6 +199,6 @@ def start_auxiliary_server(place: Any, model: AuxiliaryModelConfig, threads: int
     """
     launcher = Launcher(logs, host=place.address)
     serve([model], launcher, max(1, threads), key)
-    server = RestartableServer(launcher, 0, model.setup_timeout)
+    server = RestartableServer(launcher, "auxiliary", 0, model.setup_timeout)
     write_text(Path(logs, _ADDRESS), server.address())
     return server
