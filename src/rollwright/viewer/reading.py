@@ -99,7 +99,7 @@ def plain_floats(values: np.ndarray) -> list[float | None]:
     return [float(f"{value:.7g}") if math.isfinite(value) else None for value in values.tolist()]
 
 
-def read_episode(index: Index, places: bytes, writer: int) -> RecordedEpisode:
+def read_episode(index: Index, places: bytes) -> RecordedEpisode:
     """Read the episode whose records are at these places; if some are lost (``is_damaged`` in lists), the rest of it.
 
     Raises:
@@ -108,11 +108,12 @@ def read_episode(index: Index, places: bytes, writer: int) -> RecordedEpisode:
     records = index.records(places)
     if not records or not isinstance(records[0], Begin):
         raise JournalError(f"{index.journal}: the beginning of this sample is not in the journal any more.")
-    episode = RecordedEpisode(records[0], writer=writer)
+    (file,) = index.rows("SELECT writer FROM files WHERE id = ?", unpack_places(places)[0] >> PLACE_BITS)
+    episode = RecordedEpisode(records[0], writer=file["writer"])
     for record in records[1:]:
         if isinstance(record, ModelCall):
             if record.index == len(episode.calls):  # otherwise an earlier call is lost, which this one extends
-                episode.add(record, _arguments(index, writer, record.arguments))
+                episode.add(record, _arguments(index, episode.writer, record.arguments))
         elif isinstance(record, DurableResult):
             episode.results.append(record)
         elif isinstance(record, End):
@@ -126,11 +127,6 @@ def _arguments(index: Index, writer: int, number: int) -> dict[str, Any]:
     found = index.rows("SELECT place FROM arguments WHERE writer = ? AND number = ?", writer, number)
     record: AnyRecord | None = index.record(found[0]["place"]) if found else None
     return record.gconfig if isinstance(record, Arguments) else {}
-
-
-def first_file(places: bytes) -> int:
-    """Number of the file in which an episode begins."""
-    return unpack_places(places)[0] >> PLACE_BITS
 
 
 def read_trained(index: Index, places: bytes | None) -> list[Trained]:

@@ -8,16 +8,23 @@ import shlex
 import sqlite3
 import threading
 from collections.abc import Iterable, Mapping, Sequence
+from datetime import datetime
 from functools import cached_property
 from pathlib import Path
 from typing import Any
 
+import yaml
+
+from rollwright.atomic import read_json
+from rollwright.config.loading import is_as_written
 from rollwright.errors import DataError, JournalError
+from rollwright.experience.journal.reading import journal_files
+from rollwright.tracking.learning_signs import signs_of
 from rollwright.tracking.logging import getLogger
+from rollwright.tracking.run_directory import MARKER, flattened, is_claimed
 from rollwright.viewer import reading, search
+from rollwright.viewer.curves import Curves, groups_of
 from rollwright.viewer.index import Index
-from rollwright.viewer.reading import chat_of
-from rollwright.viewer.run_files import RunFiles
 from rollwright.viewer.samples import NOT_UNDONE, Samples
 from rollwright.viewer.timeline import timeline
 from rollwright.viewer.tokens import Vocabulary, find_vocabulary
@@ -25,6 +32,7 @@ from rollwright.viewer.tree import parting, prefix_tree
 
 logger = getLogger("viewer")
 
+_POINTS_OF_SPARKLINE = 40
 _FOLLOWED_EVERY = 1.0  # seconds between two looks at the files
 _COMPARED = 16  # samples of a group with a higher reward, the best of them
 _WORKED_FOR = 0.5  # seconds of a transaction, after which readers see more
@@ -43,7 +51,7 @@ _TOKEN_COLUMNS = {
 }
 
 
-class Run(RunFiles):
+class Run:
     """A run, or one stage or process of it: a directory with ``metrics.jsonl`` or a journal.
 
     Opening reads nothing. Queries read the files as they are now, also while the run trains or after it crashed. Steps, groups and samples
@@ -65,14 +73,98 @@ class Run(RunFiles):
     """
 
     def __init__(self, path: str | Path) -> None:
-        super().__init__(path)
+        self.path = find_part(Path(path))
+        self.curves = Curves(self.path / "metrics.jsonl")
+        self._config: tuple[int, dict[str, Any]] = (-1, {})  # when the file was written, and what it says
+        self._config_problem = ""
         self._following: threading.Event | None = None
         self._lock = threading.Lock()
         self._grown = 0
 
+    @cached_property
+    def name(self) -> str:
+        """Experiment and trial, and the stage or process."""
+        marker = _read_json(self._root / MARKER)
+        names = [str(marker.get("experiment", "")), str(marker.get("trial", ""))] if marker else []
+        return "/".join([*names, *([self.path.name] if self._root != self.path else [])]) or self.path.name
+
+    @property
+    def config(self) -> dict[str, Any]:
+        """Its flattened config: ``{"actor.optimizer.lr": 1e-5, …}``. Secrets are already hidden in the file."""
+        file = self.path / "config.yaml"
+        if not file.exists():
+            return flattened(self._marker.get("config") or {})
+        written = file.stat().st_mtime_ns
+        if self._config[0] != written:
+            loader = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
+            text = file.read_text(encoding="utf-8", errors="replace")
+            is_intact = is_as_written(text, has_checksum=self._has_checksums())
+            self._config_problem = "" if is_intact else "it is not as the run wrote it: it was changed or damaged"
+            try:
+                found = yaml.load(text, loader)
+            except yaml.YAMLError as error:
+                logger.warning("%s cannot be read, so its values are not shown: %s", file, error)
+                self._config_problem = f"it cannot be read, so its values are not shown ({str(error).splitlines()[0]})"
+                found = None
+            self._config = written, flattened(found) if isinstance(found, dict) else {}
+        return dict(self._config[1])
+
+    @property
+    def _marker(self) -> dict[str, Any]:
+        return _read_json(self.path / MARKER) or _read_json(self.path.parent / MARKER)
+
+    @property
+    def is_running(self) -> bool:
+        """True if a process owns its directory."""
+        return is_claimed(self.path) or is_claimed(self.path.parent)
+
     def info(self) -> dict[str, Any]:
-        """Summary for lists of runs: state, dates, last step and values, the curve of its reward (or loss), and the number of indexed samples."""
-        return {**super().info(), "samples": self._index.progress()["samples"] if self._has_index() else None}
+        """Summary for lists of runs: state, dates, last step and values, and the curve of its reward (or loss)."""
+        marker, results = self._marker, self._results()
+        curve = "reward" if self.curves.points("reward") else "loss"
+        points = self.curves.series([curve], _POINTS_OF_SPARKLINE, 0.0)[curve]
+        finished = bool(results) or bool(marker.get("finished"))
+        times, planned = self.curves.times, results.get("steps") or self.config.get("total_train_steps")
+        return {
+            "path": str(self.path),
+            "name": self.name,
+            "kind": results.get("kind") or self._stage().get("kind") or ("rl" if self.has_journal else "sft"),
+            "state": "finished" if finished else "running" if self.is_running else "stopped",
+            "began": _unix_time(marker.get("began")),
+            "updated": self._updated(),
+            "last_step": times[-1][0] if times else 0,
+            "total_steps": int(planned) if planned else None,
+            "reward": self.curves.last("reward"),
+            "eval": self.curves.last("eval/reward"),
+            "sparkline": [value for _, value in points],
+            "curve": curve,
+            "has_journal": self.has_journal,
+            "samples": self._index.progress()["samples"] if self._has_index() else None,
+        }
+
+    def _updated(self) -> float | None:
+        """Time of its last write. For a run that has ended it comes from the metrics, because a copy's files are newer."""
+        times = self.curves.times
+        if times and times[-1][1] and not self.is_running:
+            return times[-1][1]
+        return max((path.stat().st_mtime for path in self._files()), default=None)
+
+    def _results(self) -> dict[str, Any]:
+        """The stage's final results; empty before its end."""
+        own = list(_read_json(self.path / "stages.json").values())
+        return _read_json(self.path.parent / "stages.json").get(self.path.name) or (own[0] if len(own) == 1 else {})
+
+    def _stage(self) -> dict[str, Any]:
+        stages = (self._marker.get("config") or {}).get("stages") or []
+        return next((stage for stage in stages if stage.get("name") == self.path.name), stages[0] if len(stages) == 1 else {})
+
+    @property
+    def has_journal(self) -> bool:
+        """True if episodes were recorded."""
+        return bool(journal_files(self.path / "journal"))
+
+    def _files(self) -> list[Path]:
+        return [*([self.curves.path] if self.curves.path.exists() else []), *journal_files(self.path / "journal")[-1:]]
 
     @property
     def stamp(self) -> str:
@@ -124,43 +216,6 @@ class Run(RunFiles):
             if self._following is None:
                 self._following = threading.Event()
                 threading.Thread(target=self._follow, args=(self._following,), name="rollwright-index", daemon=True).start()
-
-    def missing(self) -> list[dict[str, Any]]:
-        """Like ``RunFiles.missing``, plus the journal's damaged bytes, truncated ends and missing files, each with its range of steps."""
-        found = super().missing()
-        if not (self.path / "journal").is_dir():
-            return [*found, *self._without_journal()]
-        if not self.has_journal:
-            return [*found, self._lacks(self.path / "journal", "it is empty: its samples are unknown")]
-        is_finished = self.info()["state"] == "finished"
-        for gap in self._index.missing(is_running=self.is_running, is_finished=is_finished):
-            said = str(gap).partition(": " if gap.note else ", ")[2]
-            found.append(self._lacks(gap.path, said, gap.begin, gap.end, gap.steps))
-        return [*found, *self._unlike()]
-
-    def _without_journal(self) -> list[dict[str, Any]]:
-        kept = self.config.get("journal.enabled") and self.config.get("mode", "both") in ("both", "explore", "serve")
-        if not kept or "gconfig.n_samples" not in self.config:
-            return []
-        return [self._lacks(self.path / "journal", "it is missing: the samples are unknown")]
-
-    def _unlike(self) -> list[dict[str, Any]]:
-        """Steps that only one of journal and metrics has; each should have all."""
-        if self.is_running or not self._index.progress()["is_complete"]:
-            return []
-        indexed = {row["step"] for row in self._samples.steps()}
-        logged = {step for step, _ in self.curves.points("reward")}
-        found = []
-        if lost := sorted(indexed - logged):
-            found.append(
-                self._lacks(self.curves.path, f"it lacks {_steps(lost)}, which the journal has", steps=(lost[0], lost[-1]))
-            )
-        if indexed and (
-            lost := sorted(step for step in logged - indexed if step > min(indexed))
-        ):  # journal.keep removes the first
-            said = f"it lacks the end of {_steps(lost)}, which metrics.jsonl has"
-            found.append(self._lacks(self.path / "journal", said, steps=(lost[0], lost[-1])))
-        return found
 
     def _follow(self, ended: threading.Event) -> None:
         while not ended.is_set():
@@ -252,9 +307,8 @@ class Run(RunFiles):
         return {**group, "task": reading.plain_value(task), "task_error": error, "tree": prefix_tree(rows, self.text)}
 
     def _episode(self, key: str, places: bytes) -> reading.RecordedEpisode:
-        writers = self._index.rows("SELECT writer FROM files WHERE id = ?", reading.first_file(places))
         try:
-            return reading.read_episode(self._index, places, writers[0]["writer"] if writers else 0)
+            return reading.read_episode(self._index, places)
         except OSError as error:
             raise JournalError(
                 f"the records of sample {key} cannot be read ({error}): its file was removed (journal.keep) or not copied."
@@ -283,7 +337,7 @@ class Run(RunFiles):
             "gconfig": episode.calls[0].gconfig if episode.calls else {},
             "calls": [reading.plain_call(each) for each in episode.calls],
             "rows": self._rows(episode, trained),
-            "messages": chat_of(episode, self.text),
+            "messages": reading.chat_of(episode, self.text),
             "results": [reading.plain_result(each) for each in episode.results],
             "attempts": [self._attempt(each) for each in group if each["index"] == sample["index"]],
             "neighbours": _neighbours(sample, group),
@@ -342,7 +396,113 @@ class Run(RunFiles):
             "traceback": traceback,
         }
 
+    # -- damage ------------------------------------------------------------------------------------------------------------
+
+    def missing(self) -> list[dict[str, Any]]:
+        """Damaged, truncated or missing parts of the run's files, its journal included; empty if all are intact.
+
+        Returns:
+            For each part its ``file`` (relative to the run's directory), the bytes ``begin`` to ``end`` and the ``steps`` before and after
+            it, if known, and a ``message`` with all of these.
+        """
+        found = [self._lacks(self.curves.path, each) for each in self.curves.missing()]
+        last, known = max((step for step, _ in self.curves.times), default=0), self._last_known_step()
+        if known and not self.curves.path.exists():
+            found.append(self._lacks(self.curves.path, "it is missing: there are no curves"))
+        elif known and not self.curves.path.stat().st_size:
+            found.append(self._lacks(self.curves.path, "it is empty: there are no curves"))
+        elif known > last:
+            said = f"it ends with step {last}, but the run reached step {known}"
+            found.append(self._lacks(self.curves.path, said, steps=(last + 1, known)))
+        for root in dict.fromkeys((self._root, self.path)):
+            for name in (MARKER, "stages.json"):
+                problem = _problem_of(root / name)
+                if name == MARKER and root == self._root and not (root / name).exists():
+                    problem = "it is missing: the run cannot be resumed"
+                if problem:
+                    found.append(self._lacks(root / name, problem))
+        _ = self.config
+        if not (self.path / "config.yaml").exists() and self.curves.times and self._has_checksums():
+            found.append(self._lacks(self.path / "config.yaml", "it is gone"))
+        elif self._config_problem:
+            found.append(self._lacks(self.path / "config.yaml", self._config_problem))
+        return [*found, *self._missing_in_journal()]
+
+    def _missing_in_journal(self) -> list[dict[str, Any]]:
+        """Damaged bytes, truncated ends and missing files, each with its range of steps, and steps that only one of journal and metrics has."""
+        journal = self.path / "journal"
+        if not journal.is_dir():
+            kept = self.config.get("journal.enabled") and self.config.get("mode", "both") in ("both", "explore", "serve")
+            is_expected = kept and "gconfig.n_samples" in self.config
+            return [self._lacks(journal, "it is missing: the samples are unknown")] if is_expected else []
+        if not self.has_journal:
+            return [self._lacks(journal, "it is empty: its samples are unknown")]
+        found = []
+        for gap in self._index.missing(is_running=self.is_running, is_finished=self.info()["state"] == "finished"):
+            said = str(gap).partition(": " if gap.note else ", ")[2]
+            found.append(self._lacks(gap.path, said, gap.begin, gap.end, gap.steps))
+        return [*found, *self._unlike()]
+
+    def _unlike(self) -> list[dict[str, Any]]:
+        """Steps that only one of journal and metrics has; each should have all."""
+        if self.is_running or not self._index.progress()["is_complete"]:
+            return []
+        indexed = {row["step"] for row in self._samples.steps()}
+        logged = {step for step, _ in self.curves.points("reward")}
+        found = []
+        if lost := sorted(indexed - logged):
+            found.append(
+                self._lacks(self.curves.path, f"it lacks {_steps(lost)}, which the journal has", steps=(lost[0], lost[-1]))
+            )
+        if indexed and (
+            lost := sorted(step for step in logged - indexed if step > min(indexed))
+        ):  # journal.keep removes the first
+            said = f"it lacks the end of {_steps(lost)}, which metrics.jsonl has"
+            found.append(self._lacks(self.path / "journal", said, steps=(lost[0], lost[-1])))
+        return found
+
+    def _has_checksums(self) -> bool:
+        """True if the run wrote checksums; version 0.1.0 did not."""
+        marker = self._root / MARKER
+        return marker.exists() and '"checksum"' in marker.read_text(encoding="utf-8", errors="replace")
+
+    def _last_known_step(self) -> int:
+        """The last step according to a recover checkpoint or the stage's results."""
+        made = [int(path.name.rpartition("_")[2]) for path in self.path.glob("recover/step_*") if path.name[5:].isdecimal()]
+        steps = self._results().get("steps")
+        return max([*made, steps if isinstance(steps, int) else 0], default=0)
+
+    @property
+    def _root(self) -> Path:
+        """The directory of the whole run."""
+        return self.path if (self.path / MARKER).exists() or not (self.path.parent / MARKER).exists() else self.path.parent
+
+    def _lacks(
+        self,
+        path: Path,
+        message: str,
+        begin: int | None = None,
+        end: int | None = None,
+        steps: Sequence[int | None] = (None, None),
+    ) -> dict[str, Any]:
+        name = path.relative_to(self._root).as_posix() if path.is_relative_to(self._root) else path.name
+        return {"file": name, "begin": begin, "end": end, "steps": list(steps), "message": f"{name}: {message}"}
+
     # -- the rest ----------------------------------------------------------------------------------------------------------
+
+    def metrics(self, names: Iterable[str] | None = None, points: int = 600, smoothing: float = 0.0) -> dict[str, Any]:
+        """Curves: ``{"series": {name: [[step, value], …]}, "groups": {title: [name, …]}}``.
+
+        Args:
+            names: metrics; None for all.
+            points: most points of each curve; peaks are kept.
+            smoothing: weight of the past in a moving average, from 0 to below 1.
+        """
+        return {"series": self.curves.series(names, points, smoothing), "groups": groups_of(self.curves.names())}
+
+    def diagnosis(self) -> list[dict[str, Any]]:
+        """Detected problems and the settings that fix them: ``rule``, ``level`` (bad, warn or info), ``message``, ``setting`` and ``step``."""
+        return [sign.plain() for sign in signs_of(self.curves.points, self.config)]
 
     def timeline(self, start: float | None = None, end: float | None = None, lanes: int = 24) -> dict[str, Any]:
         """Lanes of samples, engines and the trainer between two times; see ``viewer.timeline``."""
@@ -412,6 +572,57 @@ class Run(RunFiles):
         where = "" if undone else f"WHERE {NOT_UNDONE} "
         ended = self._samples.listed(f"{where}ORDER BY samples.id DESC LIMIT ?", limit)
         return [*self._samples.running(undone=undone), *ended][:limit]
+
+
+def find_part(path: Path) -> Path:
+    """The directory itself, or the stage or process of a run that has a journal, or else metrics.
+
+    Raises:
+        DataError: there is none, or there are several.
+    """
+    if not path.is_dir():
+        raise DataError(f"{path} is no directory: give that of a run, such as runs/quickstart/trial.")
+    if is_part(path):
+        return path
+    parts = [child for child in sorted(path.iterdir()) if child.is_dir() and is_part(child)]
+    journaled = [part for part in parts if journal_files(part / "journal")]
+    for some in (journaled, parts):
+        if len(some) == 1:
+            return some[0]
+    if not parts:
+        raise DataError(f"{path} is no run: it has neither metrics.jsonl nor a journal.")
+    raise DataError(f"{path} has several stages or processes: give one of {', '.join(map(str, journaled or parts))}.")
+
+
+def is_part(path: Path) -> bool:
+    """True for a directory with metrics or episodes of a run, a stage or a process."""
+    return (path / "metrics.jsonl").exists() or bool(journal_files(path / "journal"))
+
+
+def _read_json(path: Path) -> dict[str, Any]:
+    """A JSON object; empty if the file is missing, damaged or being written."""
+    try:
+        return read_json(path)
+    except (OSError, ValueError):
+        return {}
+
+
+def _problem_of(path: Path) -> str | None:
+    """Why a JSON file cannot be read; None if it can or does not exist."""
+    try:
+        read_json(path)
+    except FileNotFoundError:
+        return None
+    except (OSError, ValueError) as error:
+        return f"it cannot be read ({error}), so it is not shown"
+    return None
+
+
+def _unix_time(text: Any) -> float | None:
+    try:
+        return datetime.strptime(str(text), "%Y-%m-%dT%H:%M:%S%z").timestamp()
+    except ValueError:
+        return None
 
 
 def _steps(steps: Sequence[int]) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import threading
 from collections.abc import Iterable, Iterator
 from pathlib import Path
@@ -9,8 +10,7 @@ from typing import Any
 
 from rollwright.errors import DataError
 from rollwright.tracking.logging import getLogger
-from rollwright.viewer.run import Run
-from rollwright.viewer.run_files import is_part
+from rollwright.viewer.run import Run, is_part
 
 logger = getLogger("viewer")
 
@@ -89,11 +89,8 @@ def parts_below(root: Path, depth: int = 0) -> Iterator[Path]:
 
 def list_runs(roots: str | Path | Iterable[str | Path] = "runs") -> list[dict[str, Any]]:
     """Summaries of the runs below directories; see ``Runs.list``."""
-    runs = Runs(roots)
-    try:
+    with contextlib.closing(Runs(roots)) as runs:
         return runs.list()
-    finally:
-        runs.close()
 
 
 def config_difference(first: Run, second: Run) -> list[tuple[str, Any, Any]]:
