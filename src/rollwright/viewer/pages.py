@@ -92,11 +92,9 @@ class Pages:
         """
         entry = {"id": _id_of(name), **run.info(), "missing": [each["message"] for each in run.missing()]}
         url = entry["url"] = url_of_run(entry["id"])
-        crumbs = [{"text": entry["id"], "url": url}, *({"text": text, "url": url + address} for text, address in places)]
-        if title:
-            crumbs.append({"text": title, "url": None})
-        else:
-            crumbs[-1]["url"] = None
+        crumbs = [{"text": entry["id"], "url": url if title else None}]
+        crumbs += [{"text": text, "url": url + address} for text, address in places]
+        crumbs += [{"text": title, "url": None}] if title else []
         context = {"run": entry, "tab": tab, "crumbs": crumbs, "title": f"{title or 'Run'} · {entry['id']}"}
         if is_followed:
             context.update(stamp=run.stamp, stamp_url=f"{url}/stamp")
@@ -128,26 +126,24 @@ def key_in_address(key: str) -> str:
     return quote(key, safe="/:@")
 
 
-def pager(address: str, offset: int, limit: int, total: int | None, count: int) -> Any:
-    """Links to the previous and the next page; empty if everything is shown."""
-    from markupsafe import Markup
+def pager(address: str, offset: int, limit: int, total: int | None, count: int) -> dict[str, Any]:
+    """Values of the macro that links to the previous and the next page.
 
-    def link(text: str, to: int, is_there: bool) -> Markup:
-        joined = f"{address}{'&' if '?' in address else '?'}offset={to}"
-        return Markup('<a class="button" href="{}">{}</a>').format(joined, text) if is_there else Markup("")
-
-    more = offset + count < total if total is not None else count == limit
-    if not offset and not more:
-        return ""
-    of = f" of {total:,}" if total is not None else ""
-    place = Markup('<span class="muted">{} to {}{}</span>').format(offset + 1, offset + count, of)
-    before, after = link("← Before", max(0, offset - limit), offset > 0), link("After →", offset + limit, more)
-    return Markup('<nav class="pages" aria-label="Pages">{} {} {}</nav>').format(before, place, after)
+    Args:
+        address: of the list, without an offset.
+        offset: index of the first row on this page.
+        limit: rows of a page.
+        total: rows of the list. None if unknown.
+        count: rows on this page.
+    """
+    more = count == limit if total is None else offset + count < total
+    joined = f"{address}{'&' if '?' in address else '?'}offset="
+    return {"address": joined, "offset": offset, "limit": limit, "total": total, "count": count, "more": more}
 
 
-def offset_of(request: Request) -> int:
-    """Index of the first requested row."""
-    asked = request.query_params.get("offset", "0")
+def number_in(request: Request, name: str) -> int:
+    """A parameter of the address that counts something; 0 if it is missing or no number."""
+    asked = request.query_params.get(name, "")
     return int(asked) if asked.isdecimal() and len(asked) < 10 else 0
 
 

@@ -25,7 +25,7 @@ SPANS = {
     "failed": "failed",
     "other": "other",
 }
-_ALIASES = {"call": "generate"}
+_KINDS = {kind: kind for kind in SPANS} | {"call": "generate"}
 
 
 def shade(value: float | None, low: float, high: float) -> str:
@@ -68,9 +68,7 @@ def histogram(bins: Sequence[Mapping[str, Any]], hrefs: Sequence[str], chosen: i
     step = width / len(bins)
     bars = []
     for index, each in enumerate(bins):
-        bar_height = round((base - top) * each["count"] / most, 1)
-        if each["count"]:
-            bar_height = max(bar_height, 2)
+        bar_height = max(round((base - top) * each["count"] / most, 1), 2 if each["count"] else 0)
         label = number(each["low"]) if each["low"] == each["high"] else f"{number(each['low'])} to {number(each['high'])}"
         bars.append(
             {
@@ -120,8 +118,7 @@ def prefix_tree(tree: Mapping[str, Any], href_of: Mapping[str, str]) -> dict[str
     drawn: dict[Any, dict[str, Any]] = {}
     edges: list[str] = []
     rows = 0
-    order = _parents_last(children)
-    for node in order:
+    for node in _parents_last(children):
         below = [drawn[child["id"]] for child in children.get(node["id"], [])]
         if below:
             y = (below[0]["y"] + below[-1]["y"]) / 2
@@ -172,24 +169,25 @@ def _parents_last(children: Mapping[Any, list[dict[str, Any]]]) -> Iterable[dict
 
 
 def _label(node: Mapping[str, Any], keys: Sequence[str]) -> str:
-    whose = f"sample {keys[0]}" if len(keys) == 1 else f"shared by {len(keys)} samples"
-    parts = [whose, f"{node['tokens']:,} tokens", "trained" if node["trained"] else "not trained"]
-    if node["branch"]:
-        parts.append(f"isolated branch {node['branch']}")
-    if node["advantage"] is not None and node["trained"]:
-        parts.append(f"advantage {signed(node['advantage'])}")
-    return ", ".join(parts)
+    has_advantage = node["advantage"] is not None and node["trained"]
+    parts = [
+        f"sample {keys[0]}" if len(keys) == 1 else f"shared by {len(keys)} samples",
+        f"{node['tokens']:,} tokens",
+        "trained" if node["trained"] else "not trained",
+        f"isolated branch {node['branch']}" if node["branch"] else "",
+        f"advantage {signed(node['advantage'])}" if has_advantage else "",
+    ]
+    return ", ".join(filter(None, parts))
 
 
 def _end_of(node: Mapping[str, Any], keys: Sequence[str]) -> str:
-    parts = [f"#{keys[0].rpartition('/')[2]}" if len(keys) == 1 else f"{len(keys)} samples"]
-    if node["branch"]:
-        parts.append(f"branch {node['branch']}")
-    if node["reward"] is not None:
-        parts.append(f"reward {number(node['reward'])}")
-    if node["advantage"] is not None:
-        parts.append(signed(node["advantage"]))
-    return " · ".join(parts)
+    parts = [
+        f"#{keys[0].rpartition('/')[2]}" if len(keys) == 1 else f"{len(keys)} samples",
+        f"branch {node['branch']}" if node["branch"] else "",
+        f"reward {number(node['reward'])}" if node["reward"] is not None else "",
+        signed(node["advantage"]) if node["advantage"] is not None else "",
+    ]
+    return " · ".join(filter(None, parts))
 
 
 def _fitting(text: str, width: float) -> str:
@@ -216,7 +214,7 @@ def swimlanes(timeline: Mapping[str, Any], began: float, href_of: Any) -> dict[s
         for span in sorted(lane["spans"], key=lambda each: (each["kind"] != "sample", each["start"])):
             left, right = (max(start, min(end, span[side])) for side in ("start", "end"))
             x, width = _LANES_LEFT + (left - start) * scale, (right - left) * scale
-            kind = "failed" if span.get("status") == "failed" else _kind(span["kind"])
+            kind = "failed" if span.get("status") == "failed" else _KINDS.get(span["kind"], "other")
             if right < left or (width < 0.7 and x - last.get(kind, -9.0) < 0.7):
                 continue
             last[kind], kinds[kind] = x + width, None
@@ -250,11 +248,6 @@ def swimlanes(timeline: Mapping[str, Any], began: float, href_of: Any) -> dict[s
         ],
         "legend": [(kind, SPANS[kind]) for kind in SPANS if kind in kinds],
     }
-
-
-def _kind(kind: str) -> str:
-    kind = _ALIASES.get(kind, kind)
-    return kind if kind in SPANS else "other"
 
 
 def _ticks(start: float, end: float, began: float) -> list[float]:

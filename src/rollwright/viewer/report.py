@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import base64
+import contextlib
 import hashlib
 import time
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
+
+from markupsafe import Markup
 
 from rollwright.atomic import write_text
 from rollwright.errors import ConfigError
@@ -40,7 +43,7 @@ def write_report(places: Sequence[str | Path], file: Path, samples: int = 40) ->
         named = ", ".join(entry["path"] for entry in entries[:6]) or "none"
         raise ConfigError(f"a report is of one run, and there are {len(entries)}: name one of {named}.")
     run = pages.runs.get(entries[0]["id"])
-    try:
+    with contextlib.closing(pages.runs):
         run.refresh(_INDEX_SECONDS)
         entry = {**entries[0], "missing": [each["message"] for each in run.missing()]}
         scripts = "\n".join(pages.static[name].decode() for name in _SCRIPTS)
@@ -58,11 +61,7 @@ def write_report(places: Sequence[str | Path], file: Path, samples: int = 40) ->
             chosen=[_shown(run.sample(key)) for key in _chosen(run, samples)],
             **overview(run, entry),
         )
-    finally:
-        pages.runs.close()
-    file.parent.mkdir(parents=True, exist_ok=True)
-    write_text(file, html.encode("utf-8", "replace").decode())
-    return file
+    return write_text(file, html.encode("utf-8", "replace").decode())
 
 
 def _hash(text: str) -> str:
@@ -71,8 +70,6 @@ def _hash(text: str) -> str:
 
 def _markup(text: str) -> Any:
     """Mark the viewer's own files as safe to include unchanged."""
-    from markupsafe import Markup
-
     assert "</script" not in text.lower()
     assert "</style" not in text.lower()
     return Markup(text)  # no part of it comes from a run

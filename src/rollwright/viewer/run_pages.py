@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import statistics
+from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -16,7 +17,7 @@ from rollwright.viewer.pages import (
     address,
     as_file,
     key_in_address,
-    offset_of,
+    number_in,
     pager,
     url_of_run,
     wants_file,
@@ -30,16 +31,16 @@ from rollwright.viewer.runs import config_difference
 ROWS = 200
 _STEADY_FROM = 4  # steps of one value
 _COMPARED = 6  # runs at once: as many as there are colours
-#: Metrics in a run's tiles: name, title and format.
-_TILES = (
-    ("reward", "reward", number),
-    ("eval/reward", "held out", number),
-    ("response_tokens", "tokens a sample", number),
-    ("actor/entropy", "entropy", number),
-    ("actor/logprob_difference/mean", "engine to trainer", number),
-    ("actor/staleness/mean", "staleness", number),
-    ("tokens_per_second/generate", "tokens/s sampled", number),
-)
+#: Metrics in a run's tiles, and their titles.
+_TILES = {
+    "reward": "reward",
+    "eval/reward": "held out",
+    "response_tokens": "tokens a sample",
+    "actor/entropy": "entropy",
+    "actor/logprob_difference/mean": "engine to trainer",
+    "actor/staleness/mean": "staleness",
+    "tokens_per_second/generate": "tokens/s sampled",
+}
 
 
 def add_routes(router: APIRouter, pages: Pages) -> None:
@@ -86,17 +87,14 @@ def add_routes(router: APIRouter, pages: Pages) -> None:
             return as_file(request, f"{name}-steps", every)
         asked = request.query_params.get("sort", "-step")
         by, is_down = asked.lstrip("-"), asked.startswith("-")
-        of = {"step": "step", "reward": "reward", "samples": "samples", "groups": "groups", "dropped": "dropped"}.get(
-            by, "step"
-        )
+        of = by if by in ("reward", "samples", "groups", "dropped") else "step"
         every.sort(key=lambda step: (step[of] is None, step[of] or 0), reverse=is_down)
-        offset = offset_of(request)
+        offset = number_in(request, "offset")
         low = min((step["reward_min"] for step in every if step["reward_min"] is not None), default=0.0)
         high = max((step["reward_max"] for step in every if step["reward_max"] is not None), default=1.0)
         shown = [{**step, "box": range_box(step, low, high)} for step in every[offset : offset + ROWS]]
         context = pages.of_run(name, run, "/steps", title="Steps")
-        here = f"{context['run']['url']}/steps?sort={asked if of else '-step'}{'&undone=1' if wants_undone(request) else ''}"
-        around = pager(here, offset, ROWS, len(every), len(shown))
+        here = f"{context['run']['url']}/steps?sort={asked}{'&undone=1' if wants_undone(request) else ''}"
         return pages.page(
             "steps.html",
             **context,
@@ -105,7 +103,7 @@ def add_routes(router: APIRouter, pages: Pages) -> None:
             undone=undone,
             shows_undone=wants_undone(request),
             sorting={"by": by, "down": is_down},
-            pager=around,
+            pager=pager(here, offset, ROWS, len(every), len(shown)),
         )
 
     def weights(request: Request, name: str) -> Response:
@@ -114,22 +112,17 @@ def add_routes(router: APIRouter, pages: Pages) -> None:
         if wants_file(request):
             return as_file(request, f"{name}-weights", [{"kind": "publication", **each} for each in publications])
         context = pages.of_run(name, run, "/weights", title="Weights")
-        offset = offset_of(request)
-        shown = [_publication(each) for each in publications[::-1][offset : offset + ROWS]]
-        audits = list(dict.fromkeys(key for each in shown for key in each["audit"]))
-        for each in shown:
-            each["audits"] = [each["audit"].get(key) for key in audits]
-        around = pager(f"{context['run']['url']}/weights", offset, ROWS, len(publications), len(shown))
+        offset = number_in(request, "offset")
+        shown = publications[::-1][offset : offset + ROWS]
         about = f"{counted(len(publications), 'publication')}, {counted(len(checkpoints), 'recover checkpoint')}"
-        names = [key.removeprefix("logprob_difference/") for key in audits]
         return pages.page(
             "weights.html",
             **context,
             publications=shown,
-            audits=names,
+            audits=list(dict.fromkeys(name for each in shown for name in each["audit"])),
             checkpoints=checkpoints[::-1],
             about=about,
-            pager=around,
+            pager=pager(f"{context['run']['url']}/weights", offset, ROWS, len(publications), len(shown)),
         )
 
     def timeline(request: Request, name: str) -> Response:
@@ -149,21 +142,18 @@ def add_routes(router: APIRouter, pages: Pages) -> None:
         return pages.page("timeline.html", **context, drawing=drawing, zoom=zoom, about=about, address=address(request))
 
     def compare(request: Request) -> Response:
-        names = request.query_params.getlist("run")[:_COMPARED]
-        runs = [pages.runs.get(name) for name in names]
-        entries = [{"id": name, "url": url_of_run(name)} for name in names]
-        curves = _curves([(entry["id"], run) for entry, run in zip(entries, runs, strict=True)])
+        runs = [(name, pages.runs.get(name)) for name in request.query_params.getlist("run")[:_COMPARED]]
         if wants_file(request):
-            rows = [{"run": entry["id"], **row} for entry, run in zip(entries, runs, strict=True) for row in metric_rows(run)]
+            rows = [{"run": name, **row} for name, run in runs for row in metric_rows(run)]
             return as_file(request, "compared", rows)
         return pages.page(
             "compare.html",
             title="Compare",
             crumbs=[{"text": "Compare", "url": None}],
-            runs=entries,
-            curves=curves,
-            differences=_differences(runs),
-            held_out=held_out([(entry["id"], run) for entry, run in zip(entries, runs, strict=True)]),
+            runs=[{"id": name, "url": url_of_run(name)} for name, _ in runs],
+            curves=_curves(runs),
+            differences=_differences([run for _, run in runs]),
+            held_out=held_out(runs),
             address=address(request),
         )
 
@@ -187,16 +177,13 @@ def overview(run: Run, info: Mapping[str, Any]) -> dict[str, Any]:
     """Template values of a run's first page, which a report shows too."""
     curves = _curves([("", run)])
     last = {chart["name"]: chart["last"] for _, charts in curves for chart in charts}
-    tiles = [
-        {"name": "step", "value": info["last_step"] or 0, "more": f"of {info['total_steps']}" if info["total_steps"] else ""}
-    ]
-    tiles += [{"name": text, "value": last[name], "more": ""} for name, text, _ in _TILES if name in last]
-    if info.get("samples") is not None:
-        tiles.append({"name": "samples", "value": count(info["samples"]), "more": ""})
-    took = info["updated"] - info["began"] if info.get("updated") and info.get("began") else None
-    about = " · ".join(
-        filter(None, [info.get("kind"), f"{seconds(took)}{' so far' if info['state'] == 'running' else ''}" if took else None])
-    )
+    planned = f"of {info['total_steps']}" if info["total_steps"] else ""
+    tiles = [{"name": "step", "value": info["last_step"] or 0, "more": planned}]
+    tiles += [{"name": text, "value": last[name], "more": ""} for name, text in _TILES.items() if name in last]
+    tiles += [{"name": "samples", "value": count(info["samples"]), "more": ""}] if info["samples"] is not None else []
+    took = info["updated"] - info["began"] if info["updated"] and info["began"] else None
+    so_far = " so far" if info["state"] == "running" else ""
+    about = " · ".join(filter(None, [info["kind"], f"{seconds(took)}{so_far}" if took else None]))
     steady = [chart for _, charts in curves for chart in charts if _is_steady(chart)]
     curves = [(title, [chart for chart in charts if chart not in steady]) for title, charts in curves]
     facts = [(chart["title"], f"{chart['last']} {chart['unit']}".strip()) for chart in steady]
@@ -206,7 +193,7 @@ def overview(run: Run, info: Mapping[str, Any]) -> dict[str, Any]:
 def _is_steady(chart: Mapping[str, Any]) -> bool:
     """True for a curve whose value never changes, unless it is a metric of a tile."""
     values = [value for each in chart["series"] for _, value in each["points"]]
-    return len(values) >= _STEADY_FROM and len(set(values)) == 1 and chart["name"] not in {name for name, _, _ in _TILES}
+    return len(values) >= _STEADY_FROM and len(set(values)) == 1 and chart["name"] not in _TILES
 
 
 def _curves(runs: Sequence[tuple[str, Run]]) -> list[tuple[str, list[dict[str, Any]]]]:
@@ -221,11 +208,10 @@ def _curves(runs: Sequence[tuple[str, Run]]) -> list[tuple[str, list[dict[str, A
         charts = []
         for name in sorted(names, key=lambda name: (name.count("/"), name)):
             series = [
-                {"label": label, "points": [point for point in metrics["series"][name] if point[1] is not None]}
+                {"label": label, "points": points}
                 for label, metrics in found
-                if name in metrics["series"]
+                if (points := [point for point in metrics["series"].get(name, ()) if point[1] is not None])
             ]
-            series = [each for each in series if each["points"]]
             if series:
                 last = " · ".join(number(each["points"][-1][1]) for each in series)
                 charts.append({"name": name, "title": visible(name), "unit": _unit(name), "last": last, "series": series})
@@ -249,11 +235,6 @@ def metric_rows(run: Run) -> list[dict[str, Any]]:
         for step, value in points:
             rows.setdefault(step, {"step": step})[name] = value
     return [rows[step] for step in sorted(rows)]
-
-
-def _publication(each: Mapping[str, Any]) -> dict[str, Any]:
-    engines = each["engines"] or []
-    return {**each, "audit": each["audit"] or {}, "confirmed": ", ".join(map(str, engines)) or "–"}
 
 
 def _time(text: str | None) -> float | None:
@@ -289,21 +270,17 @@ def _differences(runs: Sequence[Run]) -> list[tuple[str, list[str]]]:
 def last_evaluation(run: Run) -> dict[str, float]:
     """Task -> mean reward of its samples in a run's last evaluation."""
     samples = run.search(is_eval=True, status="accepted", order="-step", limit=20_000)["samples"]
-    by_version: dict[int, dict[str, list[float]]] = {}
+    by_version: defaultdict[int, defaultdict[str, list[float]]] = defaultdict(lambda: defaultdict(list))
     for sample in samples:
         if sample["reward"] is not None and "@v" in sample["group"]:
-            by_version.setdefault(int(sample["group"].rpartition("@v")[2]), {}).setdefault(str(sample["ordinal"]), []).append(
-                sample["reward"]
-            )
-    if not by_version:
-        return {}
-    return {task: statistics.fmean(rewards) for task, rewards in by_version[max(by_version)].items()}
+            by_version[int(sample["group"].rpartition("@v")[2])][str(sample["ordinal"])].append(sample["reward"])
+    newest = by_version[max(by_version, default=0)]
+    return {task: statistics.fmean(rewards) for task, rewards in newest.items()}
 
 
 def held_out(runs: Sequence[tuple[str, Run]]) -> dict[str, Any]:
     """The last evaluation of each run, compared with the first run's by task."""
-    evaluations = [(label, last_evaluation(run)) for label, run in runs]
-    evaluations = [(label, found) for label, found in evaluations if found]
+    evaluations = [(label, found) for label, run in runs if (found := last_evaluation(run))]
     rows: list[dict[str, Any]] = []
     for label, found in evaluations:
         first = evaluations[0][1]

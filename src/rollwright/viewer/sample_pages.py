@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from itertools import takewhile
 from typing import Any
 from urllib.parse import parse_qsl, urlencode
 
@@ -12,7 +13,7 @@ from fastapi.responses import Response
 from rollwright.errors import DataError
 from rollwright.tracking.readable import as_json, clipped, count, counted, number, seconds, signed
 from rollwright.viewer import sample_view
-from rollwright.viewer.pages import Pages, address, as_file, key_in_address, offset_of, pager, wants_file, wants_undone, without
+from rollwright.viewer.pages import Pages, address, as_file, key_in_address, number_in, pager, wants_file, wants_undone, without
 from rollwright.viewer.pictures import histogram, prefix_tree, shade
 from rollwright.viewer.run import Run
 from rollwright.viewer.search import ASKED, filters, span
@@ -38,14 +39,15 @@ def add_routes(router: APIRouter, pages: Pages) -> None:
         found = run.group(key, undone=wants_undone(request))
         if wants_file(request):
             return as_file(request, f"{name}-group-{key}", found["samples"])
-        title = title_of_group(found)
-        context = pages.of_run(name, run, "/steps", *_place(found), title=title, is_followed=found["state"] == "running")
-        url = context["run"]["url"]
         shown = decorated(found)
+        context = pages.of_run(
+            name, run, "/steps", *_place(found), title=shown["title"], is_followed=found["state"] == "running"
+        )
+        url = context["run"]["url"]
         hrefs = {sample["key"]: f"{url}/sample/{key_in_address(sample['key'])}?view=tokens" for sample in found["samples"]}
         shown["task_text"] = clipped(as_json(found["task"])) if found["task"] is not None else found["task_error"] or ""
-        rewards = [sample["reward"] for sample in found["samples"] if sample["reward"] is not None]
-        mean = f"mean reward {number(sum(rewards) / len(rewards))}" if rewards else ""
+        rewards = _rewards(found["samples"])
+        mean = f"mean reward {_mean(rewards)}" if rewards else ""
         versions = f"weights v{found['version']}" if found["version"] is not None else ""
         shown["about"] = " · ".join(filter(None, [f"{len(found['samples'])} samples", mean, versions]))
         tree = prefix_tree(found["tree"], hrefs)
@@ -54,7 +56,7 @@ def add_routes(router: APIRouter, pages: Pages) -> None:
     def sample(request: Request, name: str, key: str) -> Response:
         run = pages.run(name)
         found = run.sample(key)
-        row_number = _row_number(request, found)
+        row_number = min(number_in(request, "row"), max(0, len(found["rows"]) - 1))
         if wants_file(request):
             if request.query_params["format"] == "jsonl":
                 return as_file(request, f"{name}-{key}", [found])
@@ -69,7 +71,7 @@ def add_routes(router: APIRouter, pages: Pages) -> None:
 
     def search(request: Request, name: str) -> Response:
         run = pages.run(name)
-        offset, problem = offset_of(request), ""
+        offset, problem = number_in(request, "offset"), ""
         limit = IN_FILE if wants_file(request) else RESULTS
         found: dict[str, Any] = {"samples": [], "total": 0, "indexed": 1.0, "is_cut": False}
         try:
@@ -121,14 +123,15 @@ def add_routes(router: APIRouter, pages: Pages) -> None:
 
 
 def _about(sample: Mapping[str, Any]) -> str:
-    parts = [f"step {sample['step']}" if sample["step"] is not None else "", f"{sample['tokens'] or 0:,} tokens"]
-    if sample["advantage"] is not None:
-        parts.append(f"advantage {signed(sample['advantage'])}")
-    if sample["tools"]:
-        parts.append(counted(sample["tools"], "tool call"))
-    if sample["ended"] and sample["began"]:
-        parts.append(seconds(sample["ended"] - sample["began"]))
-    return " · ".join(filter(None, [*parts, sample["reason"] or ""]))
+    parts = [
+        f"step {sample['step']}" if sample["step"] is not None else "",
+        f"{sample['tokens'] or 0:,} tokens",
+        f"advantage {signed(sample['advantage'])}" if sample["advantage"] is not None else "",
+        counted(sample["tools"], "tool call") if sample["tools"] else "",
+        seconds(sample["ended"] - sample["began"]) if sample["ended"] and sample["began"] else "",
+        sample["reason"],
+    ]
+    return " · ".join(filter(None, parts))
 
 
 # -- steps and groups ----------------------------------------------------------------------------------------------------
@@ -137,10 +140,9 @@ def _about(sample: Mapping[str, Any]) -> str:
 def step_context(run: Run, found: Mapping[str, Any], url: str, request: Request) -> dict[str, Any]:
     """Template values of a step's page."""
     here = f"{url}/step/{found['step']}"
-    chosen = span(request.query_params.get("reward", ""))
-    bins = found["bins"]
+    asked, bins = request.query_params.get("reward", ""), found["bins"]
+    chosen = span(asked)
     spans = [f"{each['low']!r}..{each['high']!r}" for each in bins]
-    asked = request.query_params.get("reward")
     index = spans.index(asked) if asked in spans else None
     is_last = index is None or index == len(bins) - 1
 
@@ -153,32 +155,26 @@ def step_context(run: Run, found: Mapping[str, Any], url: str, request: Request)
             return False
         return high is None or reward < high or (reward == high and (is_last or low == high))
 
-    low, high = _bounds(_samples_of(found["groups"]))
+    samples = _samples_of(found["groups"])
     fitting = [each for each in found["groups"] if chosen is None or any(map(fits, each["samples"]))]
-    offset = offset_of(request)
-    groups = [decorated(each, (low, high), fits) for each in fitting[offset : offset + GROUPS]]
+    offset = number_in(request, "offset")
+    groups = [decorated(each, _bounds(samples), fits) for each in fitting[offset : offset + GROUPS]]
     steps = [each["step"] for each in run.steps()]
-    before, after = (
-        max((s for s in steps if s < found["step"]), default=None),
-        min((s for s in steps if s > found["step"]), default=None),
-    )
+    before = max((step for step in steps if step < found["step"]), default=None)
+    after = min((step for step in steps if step > found["step"]), default=None)
     counts = found["counts"]
     rows = [{"mark": "trained", "name": "", "count": counts["trained"]}]
     rows += [{"mark": "dropped", "name": reason, "count": each} for reason, each in counts["dropped"].items()]
-    rewards = [sample["reward"] for sample in _samples_of(found["groups"]) if sample["reward"] is not None]
+    rewards, held = _rewards(samples), _rewards(_samples_of(found["evaluations"]))
     publication = found["publication"] or {}
     facts = [
-        ("mean reward", number(sum(rewards) / len(rewards)) if rewards else None),
+        ("mean reward", _mean(rewards) if rewards else None),
         ("without variance", f"{counts['without_variance']} groups" if counts["without_variance"] else None),
         ("published", f"v{publication['version']}" if publication else None),
         *((name, seconds(value)) for name, value in found["phases"].items()),
+        ("held out", f"{_mean(held)} over {len(found['evaluations'])} tasks" if held else None),
     ]
-    evaluations = found.get("evaluations") or []
-    if evaluations:
-        held = [sample["reward"] for sample in _samples_of(evaluations) if sample["reward"] is not None]
-        facts.append(("held out", f"{number(sum(held) / len(held))} over {len(evaluations)} tasks" if held else None))
     lowest = run.search(step=found["step"], is_eval=False, order="reward", limit=1)["samples"]
-    worst = lowest[0] if lowest else None
     filtered = here + (f"?{urlencode({'reward': asked})}" if asked else "")
     from_the_worst = {"list": urlencode({"step": found["step"], "eval": 0, "order": "reward"}), "at": 0}
     return {
@@ -192,8 +188,7 @@ def step_context(run: Run, found: Mapping[str, Any], url: str, request: Request)
         "fitting": len(fitting),
         "pager": pager(filtered, offset, GROUPS, len(fitting), len(groups)),
         "without_variance": counts["without_variance"],
-        "query": "",
-        "worst": f"{url}/sample/{key_in_address(worst['key'])}?{urlencode(from_the_worst)}" if worst else None,
+        "worst": f"{url}/sample/{key_in_address(lowest[0]['key'])}?{urlencode(from_the_worst)}" if lowest else None,
         "address": filtered,
         "neighbours": {
             "before": f"{url}/step/{before}" if before is not None else None,
@@ -217,7 +212,6 @@ def decorated(
             **sample,
             "key": key_in_address(sample["key"]),
             "shade": shade(sample["reward"], low, high),
-            "query": "",
             "dim": not fits(sample),
             "about": _about(sample),
         }
@@ -226,13 +220,8 @@ def decorated(
     why = group["reason"] or ""
     if not why and group["state"] == "trained" and not group["has_variance"]:
         why = "one reward only: nothing to learn from"
-    title, key = title_of_group(group), key_in_address(group["key"])
+    title, key = title_of_key(group["key"]), key_in_address(group["key"])
     return {**group, "title": title, "address": key, "samples": samples, "mark": group["state"], "why": why}
-
-
-def title_of_group(group: Mapping[str, Any]) -> str:
-    """Title of a group."""
-    return title_of_key(group["key"])
 
 
 def title_of_key(key: str) -> str:
@@ -252,8 +241,16 @@ def _samples_of(groups: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
     return [sample for group in groups for sample in group["samples"]]
 
 
+def _rewards(samples: Sequence[Mapping[str, Any]]) -> list[float]:
+    return [sample["reward"] for sample in samples if sample["reward"] is not None]
+
+
+def _mean(rewards: Sequence[float]) -> str:
+    return number(sum(rewards) / len(rewards))
+
+
 def _bounds(samples: Sequence[Mapping[str, Any]]) -> tuple[float, float]:
-    rewards = [sample["reward"] for sample in samples if sample["reward"] is not None]
+    rewards = _rewards(samples)
     return (min(rewards), max(rewards)) if rewards else (0.0, 1.0)
 
 
@@ -296,13 +293,14 @@ def sample_context(run: Run, found: Mapping[str, Any], url: str, request: Reques
         else:
             table = sample_view.table(rows[row_number], limit)
     group_key = found["group"]
-    neighbours = {**_neighbours(run, found, url, query), "group": f"{url}/group/{key_in_address(group_key)}"}
+    neighbours = {**_neighbours(run, found, url, request), "group": f"{url}/group/{key_in_address(group_key)}"}
     own = next((each for each in found["attempts"] if each["key"] == found["key"]), None)
     failure = None
     if own is not None and own["class"]:
         failure = {"name": own["class"], "text": clipped(own["traceback"] or own["message"] or "")}
-    first = found["messages"] and [{"role": m["role"], "content": m["text"]} for m in found["messages"][: _first_answer(found)]]
-    prompt = first or (found["calls"][0]["prompt"] if found["calls"] else [])
+    asked = takewhile(lambda message: message["role"] != "assistant", found["messages"])
+    prompt = [{"role": message["role"], "content": message["text"]} for message in asked]
+    prompt = prompt or (found["calls"][0]["prompt"] if found["calls"] else [])
     return {
         "sample": {
             **found,
@@ -327,22 +325,17 @@ def sample_context(run: Run, found: Mapping[str, Any], url: str, request: Reques
     }
 
 
-def _first_answer(sample: Mapping[str, Any]) -> int:
-    roles = [message["role"] for message in sample["messages"]]
-    return roles.index("assistant") if "assistant" in roles else len(roles)
-
-
-def _neighbours(run: Run, sample: Mapping[str, Any], url: str, query: Mapping[str, str]) -> dict[str, str | None]:
+def _neighbours(run: Run, sample: Mapping[str, Any], url: str, request: Request) -> dict[str, str | None]:
     """The previous and next sample in the list that the reader came from, or else in its group and step."""
+    query = request.query_params
     kept = {name: query[name] for name in ("view", "overlay", "list") if query.get(name)}
 
     def link(key: str | None, **more: str) -> str | None:
         asked = urlencode({**kept, **more})
         return None if key is None else f"{url}/sample/{key_in_address(key)}" + (f"?{asked}" if asked else "")
 
-    at = query.get("at", "")
-    if at.isdecimal() and len(at) < 9:
-        place = int(at)
+    if query.get("at", "").isdecimal():
+        place = number_in(request, "at")
         try:
             asked = filters(dict(parse_qsl(query.get("list", ""))))
             around = run.search(**asked, offset=max(0, place - 1), limit=3)["samples"]
@@ -365,8 +358,3 @@ def _neighbours(run: Run, sample: Mapping[str, Any], url: str, query: Mapping[st
             found["previous"] = found["previous"] or (before[-1] if before else None)
             found["next"] = found["next"] or (behind[0] if behind else None)
     return {name: link(found[name]) for name in ("previous", "next")}
-
-
-def _row_number(request: Request, sample: Mapping[str, Any]) -> int:
-    asked = request.query_params.get("row", "0")
-    return min(int(asked) if asked.isdecimal() and len(asked) < 6 else 0, max(0, len(sample["rows"]) - 1))

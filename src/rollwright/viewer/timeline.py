@@ -14,7 +14,6 @@ from rollwright.viewer.samples import Samples, select
 
 MOST_SAMPLES = 3_000  # drawn in one picture; of more, evenly chosen ones
 MOST_READ = 300  # samples of which each call and tool is drawn
-_SAMPLING = "this process"
 
 
 def timeline(index: Index, samples: Samples, start: float | None, end: float | None, lanes: int) -> dict[str, Any]:
@@ -87,16 +86,15 @@ def _engines(index: Index, numbers: Sequence[int], samples: Sequence[dict[str, A
             continue  # its file was removed
         for record in records:
             if isinstance(record, ModelCall):
-                name, kind, label = record.server or f"engine in {_SAMPLING}", "call", f"call {record.index}"
-                span = {"start": record.started, "end": record.finished, "kind": "call"}
+                name, kind = record.server or "engine in this process", "engine"
+                span = {"start": record.started, "end": record.finished, "kind": "call", "label": f"call {record.index}"}
             elif isinstance(record, DurableResult):
-                is_reward = record.name.startswith(REWARD_CALLS)
-                name, kind, label = ("rewards", "reward", record.name) if is_reward else ("tools", "tool", record.name)
-                span = {"start": record.time - record.seconds, "end": record.time, "kind": kind}
+                name, kind = ("rewards", "reward") if record.name.startswith(REWARD_CALLS) else ("tools", "tool")
+                span = {"start": record.time - record.seconds, "end": record.time, "kind": kind, "label": record.name}
             else:
                 continue
-            lane = lanes.setdefault(name, {"name": name, "kind": "engine" if kind == "call" else kind, "spans": []})
-            lane["spans"].append({**span, "label": label, "key": sample["key"]})
+            lane = lanes.setdefault(name, {"name": name, "kind": kind, "spans": []})
+            lane["spans"].append({**span, "key": sample["key"]})
     return list(lanes.values())
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -50,20 +50,19 @@ def prefix_tree(rows: Sequence[TreeRow], text: Callable[[list[int]], str]) -> di
             parent = _add(nodes, [rows[row] for row in members], start, stop, above, branch, text)
             trunk = trunk if branch else parent
             start = stop
-        parting: dict[tuple[int, bool], list[int]] = {}
+        part(members, start, parent, trunk)
+
+    def part(members: Iterable[int], start: int, parent: int | None, trunk: int | None) -> None:
+        """Grow a subtree for each next token of the rows."""
+        parts: dict[tuple[int, bool], list[int]] = {}
         for row in members:
             tokens = rows[row][2]
             if start < len(tokens.ids):
-                parting.setdefault((int(tokens.ids[start]), bool(tokens.mask[start])), []).append(row)
-        for some in parting.values():
+                parts.setdefault((int(tokens.ids[start]), bool(tokens.mask[start])), []).append(row)
+        for some in parts.values():
             grow(some, start, parent, trunk)
 
-    beginnings: dict[tuple[int, bool], list[int]] = {}
-    for number, (_, _, tokens) in enumerate(rows):
-        if len(tokens.ids):
-            beginnings.setdefault((int(tokens.ids[0]), bool(tokens.mask[0])), []).append(number)
-    for some in beginnings.values():
-        grow(some, 0, None, None)
+    part(range(len(rows)), 0, None, None)
     return {"nodes": nodes, "width": max((len(tokens.ids) for _, _, tokens in rows), default=0)}
 
 
