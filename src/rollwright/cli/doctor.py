@@ -18,7 +18,7 @@ import shutil
 import socket
 import sys
 import tempfile
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from importlib import metadata
 from pathlib import Path
@@ -73,6 +73,11 @@ class Finding:
     advice: str = ""
 
 
+def _noted(topic: str, name: str, found: str, advice: str) -> Finding:
+    """A finding that is fine unless there is advice."""
+    return Finding(topic, name, "note" if advice else "ok", found, advice)
+
+
 def doctor(
     fileroot: Path = typer.Option(  # noqa: B008 - how typer declares an option
         Path("runs"), help="Where runs are to be kept (cluster.fileroot)."
@@ -80,17 +85,9 @@ def doctor(
     as_json: bool = typer.Option(False, "--json", help="Print the findings as JSON."),
 ) -> None:
     """Check this machine: versions, processors, memory, GPU, ports, directories, extras; with advice for each."""
-    checks: list[Callable[[], Iterable[Finding]]] = [
-        versions,
-        processors,
-        memory,
-        gpus,
-        ports,
-        lambda: directories(fileroot),
-        sandbox,
-        extras,
-    ]
-    findings = [finding for check in checks for finding in check()]
+    findings = [
+        *versions(), *processors(), *memory(), *gpus(), *ports(), *directories(fileroot), *sandbox(), *extras(),
+    ]  # fmt: skip
     if as_json:
         print(json.dumps([asdict(finding) for finding in findings], indent=2))
     else:
@@ -100,14 +97,15 @@ def doctor(
 
 def _show(findings: list[Finding]) -> None:
     from rich.console import Console
+    from rich.markup import escape
     from rich.table import Table
 
     console = Console(soft_wrap=False)
     marks = {"ok": "[green]ok[/]", "note": "[yellow]note[/]", "problem": "[bold red]problem[/]"}
     for topic in dict.fromkeys(finding.topic for finding in findings):
         table = Table(title=topic, title_justify="left", title_style="bold", show_header=False, box=None, pad_edge=False)
-        for column in ("name", "state", "found"):
-            table.add_column(column, overflow="fold")
+        for _ in ("name", "state", "found"):
+            table.add_column(overflow="fold")
         rows = [each for each in findings if each.topic == topic]
         if topic == "Extras" and (there := [each.name for each in rows if each.state == "ok"]):
             rows = [Finding(topic, "installed", "ok", ", ".join(there)), *(each for each in rows if each.state != "ok")]
@@ -116,18 +114,14 @@ def _show(findings: list[Finding]) -> None:
         )
         for row in rows:
             before = "  " if len(f"{row.found}  → {row.advice}") <= room else "\n"
-            advice = f"{before}[dim]→ {_escaped(row.advice)}[/]" if row.advice else ""
-            table.add_row(_escaped(row.name), marks[row.state], _escaped(row.found) + advice)
+            advice = f"{before}[dim]→ {escape(row.advice)}[/]" if row.advice else ""
+            table.add_row(escape(row.name), marks[row.state], escape(row.found) + advice)
         console.print(table)
         console.print()
     problems = sum(finding.state == "problem" for finding in findings)
     console.print(
         f"{problems} problem{'s' * (problems != 1)}: runs will fail until they are solved." if problems else "Ready to run."
     )
-
-
-def _escaped(text: str) -> str:
-    return text.replace("[", "\\[")
 
 
 def versions() -> Iterator[Finding]:
@@ -141,9 +135,9 @@ def versions() -> Iterator[Finding]:
     yield Finding(topic, "Rollwright", "ok", f"{__version__} at {Path(__file__).parents[1]}")
     yield Finding(topic, "System", "ok", f"{platform.system()} {platform.release()}, {platform.machine()}")
     for name in ("torch", "transformers", "datasets", "numpy"):
-        try:
+        if _is_installed(name):
             yield Finding(topic, name, "ok", metadata.version(name))
-        except metadata.PackageNotFoundError:
+        else:
             yield Finding(topic, name, "problem", "not installed", f"pip install {name}, or install Rollwright again.")
 
 
@@ -154,11 +148,11 @@ def processors() -> Iterator[Finding]:
     usable = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else present
     found = f"{usable} of {present} usable" if usable < present else str(present)
     quota = _cpu_quota()
+    advice = ""
     if quota is not None and quota < usable:
         advice = f"The container gives {quota:g} processors' time: set cluster.threads to {max(1, int(quota))}."
-        yield Finding(topic, "Processors", "note", f"{found}, {quota:g} by quota", advice)
-    else:
-        yield Finding(topic, "Processors", "ok", found)
+        found += f", {quota:g} by quota"
+    yield _noted(topic, "Processors", found, advice)
     try:
         import torch
     except (ImportError, OSError) as error:
@@ -166,15 +160,12 @@ def processors() -> Iterator[Finding]:
         return
     threads, said = torch.get_num_threads(), os.environ.get("OMP_NUM_THREADS")
     found = f"{threads} of torch" + (f", by OMP_NUM_THREADS={said}" if said else "")
+    advice = ""
     if threads > usable:
-        yield Finding(
-            topic, "Threads", "note", found, f"More threads than processors wait for each other: set OMP_NUM_THREADS={usable}."
-        )
+        advice = f"More threads than processors wait for each other: set OMP_NUM_THREADS={usable}."
     elif os.environ.get("OMP_WAIT_POLICY", "").upper() != "PASSIVE" and usable <= 4:
         advice = "Where a second process computes here, set OMP_WAIT_POLICY=PASSIVE: threads that spin slow it down ten times. A run that begins on a busy machine does so itself."
-        yield Finding(topic, "Threads", "note", found, advice)
-    else:
-        yield Finding(topic, "Threads", "ok", found)
+    yield _noted(topic, "Threads", found, advice)
 
 
 def _text(path: str) -> str:
@@ -203,16 +194,13 @@ def memory() -> Iterator[Finding]:
     if (limit := _text("/sys/fs/cgroup/memory.max").strip()).isdigit():
         total = min(total, int(limit))
     found = f"{total / GIB:.1f} GiB, {free / GIB:.1f} GiB free"
-    if total < _LITTLE_MEMORY:
-        yield Finding(topic, "Memory", "note", found, "Training in float32 takes 16 bytes a parameter: use a small model.")
-    else:
-        yield Finding(topic, "Memory", "ok", found)
+    advice = "Training in float32 takes 16 bytes a parameter: use a small model."
+    yield _noted(topic, "Memory", found, advice if total < _LITTLE_MEMORY else "")
     shared = Path("/dev/shm")
     if shared.is_dir():
         space = shutil.disk_usage(shared).free
         advice = "Weights reach servers through it: give the container more (--shm-size), or use rollout.weight_update: disk."
-        little = space < GIB
-        yield Finding(topic, str(shared), "note" if little else "ok", f"{space / GIB:.1f} GiB free", advice if little else "")
+        yield _noted(topic, str(shared), f"{space / GIB:.1f} GiB free", advice if space < GIB else "")
 
 
 def gpus() -> Iterator[Finding]:
@@ -233,14 +221,9 @@ def gpus() -> Iterator[Finding]:
         return
     for index in range(torch.cuda.device_count()):
         free, total = torch.cuda.mem_get_info(index)
-        state = "ok" if free > total / 2 else "note"
-        advice = (
-            ""
-            if state == "ok"
-            else "Another process holds most of its memory: end it, or choose another GPU by CUDA_VISIBLE_DEVICES."
-        )
-        name = torch.cuda.get_device_name(index)
-        yield Finding(topic, f"GPU {index}", state, f"{name}, {free / GIB:.1f} of {total / GIB:.1f} GiB free", advice)
+        found = f"{torch.cuda.get_device_name(index)}, {free / GIB:.1f} of {total / GIB:.1f} GiB free"
+        advice = "Another process holds most of its memory: end it, or choose another GPU by CUDA_VISIBLE_DEVICES."
+        yield _noted(topic, f"GPU {index}", found, advice if free <= total / 2 else "")
     if not torch.cuda.is_bf16_supported():
         yield Finding(topic, "bfloat16", "note", "not supported", "Train in float32 (actor.dtype: float32).")
 
@@ -264,11 +247,8 @@ def ports() -> Iterator[Finding]:
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     unlimited = hard == resource.RLIM_INFINITY
     found = f"{soft}, may be raised to {'any number' if unlimited else hard}"
-    if not unlimited and hard < 4096:
-        advice = "Each request to a server is a connection: raise the limit (ulimit -Hn 65536)."
-        yield Finding(topic, "Open files", "note", found, advice)
-    else:
-        yield Finding(topic, "Open files", "ok", found)
+    advice = "Each request to a server is a connection: raise the limit (ulimit -Hn 65536)."
+    yield _noted(topic, "Open files", found, advice if not unlimited and hard < 4096 else "")
 
 
 def directories(fileroot: Path) -> Iterator[Finding]:
@@ -287,10 +267,9 @@ def directories(fileroot: Path) -> Iterator[Finding]:
             yield Finding("Directories", name, "problem", f"{path} cannot be written: {error.strerror}", how)
             continue
         found = f"{path}, {free / GIB:.1f} GiB free"
-        if free < _LITTLE_DISK:
-            yield Finding("Directories", name, "note", found, f"A checkpoint takes 12 bytes a parameter. {how}")
-        else:
-            yield Finding("Directories", name, "ok", found)
+        yield _noted(
+            "Directories", name, found, f"A checkpoint takes 12 bytes a parameter. {how}" if free < _LITTLE_DISK else ""
+        )
 
 
 def sandbox() -> Iterator[Finding]:
@@ -319,14 +298,8 @@ def extras() -> Iterator[Finding]:
     for extra, packages in sorted(needed.items()):
         missing = [name for name in packages if name.lower() != "rollwright" and not _is_installed(name)]
         purpose = {**_EXTRAS, **EXTRAS}.get(extra) or ", ".join(packages)
-        yield Finding(
-            "Extras", extra, "note" if missing else "ok", purpose, f"pip install 'rollwright[{extra}]'" if missing else ""
-        )
+        yield _noted("Extras", extra, purpose, f"pip install 'rollwright[{extra}]'" if missing else "")
 
 
 def _is_installed(package: str) -> bool:
-    try:
-        metadata.version(package)
-    except metadata.PackageNotFoundError:
-        return False
-    return True
+    return any(True for _ in metadata.distributions(name=package))

@@ -56,24 +56,21 @@ def run(
     after an interruption continues where it stopped (recover.mode).
     """
     _spare_a_busy_machine()
-    file, overrides = split_arguments([*(["--config", config] if config else []), *(arguments or [])])
+    given = _words(config, arguments)
+    file, overrides = split_arguments(given)
     file = find_config(file)
     stages = load_with_plugins(file, overrides, plugin_dir)
     from rollwright.placement.placement import placement_of_stages
     from rollwright.placement.rank_processes import training_configs
 
     placement = placement_of_stages(stages)
-    plugins = [word for path in plugin_dir or () for word in ("--plugin-dir", str(path))]
-    words = ["run", *plugins, *(["--config", config] if config else []), *(arguments or [])]
+    words = ["run", *(word for path in plugin_dir or () for word in ("--plugin-dir", str(path))), *given]
     if dry_run:
         look_up_names(stages)
         from rollwright.trainers.checks.missing_inputs import refuse_missing_inputs
 
         refuse_missing_inputs(stages)
-        typer.echo(resolved_yaml(stages))
-        typer.echo(describe(stages))
-        for line in placement.show(stages, words):
-            typer.echo(line)
+        typer.echo("\n".join([resolved_yaml(stages), describe(stages), *placement.show(stages, words)]))
         return
     if os.environ.get("RANK", "0") == "0":
         if placement.inputs_are_here:
@@ -130,12 +127,17 @@ def evaluate(
         "samples": samples,
     }
     given = [f"{key}={value}" for key, value in options.items() if value is not None]
-    words = [*(["--config", config] if config else []), *(arguments or [])]
+    words = _words(config, arguments)
     file, overrides = split_arguments(words) if any("=" not in word for word in words) else (None, words)
     stages = load_eval_stages(None if file is None else find_config(file), [*overrides, *given])
     for stage in stages:  # a run's own directory is never written to again
         stage.config.trial_name += time.strftime("-eval-%Y%m%d-%H%M%S")
     _carry_out(stages, file)
+
+
+def _words(config: str | None, arguments: Sequence[str] | None) -> list[str]:
+    """The command line of a config and its overrides."""
+    return [*(["--config", config] if config else []), *(arguments or [])]
 
 
 def load_with_plugins(file: str, overrides: Sequence[str], plugins: Sequence[Path] | None) -> list[Stage]:
