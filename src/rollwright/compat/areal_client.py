@@ -1,6 +1,6 @@
-"""``ArealOpenAI``: AReaL's OpenAI client over a workflow's engine, here a client of a run at an OpenAI front.
+"""``ArealOpenAI``: AReaL's OpenAI client over a workflow's engine, implemented as a client of an ``OpenAIFront``.
 
-The run's recorder holds every call; the client keeps nothing of its own. Rewards are those of ``OpenAIEpisode.set_reward``.
+Every call is in the episode's recorder; the client stores nothing. Rewards are set by ``OpenAIEpisode.set_reward``.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ try:
 except ModuleNotFoundError as error:
     raise ConfigError(f"ArealOpenAI needs the package {error.name}: pip install 'rollwright[openai]'.") from error
 
-#: Names of parsers of reasoning between ``<think>`` and ``</think>``, which is set apart wherever the template knows it.
+#: Names of parsers of reasoning between ``<think>`` and ``</think>``; reasoning is separated whenever the template supports it.
 _REASONING_PARSERS = ("qwen3", "qwen3-thinking", "deepseek-r1", "deepseek-v3", "glm45", "kimi", "kimi_k2")
 
 
@@ -39,7 +39,7 @@ class InteractionWithTokenLogpReward:
     Attributes:
         interaction_id: id of the completion or response.
         model_response: what the engine sampled, and the prompt.
-        reward: of the call; None: it has none.
+        reward: reward of the call. None if it has none.
     """
 
     interaction_id: str
@@ -48,7 +48,7 @@ class InteractionWithTokenLogpReward:
 
 
 class ArealOpenAI(AsyncRunClient):
-    """An ``openai.AsyncOpenAI`` whose calls ``engine`` answers, and that rewards and exports them.
+    """An ``openai.AsyncOpenAI`` whose calls are answered by ``engine``, with methods to reward and export them.
 
     ::
 
@@ -57,12 +57,12 @@ class ArealOpenAI(AsyncRunClient):
         client.set_reward(answer.id, 1.0)
         return client.export_interactions(style="individual")
 
-    ``chat.completions`` and ``responses`` ask for the policy, whatever ``model`` they are given. ``base_url`` and ``api_key`` are
-    those of the run: any other client may use them, too.
+    ``chat.completions`` and ``responses`` always ask the policy and ignore ``model``. Other clients may use ``base_url`` and
+    ``api_key`` as well.
 
     Attributes:
-        engine: the one given.
-        episode: the run, with its recorder.
+        engine: the engine that answers.
+        episode: the episode at the front, with its recorder.
     """
 
     def __init__(
@@ -76,16 +76,16 @@ class ArealOpenAI(AsyncRunClient):
         **client_arguments: Any,
     ) -> None:
         """Args:
-        engine: usually the one that a workflow is given.
-        tokenizer: the policy's, or its path.
-        tool_call_parser: how the model writes tool calls, where its chat template shows no form.
-        reasoning_parser: only parsers of ``<think>`` are known.
-        engine_max_tokens: most tokens of a prompt and its answer; None: the engine's.
-        chat_template_type: either: a conversation always goes on from the tokens as they were sampled.
-        client_arguments: of ``AsyncOpenAI``; ``base_url`` and ``api_key`` are the run's.
+        engine: engine that answers, usually the workflow's.
+        tokenizer: the policy's tokenizer, or its path.
+        tool_call_parser: how the model writes tool calls. Used only if its chat template does not show a form.
+        reasoning_parser: name of a parser of ``<think>``; others are refused.
+        engine_max_tokens: maximum number of tokens of a prompt and its answer. None uses the engine's limit.
+        chat_template_type: ``hf`` or ``concat``; both continue a conversation from the sampled tokens.
+        client_arguments: arguments of ``AsyncOpenAI``; ``base_url`` and ``api_key`` are replaced.
 
         Raises:
-            ConfigError: a parser or a type of template is not known.
+            ConfigError: a parser or type of template is unknown.
         """
         for name, value, known in (
             ("tool_call_parser", tool_call_parser, tuple(PARSERS)),
@@ -117,7 +117,7 @@ class ArealOpenAI(AsyncRunClient):
     # -- rewards -------------------------------------------------------------------------------------------------------
 
     def get_interaction(self, id: str) -> InteractionWithTokenLogpReward | None:
-        """A finished call by its id, with its tokens; None: there is no such call."""
+        """A finished call by its id, with its tokens. None if there is no such call."""
         record = next((record for record in self.episode.records if record.metadata["call"] == id), None)
         if record is None:
             return None
@@ -137,7 +137,7 @@ class ArealOpenAI(AsyncRunClient):
         return InteractionWithTokenLogpReward(id, response, self.episode.reward_of(id))
 
     def set_reward(self, id: str, reward: float) -> None:
-        """Reward the call of an id.
+        """Reward a call by its id.
 
         Raises:
             WorkflowError: there is no such call, or the reward is no finite number.
@@ -148,7 +148,7 @@ class ArealOpenAI(AsyncRunClient):
         """Reward the newest call.
 
         Raises:
-            WorkflowError: there was none.
+            WorkflowError: there was no call.
         """
         if not self.episode.calls:
             raise WorkflowError("the client made no call that could be rewarded: await chat.completions.create(…) first.")
@@ -171,11 +171,11 @@ class ArealOpenAI(AsyncRunClient):
         """The calls as experiences, by id; return them from ``arun_episode``.
 
         Args:
-            style: ``individual``: one for each call, with its reward, in which only its own answer is trained; ``concat``: calls
-                that extend one another are one, under the id and with the reward of the last.
+            style: ``individual`` gives one experience for each call, with its reward, and trains only its own answer. ``concat``
+                joins calls that extend one another, under the id and with the reward of the last.
 
         Raises:
-            WorkflowError: no call was rewarded. Where some were, the others have 0.
+            WorkflowError: no call was rewarded. If only some were, the others have reward 0.
         """
         if style not in ("concat", "individual"):
             raise WorkflowError(f"export_interactions(style={style!r}): it is concat or individual.")
@@ -200,7 +200,7 @@ class ArealOpenAI(AsyncRunClient):
 
 
 def _free(call: str, taken: dict[str, Any]) -> str:
-    """The call's id; with a number behind it where the call had several samples."""
+    """The call's id, followed by a number if the call had several samples."""
     others = sum(name.partition("#")[0] == call for name in taken)
     return f"{call}#{others}" if others else call
 
@@ -223,5 +223,5 @@ class _Responses(AsyncResponses):
 
 @functools.lru_cache(maxsize=4)
 def _front_of(tokenizer: Any) -> OpenAIFront:
-    """The front of a tokenizer; clients hold theirs, so that one that is forgotten here ends with its last client."""
+    """The front of a tokenizer. Clients hold a reference, so a front that leaves this cache lives as long as its clients."""
     return OpenAIFront(load_tokenizer(tokenizer))

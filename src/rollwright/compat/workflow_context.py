@@ -1,4 +1,4 @@
-"""Where a workflow runs, by the names that AReaL's files use: ``stats_tracker.get(workflow_context.stat_scope()).scalar(reward=1.0)``."""
+"""The context of a running workflow, under AReaL's names: ``stats_tracker.get(workflow_context.stat_scope()).scalar(reward=1.0)``."""
 
 from __future__ import annotations
 
@@ -10,17 +10,17 @@ from typing import Any
 
 from rollwright.rollout.sample_engine import CURRENT_SAMPLE
 
-#: Seconds that a request of a shared client may take, and no limit of its own; model calls may queue.
+#: Time limit of a shared client's request in seconds; long, because model calls may queue.
 REQUEST_SECONDS = 3600.0
 
 
 @dataclass(frozen=True)
 class WorkflowContext:
-    """What is known of the running episode.
+    """Facts about the running episode.
 
     Attributes:
-        is_eval: it evaluates; what it reports is named ``eval/…``.
-        task_id: ordinal of the task's draw; None outside of an executor.
+        is_eval: True in an evaluation, whose metrics are named ``eval/…``.
+        task_id: ordinal of the task's draw. None outside an executor.
     """
 
     is_eval: bool = False
@@ -28,20 +28,20 @@ class WorkflowContext:
 
 
 def get() -> WorkflowContext:
-    """The context of the episode that the running asyncio task belongs to."""
+    """The context of the episode that the current asyncio task belongs to."""
     sample = CURRENT_SAMPLE.get()
     return WorkflowContext() if sample is None else WorkflowContext(sample.name.is_eval, sample.name.ordinal)
 
 
 def stat_scope() -> str:
-    """The scope of an episode's figures: ``rollout``. In an evaluation they are named ``eval/rollout/…``."""
+    """Scope of an episode's metrics: ``rollout``. In an evaluation, they are named ``eval/rollout/…``."""
     return "rollout"
 
 
 async def get_httpx_client() -> Any:
     """An ``httpx.AsyncClient`` that the episodes of one event loop share; it is closed when the loop ends.
 
-    Of httpx where it is installed, as by clients before openai 3, which take no other; else of httpx2, its continuation.
+    It comes from httpx if that is installed, because clients of openai before version 3 accept no other; otherwise from its successor httpx2.
     """
     return await _shared(_httpx_client)
 
@@ -53,7 +53,7 @@ async def get_aiohttp_session() -> Any:
 
 @contextlib.asynccontextmanager
 async def _httpx_client() -> AsyncIterator[Any]:
-    httpx: Any  # of the core, or the one that a workflow's own packages brought
+    httpx: Any
     try:
         import httpx
     except ImportError:
@@ -73,7 +73,7 @@ async def _aiohttp_session() -> AsyncIterator[Any]:
 
 
 Opener = Callable[[], contextlib.AbstractAsyncContextManager[Any]]
-#: Clients by event loop: each with the generator that holds it open, which the loop closes when it shuts down.
+#: Clients by event loop, each with the generator that keeps it open; the loop closes the generator when it shuts down.
 _clients: dict[asyncio.AbstractEventLoop, dict[Opener, tuple[Any, AsyncGenerator[Any, None]]]] = {}
 
 
@@ -81,7 +81,7 @@ async def _shared(opener: Opener) -> Any:
     clients = _clients.setdefault(asyncio.get_running_loop(), {})
     if opener not in clients:
         generator = _until_the_loop_ends(opener)
-        clients[opener] = (await anext(generator), generator)  # neither client waits for anything while it is opened
+        clients[opener] = (await anext(generator), generator)  # opening either client does not wait
     return clients[opener][0]
 
 

@@ -1,4 +1,4 @@
-"""How devices are shared out between generation and training, as one expression."""
+"""How devices are divided between generation and training, as one expression."""
 
 from __future__ import annotations
 
@@ -28,12 +28,12 @@ class ParallelSizes:
 
     @property
     def world_size(self) -> int:
-        """Devices in all."""
+        """Number of devices."""
         return self.data * self.pipeline * self.tensor
 
     @property
     def instance_size(self) -> int:
-        """Devices of one copy of the model."""
+        """Number of devices of one copy of the model."""
         return self.pipeline * self.tensor
 
     def __str__(self) -> str:
@@ -84,14 +84,14 @@ class AllocationMode:
         train_backend, train_sizes = training[0] if training else (None, None)
         return cls(gen_backend, generation, (train_backend or "fsdp") if train_sizes else None, train_sizes)
 
-    gen_dp_size = _size("generation", "data", "Copies of the model that generate; 0 where none is given.")
-    gen_pp_size = _size("generation", "pipeline", "Pipeline stages of a generating copy; 0 where none is given.")
-    gen_tp_size = _size("generation", "tensor", "Tensor-parallel devices of a generating copy's stage; 0 where none is given.")
+    gen_dp_size = _size("generation", "data", "Copies of the model that generate; 0 if not given.")
+    gen_pp_size = _size("generation", "pipeline", "Pipeline stages of a generating copy; 0 if not given.")
+    gen_tp_size = _size("generation", "tensor", "Tensor-parallel devices of a generating copy's stage; 0 if not given.")
     gen_world_size = _size("generation", "world_size", "Devices that generate.")
     gen_instance_size = _size("generation", "instance_size", "Devices of one generating copy.")
-    train_dp_size = _size("training", "data", "Data-parallel ranks of the trainer; 0 where none is given.")
-    train_pp_size = _size("training", "pipeline", "Pipeline stages of the trainer; 0 where none is given.")
-    train_tp_size = _size("training", "tensor", "Tensor-parallel ranks of the trainer; 0 where none is given.")
+    train_dp_size = _size("training", "data", "Data-parallel ranks of the trainer; 0 if not given.")
+    train_pp_size = _size("training", "pipeline", "Pipeline stages of the trainer; 0 if not given.")
+    train_tp_size = _size("training", "tensor", "Tensor-parallel ranks of the trainer; 0 if not given.")
     train_world_size = _size("training", "world_size", "Devices that train.")
 
     def __str__(self) -> str:

@@ -50,7 +50,7 @@ class RunConfig:
     experiment_name: str = key("experiment", "Name of the experiment; paths and sinks derive from it.", public=True)
     trial_name: str = key("trial", "Name of this trial of the experiment.", public=True)
     seed: int = key(1, "Seed of everything that is random.")
-    deterministic: bool = key(False, "The run repeats bit for bit on one machine (docs/determinism.md).")
+    deterministic: bool = key(False, "Make the run repeatable bit for bit on one machine (docs/determinism.md).")
     tokenizer_path: str = key("", "Tokenizer directory or name; default: the model's path.", public=True)
     stats_logger: StatsLoggerConfig = field(default_factory=StatsLoggerConfig)
     cluster: ClusterConfig = field(default_factory=ClusterConfig)
@@ -76,7 +76,7 @@ class BaseExperimentConfig(RunConfig):
     """Keys of every training run."""
 
     total_train_epochs: int = key(1, "Passes over the training tasks.", ge=1)
-    total_train_steps: int | None = key(None, "Steps of the run; where set, epochs are not counted.", ge=1)
+    total_train_steps: int | None = key(None, "Steps of the run; if set, it replaces total_train_epochs.", ge=1)
     train_dataset: DatasetConfig = field(default_factory=DatasetConfig)
     valid_dataset: DatasetConfig | None = field(default=None)
     saver: SaverConfig = field(default_factory=SaverConfig)
@@ -146,7 +146,7 @@ class DPOConfig(SFTConfig):
     train_dataset: DatasetConfig = field(default_factory=lambda: DatasetConfig(type="preference"))
     ref: TrainEngineConfig | None = key(None, "Reference policy; default: the model's first weights.")
     beta: float = key(0.1, "Strength of the pull towards the reference.", gt=0.0)
-    label_smoothing: float = key(0.0, "Share of pairs taken to be the wrong way round (conservative DPO).", ge=0.0, lt=0.5)
+    label_smoothing: float = key(0.0, "Assumed share of pairs with swapped labels (conservative DPO).", ge=0.0, lt=0.5)
 
 
 @dataclass
@@ -171,7 +171,7 @@ class NewVisionConfig:
     layers: int = key(2, "Transformer blocks over patches.", ge=1)
     hidden_size: int = key(64, "Width of these blocks.", ge=8)
     heads: int = key(4, "Attention heads of these blocks.", ge=1)
-    max_tokens: int = key(64, "Most tokens of an image; larger images are scaled down.", ge=1)
+    max_tokens: int = key(64, "Maximum number of tokens of an image; larger images are scaled down.", ge=1)
 
 
 @dataclass

@@ -63,13 +63,13 @@ class GenerationHyperparameters:
     """
 
     n_samples: int = key(1, "Samples of each task (the group size of GRPO).", ge=1)
-    max_new_tokens: int = key(512, "Most tokens that one request may generate.", ge=1)
-    min_new_tokens: int = key(0, "No end token, stop id or stop string ends a request before so many tokens.", ge=0)
+    max_new_tokens: int = key(512, "Maximum number of tokens that one request may generate.", ge=1)
+    min_new_tokens: int = key(0, "Number of tokens before which no end token, stop id or stop string ends a request.", ge=0)
     greedy: bool = key(False, "Take the most likely token; temperature is then ignored.")
     temperature: float = key(1.0, "Softmax temperature; 0 means greedy.", ge=0.0)
     top_p: float = key(1.0, "Nucleus: smallest set with this probability.", gt=0.0, le=1.0)
-    top_k: int = key(0, "Only the k most likely tokens; 0, -1 or a huge value: all.")
-    min_p: float = key(0.0, "Leave out tokens less likely than this share of the most likely one's.", ge=0.0, le=1.0)
+    top_k: int = key(0, "Sample from the k most likely tokens; 0, -1 or a huge value disables the limit.")
+    min_p: float = key(0.0, "Leave out tokens whose probability is below this share of the most likely one's.", ge=0.0, le=1.0)
     frequency_penalty: float = key(0.0, "Subtracted from a logit for each time its token was generated.", ge=-2.0, le=2.0)
     presence_penalty: float = key(0.0, "Subtracted from the logit of each token that was generated.", ge=-2.0, le=2.0)
     repetition_penalty: float = key(
@@ -81,9 +81,9 @@ class GenerationHyperparameters:
     grammar: str | None = key(None, "Lark grammar (in llguidance's dialect) that the output has to follow; built-in engine.")
     stop: list[str] | None = key(None, "Strings that end a request; the tokens of the string are kept in output_tokens.")
     stop_token_ids: list[int] = key_from(list, "Token ids that end a request; kept in output.")
-    ignore_eos: bool = key(False, "Go on after the end token (forced lengths, benchmarks).")
+    ignore_eos: bool = key(False, "Continue after the end token (forced lengths, benchmarks).")
     skip_special_tokens: bool = key(True, "Leave special tokens out of decoded text.")
-    seed: int | None = key(None, "Seed of the request; default: derived from the run's seed.")
+    seed: int | None = key(None, "Seed of the request. Default: derived from the run's seed.")
 
     def __post_init__(self) -> None:
         if isinstance(self.stop, str):

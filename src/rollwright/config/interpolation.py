@@ -31,7 +31,7 @@ def resolve(
 
     Args:
         data: the keys as written.
-        defaults: dataclasses whose defaults an interpolation may name where the file does not give the key.
+        defaults: dataclasses whose defaults an interpolation may refer to if the file does not give the key.
         origins: for messages.
         around: further keys that interpolations may name.
 

@@ -142,8 +142,8 @@ def apply_recipe(config: Any, explicitly_set_keys: Collection[str] | None = None
     Args:
         config: an experiment config with an ``actor`` section, or a ``PPOActorConfig`` alone.
         explicitly_set_keys: dotted names of the keys that came from the user (file, overrides), as seen from ``config``,
-            e.g. ``actor.eps_clip`` or ``actor.adv_norm.mean_level``; a name of a section stands for all in it. None (a
-            config made in Python): those whose value is not the default.
+            e.g. ``actor.eps_clip`` or ``actor.adv_norm.mean_level``; the name of a section includes all its keys. None, for a
+            config made in Python, uses the keys whose value is not the default.
 
     Returns:
         ``config``.

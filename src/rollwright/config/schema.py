@@ -62,7 +62,7 @@ def schema_of_files() -> dict[str, Any]:
         for name, value in keys.items():
             if value not in shared.setdefault(name, []):
                 shared[name].append(value)
-    described = "What a stage does; of the whole file where it lists no stages."
+    described = "What a stage does; of the whole file if it lists no stages."
     kinds_of_stage = {"enum": list(STAGE_CLASSES), "description": described}
     properties = {name: either[0] if len(either) == 1 else {"anyOf": either} for name, either in shared.items()}
     properties["kind"] = {**kinds_of_stage, "default": "rl"}

@@ -31,7 +31,7 @@ class Secret(str):
 
     Args:
         value: the text itself.
-        written: what stands for it where it is shown: the interpolation that it comes from, or ``***``.
+        written: text shown in its place: the interpolation that it comes from, or ``***``.
     """
 
     written: str
@@ -80,7 +80,7 @@ def secrets_of(config: Any, metadata: Mapping[str, Any] | None = None) -> Iterat
 def hidden_texts(config: Any) -> set[str]:
     """All texts of a config that must not be written anywhere: those written as ``***`` and those from environment variables.
 
-    The latter only from 8 characters on: a shorter one, such as a number of steps, stands in other texts by chance.
+    The latter only from 8 characters on, because a shorter one, such as a number of steps, may occur in other texts by chance.
     """
     texts = _texts_of(config, {})
     return {

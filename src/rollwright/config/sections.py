@@ -17,7 +17,7 @@ class OptimizerConfig:
 
     kind: str = key(
         "adamw",
-        "adamw; adamw_8bit or adamw_4bit (moments of so many bits; rollwright[optimizers]); a registered name; or an import "
+        "adamw; adamw_8bit or adamw_4bit (moments in 8 or 4 bits; rollwright[optimizers]); a registered name; or an import "
         "path, such as torch.optim:Adafactor, called with lr and kwargs.",
         registry=OPTIMIZERS,
     )
@@ -28,7 +28,7 @@ class OptimizerConfig:
     beta2: float = key(0.95, "AdamW's second moment decay.", ge=0.0, lt=1.0)
     eps: float = key(1e-8, "AdamW's epsilon.", gt=0.0)
     lr_scheduler_type: str = key("constant", "Schedule after warm-up.", choices=["constant", "linear", "cosine"])
-    min_lr_ratio: float = key(0.0, "Where linear and cosine end, as a share of lr.", ge=0.0, le=1.0)
+    min_lr_ratio: float = key(0.0, "Final learning rate of linear and cosine, as a share of lr.", ge=0.0, le=1.0)
     warmup_steps_proportion: float = key(0.0, "Share of all steps in which lr grows from 0.", ge=0.0, le=1.0)
     gradient_clipping: float = key(1.0, "Largest global norm of the gradient.", gt=0.0)
 
@@ -39,19 +39,21 @@ class MicroBatchSpec:
 
     max_tokens_per_mb: int = key(
         8192,
-        "Tokens of one micro-batch at most: distinct ones where rows share prefixes, else padded ones (a longer row is allowed alone).",
+        "Maximum tokens of a micro-batch: distinct tokens if rows share prefixes, else padded ones. A longer row forms a micro-batch alone.",
         ge=1,
     )
-    n_mbs: int = key(1, "At least so many micro-batches.", ge=1)
+    n_mbs: int = key(1, "Minimum number of micro-batches.", ge=1)
 
 
 @dataclass
 class NormConfig:
     """Centre and scale, over samples: a sample of four rows does not count four times."""
 
-    mean_level: str | None = key("group", "Over what the mean is taken; none: not centred.", choices=["group", "batch", "none"])
+    mean_level: str | None = key(
+        "group", "Over which samples the mean is taken; none disables centring.", choices=["group", "batch", "none"]
+    )
     std_level: str | None = key(
-        "group", "Over what the deviation is taken; none: not scaled.", choices=["group", "batch", "none"]
+        "group", "Over which samples the deviation is taken; none disables scaling.", choices=["group", "batch", "none"]
     )
     leave_one_out: bool = key(False, "The mean that a sample is compared with leaves it out (RLOO).")
     std_after_mean: bool = key(
@@ -69,10 +71,10 @@ class TrainEngineConfig:
     trust_remote_code: bool = key(False, "Run code that comes with a model. Off unless asked for.")
     dtype: str = key(
         "auto",
-        "auto: bfloat16 compute where the hardware has it (GPU), float32 elsewhere.",
+        "auto: bfloat16 compute on GPUs that support it, float32 elsewhere.",
         choices=["auto", "float32", "bfloat16", "float16"],
     )
-    device: str = key("auto", "auto: cuda where there is one, else cpu.")
+    device: str = key("auto", "auto: cuda if available, else cpu.")
     attn_implementation: str = key(
         "sdpa", "Attention of the Hugging Face model.", choices=["sdpa", "eager", "flash_attention_2"]
     )
@@ -82,19 +84,19 @@ class TrainEngineConfig:
     compile_layers: bool = key(False, "Compile each layer (torch.compile; needs a C++ compiler on a CPU).")
     shard: str = key(
         "auto",
-        "Shard weights, gradients and optimizer state over ranks (FSDP2). auto: with several ranks, and on one GPU where no "
+        "Shard weights, gradients and optimizer state over ranks (FSDP2). auto: with several ranks, and on one GPU unless an "
         "engine in this process samples with the same weights.",
         choices=["auto", "always", "never"],
     )
     shard_size: int | None = key(
-        None, "Ranks that share one copy of the weights; with fewer than all, copies are replicated (HSDP). Default: all.", ge=1
+        None, "Ranks that share one copy of the weights. Fewer than all ranks replicate copies (HSDP). Default: all.", ge=1
     )
-    cpu_offload: bool = key(False, "Shards rest in the host's memory, and the optimizer steps there; for GPUs.")
+    cpu_offload: bool = key(False, "Keep shards in host memory and run the optimizer there; for GPUs.")
     mb_spec: MicroBatchSpec = field(default_factory=MicroBatchSpec)
     optimizer: OptimizerConfig | None = key_from(OptimizerConfig, "None for a model that is only scored.")
     max_bad_steps: int = key(3, "Steps in a row skipped for a non-finite loss or gradient before the run stops.", ge=1)
     logits_chunk_mib: int = key(
-        256, "MiB of float32 logits whose log-softmax is computed at a time: bounds memory, whatever the vocabulary.", ge=1
+        256, "MiB of float32 logits in one chunk of the log-softmax; bounds memory for any vocabulary size.", ge=1
     )
 
 
@@ -105,7 +107,7 @@ class PPOActorConfig(TrainEngineConfig):
     recipe: str = key("grpo", "Named recipe that sets the defaults of the keys below (see docs/algorithms.md).")
     policy_loss: str = key(
         "clip",
-        "The loss of a token (docs/algorithms.md): a registered name or import path; clip: PPO's, by the keys below.",
+        "Loss of a token (docs/algorithms.md): a registered name or import path. clip is PPO's, set by the keys below.",
         registry=POLICY_LOSSES,
     )
     policy_loss_kwargs: dict[str, Any] = key_from(
@@ -125,11 +127,11 @@ class PPOActorConfig(TrainEngineConfig):
         "Denominator of the loss: all tokens of the global batch, rows (mean of row means), or a constant (Dr. GRPO).",
         choices=["token", "row", "constant"],
     )
-    loss_constant: float = key(1024.0, "Tokens a row counts for where loss_aggregation is constant.", gt=0.0)
+    loss_constant: float = key(1024.0, "Tokens that a row counts for if loss_aggregation is constant.", gt=0.0)
     adv_norm: NormConfig | None = key_from(NormConfig, "How rewards become advantages; None uses raw rewards.")
     adv_estimator: str = key(
         "normalised",
-        "From rewards to advantages (docs/algorithms.md): a registered name or import path; normalised: as adv_norm says.",
+        "From rewards to advantages (docs/algorithms.md): a registered name or import path. normalised applies adv_norm.",
         registry=ADVANTAGE_ESTIMATORS,
     )
     adv_estimator_kwargs: dict[str, Any] = key_from(dict, "Arguments of an adv_estimator other than normalised.")
@@ -146,7 +148,7 @@ class PPOActorConfig(TrainEngineConfig):
     mask_truncated: bool = key(False, "Samples cut by a length limit do not train (DAPO's overlong filter).")
     recompute_logprob: bool = key(
         False,
-        "Recompute log-probabilities with the trainer before the first step (prox_logp), also where the batch is on policy.",
+        "Recompute log-probabilities with the trainer before the first step (prox_logp), also if the batch is on policy.",
     )
     use_decoupled_loss: bool = key(False, "Clip around prox_logp and weight by the behaviour policy (arXiv 2505.24298).")
     prox_logp_method: str = key(
@@ -157,7 +159,7 @@ class PPOActorConfig(TrainEngineConfig):
     behav_imp_weight_cap: float | None = key(5.0, "Cap of the behaviour importance weight.", gt=0.0)
     behav_imp_weight_mode: str = key(
         "mask",
-        "Over the cap: the token is masked, or its weight clamped (truncated importance sampling).",
+        "Above the cap: mask the token, or clamp its weight (truncated importance sampling).",
         choices=["mask", "clamp"],
     )
     behav_imp_weight_level: str = key(
@@ -179,9 +181,9 @@ class RolloutConfig:
         registry=BACKENDS,
     )
     addresses: list[str] = key_from(
-        list, "host:port of running servers; default: from the environment, else servers are started here."
+        list, "host:port of running servers. Default: from the environment; if none is named there, servers are started here."
     )
-    servers: int = key(1, "Servers that are started here, where none run already.", ge=1)
+    servers: int = key(1, "Servers that are started here, unless addresses are given.", ge=1)
     tensor_parallel: int = key(1, "GPUs of each server that is started here.", ge=1)
     first_gpu: int | None = key(
         None,
@@ -190,33 +192,35 @@ class RolloutConfig:
         ge=0,
     )
     api_key: str | None = key(None, "Bearer token for the servers. ${oc.env:NAME} keeps it out of the file.", secret=True)
-    path: str = key("", "Model of an engine that runs alone; default: the actor's.", public=True)
+    path: str = key("", "Model of an engine without a trainer; default: the actor's.", public=True)
     device: str = key("auto", "Device of the built-in engine.")
     dtype: str = key(
         "auto",
-        "Type of the weights that the built-in engine samples with. In the trainer's process another type than the trained weights' "
-        "is a copy, which each publication fills; auto: the trainer's own tensors, and on a GPU a bfloat16 copy of float32 weights.",
+        "Type of the weights that the built-in engine samples with. In the trainer's process, a type other than that of the trained "
+        "weights is a copy, updated by each publication. auto: the trainer's own tensors; on a GPU, a bfloat16 copy of float32 weights.",
         choices=["auto", "float32", "bfloat16", "float16"],
     )
     max_running_requests: int = key(256, "Sequences that the built-in engine decodes together.", ge=1)
     context_length: int | None = key(None, "Prompt and new tokens together; default: the model's.", ge=2)
     kv_cache_bytes: int | None = key(
         None,
-        "Memory of the built-in engine's cache; default: as max_running_requests and context_length need, at most a quarter of free memory.",
+        "Memory of the built-in engine's cache. Default: what max_running_requests and context_length need, at most a quarter of free memory.",
         ge=1,
     )
-    prefix_cache: bool = key(True, "Keep the cache of finished requests so that the next turn starts from it.")
+    prefix_cache: bool = key(True, "Keep the cache of finished requests, so that the next turn starts from it.")
     openai_front: bool = key(False, "Give task-style workflows OpenAI clients whose calls are recorded (docs/openai-front.md).")
-    max_concurrent_samples: int = key(1024, "Samples that run at once.", ge=1)
-    max_head_offpolicyness: int = key(0, "Most versions between sampling and training; 0 is exactly synchronous.", ge=0)
+    max_concurrent_samples: int = key(1024, "Maximum number of samples that run at once.", ge=1)
+    max_head_offpolicyness: int = key(
+        0, "Maximum number of versions between sampling and training; 0 is exactly synchronous.", ge=0
+    )
     on_stale: str = key(
         "wait",
-        "wait: no publication that would push a living group over the limit; drop: such groups are dropped and counted.",
+        "wait: delay a publication that would push a running group over the limit. drop: drop such groups and count them.",
         choices=["wait", "drop"],
     )
     on_weight_update: str = key(
         "recompute",
-        "Requests that run when weights change: go on with the cache recomputed, keep the old cache, or are waited for.",
+        "Requests that run when weights change: recompute their cache, keep the old cache, or wait until they finish.",
         choices=["recompute", "keep", "wait"],
     )
     sandbox: str = key(
@@ -224,48 +228,48 @@ class RolloutConfig:
         "Where Python that the model writes runs: bubblewrap; docker or podman (docker:IMAGE for another image than "
         "python:3.12-slim); or unsafe, a plain process, only for code that you trust (docs/sandbox.md).",
     )
-    sample_timeout: float | None = key(3600.0, "Seconds that one sample may take; None for no limit.", gt=0.0)
-    max_sample_retries: int = key(1, "Times a failed sample is run again.", ge=0)
+    sample_timeout: float | None = key(3600.0, "Seconds that one sample may take. None disables the limit.", gt=0.0)
+    max_sample_retries: int = key(1, "How often a failed sample is run again.", ge=0)
     max_failed_share: float = key(
         0.2, "Share of the last 64 samples that may fail (after retries) before the run stops.", ge=0.0, le=1.0
     )
     overflow_reward: float = key(
-        0.0, "Reward of an agent's episode that ended because its conversation outgrew the context; it counts as truncated."
+        0.0, "Reward of an agent's episode whose conversation outgrew the context; the episode counts as truncated."
     )
     check_trajectories: bool = key(True, "Check every trajectory against the data contract.")
     dynamic_filter: str | None = key(
-        None, "no_variance: groups whose rewards are all equal are dropped and the batch is refilled.", choices=["no_variance"]
+        None, "no_variance: drop groups whose rewards are all equal, and refill the batch.", choices=["no_variance"]
     )
     over_sampling: float = key(0.0, "Share of extra groups started; the stragglers are cut when the batch is complete.", ge=0.0)
     request_timeout: float = key(3600.0, "Seconds that one request to a server may take.", gt=0.0)
-    request_retries: int = key(3, "Tries again for a connection reset before a response began.", ge=0)
+    request_retries: int = key(3, "Retries of a request whose connection was reset before a response began.", ge=0)
     accept_shifted_logprobs: bool = key(
         False,
-        "Ask servers for top-p, top-k or penalties although they then give log-probabilities after them; responses are "
-        "flagged and the trainer has to recompute (actor.recompute_logprob).",
+        "Send top-p, top-k and penalties to servers, whose log-probabilities then include them. Responses are flagged, and the "
+        "trainer must recompute log-probabilities (actor.recompute_logprob).",
     )
     weight_update: str = key(
         "auto",
-        "How weights reach servers: auto (shared memory where all are on this host), shared, disk (weight_update_path), xccl "
-        "(a distributed group).",
+        "How weights reach servers: auto (shared memory if all servers are on this host), shared, disk (weight_update_path), "
+        "or xccl (a distributed group).",
         choices=["auto", "shared", "disk", "xccl"],
     )
     weight_update_every_steps: int = key(
         1,
-        "Training steps between two publications of weights; max_head_offpolicyness is at least one less, the age of the last "
-        "batch that is trained before the next publication.",
+        "Training steps between two publications of weights. max_head_offpolicyness must be at least one less, which is the age of "
+        "the last batch before the next publication.",
         ge=1,
     )
     weight_update_path: str | None = key(
-        None, "Directory of weight_update: disk, which trainer and servers see under one name."
+        None, "Directory for weight_update: disk; trainer and servers must see it under the same path."
     )
     weight_dtype: str = key(
         "auto",
-        "Type that weights are sent to an engine in; auto: the type that it holds them in, where it says so, else bfloat16 where "
-        "the trainer computes in it, and the weights' own elsewhere.",
+        "Type in which weights are sent to an engine. auto: the type that the engine reports; otherwise bfloat16 if the trainer "
+        "computes in it, else the weights' own type.",
         choices=["auto", "float32", "bfloat16", "float16"],
     )
-    setup_timeout: float = key(300.0, "Seconds that initialize waits for a server's health.", gt=0.0)
+    setup_timeout: float = key(300.0, "Seconds to wait until a server is healthy.", gt=0.0)
     logprob_tolerance: float | None = key(
         None,
         "Largest mean difference of engine and trainer log-probabilities after a publication; default: 1e-3 in float32, 5e-2 in 16-bit types.",
@@ -275,7 +279,7 @@ class RolloutConfig:
 
 @dataclass
 class IntervalConfig:
-    """Something that is done every so often; None is never."""
+    """How often something is done. None disables an interval."""
 
     every_steps: int | None = key(None, "Steps between two.", ge=1)
     every_epochs: int | None = key(None, "Epochs between two.", ge=1)
@@ -286,29 +290,29 @@ class IntervalConfig:
 class SaverConfig(IntervalConfig):
     """Hugging Face checkpoints, loadable by any other tool; one is always written at the end."""
 
-    keep: int | None = key(None, "Keep only the newest so many.", ge=1)
+    keep: int | None = key(None, "Number of newest checkpoints to keep. Default: all.", ge=1)
 
 
 @dataclass
 class RecoverConfig(IntervalConfig):
-    """Everything that is needed to go on after a stop: weights, optimizer, data position, random states."""
+    """Checkpoints to resume from: weights, optimizer, data position and random states."""
 
     mode: str = key(
         "auto",
-        "auto: resume where the trial has a checkpoint, else start; resume: it must have one; off: neither saved nor resumed.",
+        "auto: resume if the trial has a checkpoint, else start. resume: require a checkpoint. off: neither save nor resume.",
         choices=["auto", "resume", "off"],
     )
-    keep: int = key(2, "Recover checkpoints kept. Where the newest is damaged, the one before it is taken.", ge=1)
+    keep: int = key(2, "Number of recover checkpoints to keep. If the newest is damaged, the one before it is used.", ge=1)
     if_damaged: str = key(
         "stop",
-        "What to do if every recover checkpoint is damaged. stop: raise an error; begin_again: set them aside and restart from the "
-        "initial weights: samples in the journal are trained on again instead of being sampled again.",
+        "What to do if every recover checkpoint is damaged. stop: raise an error. begin_again: set them aside and restart from the "
+        "initial weights; samples in the journal are trained on again instead of being sampled again.",
         choices=["stop", "begin_again"],
     )
     in_background: bool = key(
         False,
-        "Train on while a checkpoint is written: each rank holds a copy of its part for so long. A run that is killed then goes on "
-        "from the one before.",
+        "Continue training while a checkpoint is written; each rank holds a copy of its part meanwhile. A run that is killed during "
+        "this time resumes from the checkpoint before.",
     )
 
 
@@ -319,16 +323,16 @@ class JournalConfig:
     enabled: bool = key(True, "Keep a journal.")
     fsync_seconds: float = key(
         1.0,
-        "Most seconds between two flushes to the disk: what a power failure may lose. A killed process loses nothing.",
+        "Maximum seconds between two flushes to the disk, which a power failure may lose. A killed process loses nothing.",
         gt=0.0,
     )
-    rotate_mib: float = key(256.0, "A file larger than this ends with the next episode or recover checkpoint.", gt=0.0)
+    rotate_mib: float = key(256.0, "Size above which a file is closed at the next episode or recover checkpoint.", gt=0.0)
     on_divergence: str = key(
         "restart",
-        "An episode goes on after a resume and asks for something else than before. restart: it begins anew; fail: the run stops.",
+        "If a resumed episode sends a request that differs from its record. restart: start the episode over. fail: stop the run.",
         choices=["restart", "fail"],
     )
-    keep: int | None = key(None, "Recover checkpoints whose finished episodes are kept; default: all of the run.", ge=1)
+    keep: int | None = key(None, "Number of recover checkpoints whose finished episodes are kept. Default: all.", ge=1)
 
 
 @dataclass
@@ -339,7 +343,7 @@ class EvaluatorConfig(IntervalConfig):
         default_factory=lambda: GenerationHyperparameters(greedy=True)
     )
     at_start: bool = key(False, "Also before the first step.")
-    limit: int | None = key(None, "Only the first so many tasks.", ge=1)
+    limit: int | None = key(None, "Evaluate only the first tasks.", ge=1)
 
 
 @dataclass
@@ -347,10 +351,10 @@ class StatsLoggerConfig:
     """Sinks of metrics in addition to metrics.jsonl in the run directory."""
 
     sinks: list[str] = key_from(list, "tensorboard, wandb, trackio, mlflow, or a sink that a plugin registers in SINKS.")
-    show: list[str] = key_from(list, "Further metrics of metrics.jsonl that each step's display shows, such as actor/entropy.")
+    show: list[str] = key_from(list, "Further metrics from metrics.jsonl to show for each step, such as actor/entropy.")
     project: str | None = key(None, "Project name at the sink; default: experiment_name.")
     dump_rollouts: int = key(
-        4, "Trajectories of each step or evaluation written readable to rollouts/; 0: none; -1: all.", ge=-1
+        4, "Trajectories of each step or evaluation to write to rollouts/ in readable form; 0 writes none, -1 all.", ge=-1
     )
     display: str = key("auto", "auto: live on a terminal, plain lines elsewhere.", choices=["auto", "live", "plain", "none"])
 
@@ -359,12 +363,12 @@ class StatsLoggerConfig:
 class SlurmConfig:
     """The job that carries out a run (cluster.kind: slurm)."""
 
-    partition: str | None = key(None, "Partition; default: the cluster's default.")
-    account: str | None = key(None, "Account that is charged; default: the user's default.")
+    partition: str | None = key(None, "Partition. Default: the cluster's.")
+    account: str | None = key(None, "Account to charge. Default: the user's.")
     time: str | None = key(None, "Time limit as sbatch takes it, in quotes, such as '1-00:00:00'; default: the partition's.")
     end_early: int = key(
         120,
-        "Seconds before the time limit at which the run is told to finish its step and save; 0: it is not told.",
+        "Seconds before the time limit at which the run is signalled to finish its step and save. 0 disables the signal.",
         ge=0,
         le=65535,
     )
@@ -373,7 +377,7 @@ class SlurmConfig:
     memory: str | None = key(None, "Memory of each node as sbatch takes it, such as 64G; default: the cluster's default.")
     arguments: list[str] = key_from(list, "Further options of sbatch, such as --qos=high.")
     setup: list[str] = key_from(list, "Lines of shell before the run, such as 'module load cuda'.")
-    poll_seconds: float = key(5.0, "Seconds between two questions to Slurm about the job.", gt=0.0)
+    poll_seconds: float = key(5.0, "Seconds between two queries of the job's state.", gt=0.0)
 
 
 @dataclass
@@ -389,29 +393,32 @@ class ClusterConfig:
     slurm: SlurmConfig = field(default_factory=SlurmConfig)
     processes: int = key(
         1,
-        "Processes that train one model together, each with a part of it; more than 1: `rollwright run` starts them (docs/cluster.md).",
+        "Processes that train one model together, each with a part of it. `rollwright run` starts them if there are several (docs/cluster.md).",
         ge=1,
     )
     address: str = key(
-        "", "ray: host:port of a Ray that runs, or auto; default: RAY_ADDRESS, else one is started on this machine for the run."
+        "",
+        "ray: host:port of a running Ray cluster, or auto. Default: RAY_ADDRESS; if it is not set, a cluster is started on this machine for the run.",
     )
-    nodes: int = key(1, "ray: nodes that have to be there before anything starts; slurm: nodes of the job.", ge=1)
+    nodes: int = key(1, "ray: number of nodes to wait for before anything starts. slurm: nodes of the job.", ge=1)
     workers: int = key(1, "ray: processes that run episodes.", ge=1)
     max_workers: int | None = key(
-        None, "ray: maximum number if the cluster has room, now or when nodes are added; default: workers.", ge=1
+        None, "ray: maximum number of workers if the cluster has room, now or when nodes are added. Default: workers.", ge=1
     )
-    max_servers: int | None = key(None, "ray: likewise for inference servers; default: rollout.servers.", ge=1)
-    cpus_per_rank: float = key(1.0, "ray: CPUs that each process of the training is placed with.", ge=0.0)
-    cpus_per_server: float = key(1.0, "ray: CPUs that each inference server is placed with.", ge=0.0)
-    cpus_per_worker: float = key(1.0, "ray: CPUs that each process of episodes is placed with.", ge=0.0)
+    max_servers: int | None = key(
+        None, "ray: maximum number of inference servers, as max_workers. Default: rollout.servers.", ge=1
+    )
+    cpus_per_rank: float = key(1.0, "ray: CPUs of each training process.", ge=0.0)
+    cpus_per_server: float = key(1.0, "ray: CPUs of each inference server.", ge=0.0)
+    cpus_per_worker: float = key(1.0, "ray: CPUs of each process that runs episodes.", ge=0.0)
     gpus_per_rank: int | None = key(
         None,
-        "ray: GPUs of each process of the training; default: 1 where the cluster has GPUs and the model's device is not cpu.",
+        "ray: GPUs of each training process. Default: 1 if the cluster has GPUs and the model's device is not cpu.",
         ge=0,
     )
     gpus_per_server: int | None = key(
         None, "ray: GPUs of each inference server; default: rollout.tensor_parallel, or 0 for a backend that needs none.", ge=0
     )
-    gpus_per_worker: int = key(0, "ray: GPUs of each process of episodes, for rewards that compute on one.", ge=0)
+    gpus_per_worker: int = key(0, "ray: GPUs of each process that runs episodes, for rewards that compute on a GPU.", ge=0)
     fileroot: str = key("runs", "Runs are kept in <fileroot>/<experiment_name>/<trial_name>.", public=True)
     threads: int | None = key(None, "Compute threads of this process; default: one for each core.", ge=1, le=1024)

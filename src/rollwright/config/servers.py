@@ -1,4 +1,4 @@
-"""Inference servers that a run may start: their settings, and the command lines that these make."""
+"""Inference servers that a run may start: their settings and command lines."""
 
 from __future__ import annotations
 
@@ -34,15 +34,15 @@ BACKENDS: Registry[type[Any]] = Registry(
 
 @dataclass(frozen=True)
 class BuiltCommand:
-    """What ``build_cmd`` made in this process for a server here."""
+    """A server command that ``build_cmd`` made in this process."""
 
     host: str
     command: list[str]
     built_at: float  # seconds since the machine started
-    children: Any  # what this process's ended children had used until then
+    children: Any  # resource usage of this process's ended children at that time
 
 
-#: The newest command for each port: a server that its user starts from it, and that dies, is noticed by them.
+#: The newest command for each port, to notice that a server which the user started from it has died.
 BUILT_COMMANDS: dict[int, BuiltCommand] = {}
 
 
@@ -54,7 +54,7 @@ def _noted(host: str, port: int, command: list[str]) -> list[str]:
     return command
 
 
-#: Prompt tokens of one step of vLLM's CPU build, at least the longest prompt.
+#: Minimum number of prompt tokens in a step of vLLM's CPU build, which must hold the longest prompt.
 _PREFILL_TOKENS = 4096
 
 
@@ -144,12 +144,12 @@ class VLLMConfig(ServerConfig):
     max_num_seqs: int | None = key(None, "Sequences decoded together.", ge=1)
     device: str = key(
         "auto",
-        "auto: as vLLM finds it; cpu: its CPU build, started without compiled graphs and with prompts computed whole (it ends "
-        "when a request with a seed is prefilled in parts).",
+        "auto: as vLLM detects it. cpu: its CPU build, started without compiled graphs and without chunked prefill, because chunked "
+        "prefill of a request with a seed ends the server.",
         choices=["auto", "cpu"],
     )
     enforce_eager: bool = key(False, "No compiled graphs.")
-    python: str | None = key(None, "Interpreter of the environment that vLLM is installed in; default: this one.")
+    python: str | None = key(None, "Interpreter of the environment in which vLLM is installed. Default: this one.")
     env: dict[str, str] = key_from(dict, "Environment variables of the server.")
 
     @staticmethod
@@ -204,9 +204,9 @@ class LocalServerConfig(ServerConfig):
     kv_cache_bytes: int | None = key(None, "Memory of the engine's cache.", ge=1)
     prefix_cache: bool = key(True, "Keep the cache of finished requests for the next turn of a conversation.")
     threads: int | None = key(None, "Compute threads; default: one for each core.", ge=1, le=1024)
-    weights_roots: list[str] = key_from(list, "Where updates from files may be read.")
-    random_seed: int = key(1, "Seed of requests that bring none.")
-    batch_invariant: bool = key(False, "What a request is answered does not depend on what else is computed.")
+    weights_roots: list[str] = key_from(list, "Directories from which weight updates may be read.")
+    random_seed: int = key(1, "Seed of requests without one.")
+    batch_invariant: bool = key(False, "Make the answer of a request independent of other requests in its batch.")
     log_level: str = key("warning", "The server's log level.")
 
     @classmethod
@@ -240,13 +240,13 @@ class LocalServerConfig(ServerConfig):
 
 
 def _same_names(config: ServerConfig, *others: str) -> dict[str, Any]:
-    """The settings that the server calls as we do; ``others`` are not among them."""
+    """Settings that have the same name at the server, without ``others``."""
     others += ("model_path", "extra_args")
     return {each.name.replace("_", "-"): getattr(config, each.name) for each in fields(config) if each.name not in others}
 
 
 def _gpus(first: int, count: int) -> list[str]:
-    """GPUs as ``CUDA_VISIBLE_DEVICES`` names them, counted among those that this process may see itself."""
+    """GPUs as ``CUDA_VISIBLE_DEVICES`` names them, counted among those that this process sees."""
     visible = [name.strip() for name in os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",") if name.strip()]
     if visible and first + count > len(visible):
         raise ConfigError(

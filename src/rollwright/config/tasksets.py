@@ -80,7 +80,7 @@ class TasksetConfig:
     max_length: int | None = key(None, "Leave out, and count, tasks whose prompt has more tokens.", ge=1, **_DATASETS)
     batch_size: int = key(8, "Tasks in a batch.", ge=1, **_DATASETS)
     shuffle: bool = key(True, "Draw in a new seeded order every epoch.", **_DATASETS)
-    drop_last: bool = key(True, "Leave out the last batch of an epoch where it is not full.", **_DATASETS)
+    drop_last: bool = key(True, "Leave out the last batch of an epoch if it is not full.", **_DATASETS)
     workflow: str | None = key(None, "Workflow of rows that name none.", **_TASKSETS)
     workflow_args: dict[str, Any] = key_from(dict, "Arguments that every task's workflow sees.", **_TASKSETS)
     reward_fn: str | None = key(None, "Reward function of rows that name none.", **_TASKSETS)

@@ -48,7 +48,7 @@ def arithmetic(
         min_digits: minimum number of digits of the operands; by default ``digits``.
         operation: ``+``, ``-``, ``*`` or several of them, such as ``+-``.
         worked: the completion shows its work; otherwise it is the answer alone.
-        answer_format: how the answer stands at the completion's end; ``{answer}`` is the number.
+        answer_format: format of the answer at the end of the completion; ``{answer}`` is the number.
         carries: share of the sums in which a column carries into the next one. None leaves it to chance (about half of two-digit
             sums). Tasks of the kind that is too frequent are left out.
         seed: which tasks, and in which order.
@@ -103,7 +103,7 @@ def _with_carries(tasks: list[Task], share: float) -> list[Task]:
     if not 0 <= share <= 1 or any(symbol != "+" for _, symbol, _ in tasks):
         raise DataError(f"arithmetic: carries is {share!r}; it is a share from 0 to 1, and for operation '+' alone.")
     kinds: dict[bool, list[Task]] = {True: [], False: []}
-    for task in tasks:  # a sum carries where a column, other than the highest, reaches ten
+    for task in tasks:  # a sum carries if a column other than the highest reaches ten
         kinds["+1=" in " ".join(_worked_sum(task[0], task[2]))].append(task)
     chosen: list[Task] = []
     taken = {True: 0, False: 0}

@@ -18,11 +18,11 @@ from rollwright.errors import DataError
 
 
 class ConversationTokens:
-    """Turns messages into token ids, going on from the tokens of earlier replies.
+    """Turns messages into token ids that continue from the sampled tokens of earlier replies.
 
     Attributes:
-        continued: requests whose ids went on from a remembered reply.
-        encoded: requests that were encoded as a whole (the first of each conversation, and histories that were rewritten).
+        continued: number of requests that continued from a remembered reply.
+        encoded: number of requests that were encoded as a whole (first requests of conversations, and rewritten histories).
     """
 
     def __init__(self, tokenizer: Any, encode: Callable[[str], list[int]] | None = None, **template_kwargs: Any) -> None:
@@ -36,7 +36,7 @@ class ConversationTokens:
         self.template_kwargs = template_kwargs
         self.continued = 0
         self.encoded = 0
-        self._first: tuple[Any, Any, str] = (None, None, "")  # messages and tools that were encoded as a whole, and their text
+        self._first: tuple[Any, Any, str] = (None, None, "")  # messages and tools last encoded as a whole, and their text
         self._ends = end_ids(tokenizer)
         self._turns: dict[str, list[int]] = {}  # messages with a reply, in canonical form -> its prompt and reply, as sampled
 
@@ -46,7 +46,7 @@ class ConversationTokens:
         for count in range(len(messages) - 1, 0, -1):
             if messages[count - 1]["role"] != "assistant":
                 continue
-            ids = self._turns.get(_key(messages[:count], tools))  # with the reasoning that is given, or without any
+            ids = self._turns.get(_key(messages[:count], tools))  # with the given reasoning, or without
             added = None if ids is None else self._text_after(messages, count, ids, tools)
             if ids is not None and added is not None:
                 self.continued += 1
@@ -78,7 +78,7 @@ class ConversationTokens:
         self, messages: list[dict[str, Any]], count: int, ids: list[int], tools: list[dict[str, Any]] | None
     ) -> str | None:
         """Text that the template puts after the sampled tokens of reply ``count - 1``; None if it rewrites earlier text."""
-        is_first = (messages[: count - 1], tools) == self._first[:2]  # rendering takes longest of all that a call needs
+        is_first = (messages[: count - 1], tools) == self._first[:2]  # rendering is the slowest part of a call
         before = self._first[2] if is_first else self._render(messages[: count - 1], tools, True)
         before = before.rstrip().removesuffix("<think>").rstrip()
         marked = [*messages[: count - 1], {"role": "assistant", "content": SENTINEL}, *messages[count:]]

@@ -32,9 +32,9 @@ class Example:
     Attributes:
         prompt: what the model reads, template and all.
         answer: the reference answer.
-        question: the bare question, where the prompt has a template around it.
-        completion: a worked solution, where there is one.
-        extras: whatever else a reward function needs.
+        question: the bare question, if the prompt puts a template around it.
+        completion: a worked solution, if there is one.
+        extras: further columns for the reward function.
     """
 
     prompt: str
@@ -115,14 +115,14 @@ def to_tasks(rows: Sequence[Row], layout: FormatConfig | str | None, source: str
         rows: as they were read.
         layout: roles of the columns, or the name of a registered format. By default they are recognised by their names.
         source: name of the dataset, for messages.
-        kind: ``sft``: rows must have a worked ``completion`` to train on; where there is none, the answer is it.
-            ``preference``: they must have a ``chosen`` and a ``rejected`` reply.
+        kind: ``rl``; ``sft``, for rows with a worked ``completion`` to train on (by default, the answer); or ``preference``, for
+            rows with a ``chosen`` and a ``rejected`` reply.
 
     Returns:
-        Rows with ``messages`` and ``answer`` (and ``completion``, or ``chosen`` and ``rejected``), and all that they had.
+        Rows with ``messages`` and ``answer`` (and ``completion``, or ``chosen`` and ``rejected``), and their own columns.
 
     Raises:
-        DataError: a column is missing or is not what it should be; the message names the row.
+        DataError: a column is missing or has the wrong type; the message names the row.
     """
     places = _places(rows, source)
     if isinstance(layout, str):
@@ -135,7 +135,7 @@ def to_tasks(rows: Sequence[Row], layout: FormatConfig | str | None, source: str
 
 
 def to_task(row: Row, layout: FormatConfig | None, where: str) -> Row:
-    """Add ``messages`` to a row, and ``answer``, ``tools`` and ``images`` if it has them.
+    """Add ``messages`` to a row, and ``answer``, ``tools`` and ``images`` if the row has them.
 
     Args:
         row: the row as read.

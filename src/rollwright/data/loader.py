@@ -35,7 +35,7 @@ def endless(source: Iterable[T]) -> Iterator[T]:
     """Iterate over a source again and again.
 
     Raises:
-        DataError: a pass gave nothing.
+        DataError: a pass yielded nothing.
     """
     while True:
         is_empty = True
@@ -48,7 +48,7 @@ def endless(source: Iterable[T]) -> Iterator[T]:
 
 @dataclass
 class _NumberedRows(Dataset[Row]):
-    """Rows as the reader takes them: ``(position, ordinal)`` gives the row with its ordinal."""
+    """Rows for the reader: the key ``(position, ordinal)`` gives the row at that position with the ordinal."""
 
     rows: Any
 
@@ -60,19 +60,19 @@ class _NumberedRows(Dataset[Row]):
 class TaskLoader:
     """Batches of tasks: lists of rows, each a dict with its ``ordinal``.
 
-    Iterating gives the rest of the current epoch, and the next epoch the next time; ``forever()`` does not end.
+    Iterating yields the rest of the current epoch; iterating again yields the next epoch. ``forever()`` does not end.
 
     Args:
         rows: a list of dicts, a Hugging Face dataset, or anything with ``len`` and rows by position.
         batch_size: tasks in a batch.
         shuffle: draw in a new seeded order every epoch.
-        seed: of the orders.
-        drop_last: leave out the last batch of an epoch where it is not full.
-        num_workers: processes that read rows ahead; 0: none, rows are read as they are drawn.
-        name: of the dataset, for messages.
+        seed: seed of the orders.
+        drop_last: leave out the last batch of an epoch if it is not full.
+        num_workers: number of processes that read rows ahead. With 0, rows are read when they are drawn.
+        name: name of the dataset, for messages.
 
     Raises:
-        DataError: no rows, fewer rows than one batch, rows that are no mappings, or a column called ``ordinal``.
+        DataError: there are no rows, fewer rows than one batch, rows that are not mappings, or a column called ``ordinal``.
     """
 
     def __init__(
@@ -103,13 +103,13 @@ class TaskLoader:
         self._draws_from = {"rows": size, "batch_size": batch_size, "shuffle": shuffle, "seed": seed, "drop_last": drop_last}
         self._batches = size // batch_size if drop_last else -(-size // batch_size)
         self._tasks = self._batches * batch_size if drop_last else size
-        self._position = {"epoch": 0, "drawn": 0}  # of what was handed out, which workers may be ahead of
+        self._position = {"epoch": 0, "drawn": 0}  # of the batches drawn; workers may have read further
         self._num_workers = num_workers
         self._reader: Iterator[list[Row]] | None = None
 
     @classmethod
     def from_config(cls, rows: Any, config: DatasetConfig, seed: int) -> TaskLoader:
-        """The loader that a ``train_dataset`` or ``valid_dataset`` section asks for."""
+        """The loader of a ``train_dataset`` or ``valid_dataset`` section."""
         return cls(rows, config.batch_size, config.shuffle, seed, config.drop_last, name=config.source)
 
     def __len__(self) -> int:
@@ -118,7 +118,7 @@ class TaskLoader:
 
     @property
     def epoch(self) -> int:
-        """Epochs that were drawn to their end."""
+        """Number of epochs drawn completely."""
         return self._position["epoch"]
 
     @property
@@ -148,7 +148,7 @@ class TaskLoader:
         return batch
 
     def _rest_of_epoch(self) -> Iterator[list[Row]]:
-        """The batches of the current epoch that were not drawn yet."""
+        """The remaining batches of the current epoch."""
         size, first = len(self.rows), self._position["epoch"] * self._tasks
         is_shuffled, seed = self._draws_from["shuffle"], self._draws_from["seed"]
         order = shuffled(size, seed, self._position["epoch"]) if is_shuffled else range(size)

@@ -1,4 +1,4 @@
-"""Which task is drawn next: the selectors of a taskset, and several tasksets drawn from as one.
+"""Which task is drawn next: selectors of a taskset, and mixtures of several tasksets.
 
 Selectors are added by name::
 
@@ -24,14 +24,14 @@ from rollwright.data.loader import endless, shuffled
 from rollwright.errors import ConfigError, DataError
 from rollwright.registry import Registry
 
-#: Draws whose place is remembered until their reward comes in.
+#: Number of draws that are remembered until their reward arrives.
 REMEMBERED_DRAWS = 100_000
 
 
 class Selector(ABC):
-    """Draws positions of a taskset of ``size`` rows, the same ones for the same seed.
+    """Draws positions of a taskset of ``size`` rows; the same seed draws the same ones.
 
-    Its state is the number of draws and what it was told of rewards.
+    Its state is the number of draws and the rewards reported so far.
     """
 
     def __init__(self, size: int, seed: int = 1) -> None:
@@ -50,15 +50,15 @@ class Selector(ABC):
         """The position of the draw with this number, counted from 0."""
 
     def feedback(self, position: int, reward: float) -> None:
-        """A task was trained with this mean reward; selectors that do not learn from it ignore it."""
+        """Report the mean reward of a task. Selectors that do not learn from rewards ignore it."""
         return
 
     def state_dict(self) -> dict[str, Any]:
-        """What is needed to go on from here."""
+        """State to continue from."""
         return {"draws": self.draws}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Go on where another selector of the same taskset stood."""
+        """Continue from the state of another selector of the same taskset."""
         self.draws = state["draws"]
 
 
@@ -67,7 +67,7 @@ SELECTORS: Registry[type[Selector]] = Registry("selector", ConfigError, variable
 
 @SELECTORS.register("sequential")
 class Sequential(Selector):
-    """In the order of the file, again and again."""
+    """Draws tasks in the order of the file, repeatedly."""
 
     def _position(self, draw: int) -> int:
         return draw % self.size
@@ -75,7 +75,7 @@ class Sequential(Selector):
 
 @SELECTORS.register("shuffle")
 class Shuffled(Selector):
-    """Every task once in each epoch, in a new order."""
+    """Draws every task once in each epoch, in a new order."""
 
     _order: tuple[int, list[int]] = (-1, [])  # an epoch and its positions
 
@@ -88,7 +88,7 @@ class Shuffled(Selector):
 
 @SELECTORS.register("random")
 class Uniform(Selector):
-    """Any task, each draw anew."""
+    """Draws tasks independently and uniformly."""
 
     def _position(self, draw: int) -> int:
         return random.Random(f"{self.seed}/{draw}").randrange(self.size)
@@ -96,13 +96,13 @@ class Uniform(Selector):
 
 @SELECTORS.register("difficulty")
 class ByDifficulty(Selector):
-    """Prefers tasks whose mean reward so far is near a target: neither solved nor hopeless.
+    """Prefers tasks whose mean reward so far is near a target, which are neither solved nor hopeless.
 
     A task's weight is ``exp(-sharpness · |mean reward - target_reward|)``; one not seen yet counts as on target.
 
     Args:
-        target_reward: mean reward that teaches most.
-        sharpness: 0: all alike; larger: only those near the target.
+        target_reward: mean reward of the preferred tasks.
+        sharpness: strength of the preference; 0 draws all tasks equally often.
         memory: weight of the past in a task's moving mean, 0 to 1.
     """
 
@@ -127,34 +127,34 @@ class ByDifficulty(Selector):
 
     def state_dict(self) -> dict[str, Any]:
         """Draws, and the mean of each task seen."""
-        means = dict(self.means)  # at once: rewards come from another thread
+        means = dict(self.means)  # a copy, because rewards arrive in another thread
         return {**super().state_dict(), "means": {str(position): mean for position, mean in means.items()}}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Go on where another selector of the same taskset stood."""
+        """Continue from the state of another selector of the same taskset."""
         super().load_state_dict(state)
         self.means = {int(position): mean for position, mean in state["means"].items()}
 
 
 def make_selector(taskset: TasksetConfig, size: int, seed: int) -> Selector:
-    """The selector that a taskset names, over ``size`` rows; ``seed`` where its ``selector_args`` set none.
+    """Build a taskset's selector over ``size`` rows; ``seed`` is used unless its ``selector_args`` set one.
 
     Raises:
-        ConfigError: there is none of that name, or it does not take the arguments.
+        ConfigError: there is no selector of that name, or it does not take the arguments.
     """
     return SELECTORS.build(taskset.selector, size, **{"seed": seed, **taskset.selector_args})
 
 
 class TaskMixture:
-    """Batches of rows from several tasksets; a row carries ``taskset`` (the name of its own) and its ``ordinal``.
+    """Batches of rows from several tasksets. Each row has the name of its ``taskset`` and its ``ordinal``.
 
-    The taskset of each draw is the one furthest behind its ratio, so that any stretch of draws holds the ratios.
+    Each draw takes the taskset that is furthest behind its ratio, so the ratios hold in any stretch of draws.
 
     Args:
-        tasksets: their names, selectors and ratios.
-        rows: the rows of each.
-        batch_size: rows in a batch.
-        seed: of the selectors whose ``selector_args`` set none.
+        tasksets: names, selectors and ratios.
+        rows: rows of each taskset.
+        batch_size: number of rows in a batch.
+        seed: seed of selectors whose ``selector_args`` set none.
 
     Raises:
         DataError: a taskset has no rows, two have one name, or there are fewer rows than a batch.
@@ -182,7 +182,7 @@ class TaskMixture:
         self._places: OrderedDict[int, tuple[int, int]] = OrderedDict()
 
     def __len__(self) -> int:
-        """Batches in which as many rows are drawn as there are."""
+        """Number of batches in which as many rows are drawn as there are in all."""
         return sum(map(len, self.rows)) // self.batch_size
 
     def __iter__(self) -> Iterator[list[Row]]:
@@ -198,7 +198,7 @@ class TaskMixture:
         return [self._draw_one() for _ in range(self.batch_size)]
 
     def feedback(self, ordinal: int, reward: float) -> None:
-        """A sample of the task that was drawn as ``ordinal`` got this reward."""
+        """Report the mean reward of the task that was drawn as ``ordinal``."""
         if ordinal in self._places:
             taskset, position = self._places[ordinal]
             self.selectors[taskset].feedback(position, reward)
@@ -208,7 +208,7 @@ class TaskMixture:
         return {"ordinal": self.ordinal, "selectors": [selector.state_dict() for selector in self.selectors]}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Go on where another mixture of the same tasksets stood."""
+        """Continue from the state of another mixture of the same tasksets."""
         if len(state["selectors"]) != len(self.selectors):
             raise DataError(
                 f"the saved position is of {len(state['selectors'])} tasksets, but there are {len(self.selectors)} now; resume "
@@ -232,6 +232,6 @@ class TaskMixture:
 
 
 def taskset_rows(taskset: TasksetConfig) -> list[Row]:
-    """The rows of a taskset as its file has them, for the workflow to read by the taskset's format; or as a registered format reads them."""
+    """The rows of a taskset: as a registered format reads them, otherwise unchanged, because workflows read them by the taskset's format."""
     rows = dataset_rows(taskset)
     return read_rows_by(taskset.format, rows, taskset.source) if isinstance(taskset.format, str) else list(rows)

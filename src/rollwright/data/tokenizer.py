@@ -35,8 +35,7 @@ def load_tokenizer(path: str | Path | Any, trust_remote_code: bool = False) -> A
         trust_remote_code: run code that comes with the tokenizer. Off unless asked for.
 
     Returns:
-        The tokenizer, with ``apply_chat_template(tokenize=True) -> list[int]`` and a pad token (the end token where the
-        tokenizer has none).
+        The tokenizer, with ``apply_chat_template(tokenize=True) -> list[int]`` and a pad token (by default, the end token).
 
     Raises:
         ConfigError: there is no tokenizer at ``path``, or it has neither a pad nor an end token.
@@ -130,8 +129,8 @@ def build_word_tokenizer(
 ) -> Any:
     """Make a tokenizer whose tokens are the given words or syllables, and single characters for everything else.
 
-    The longest word that matches is taken, from left to right, wherever it stands: give words with their leading space
-    if they should only match at the beginning of a word. Arguments and result as for ``build_character_tokenizer``.
+    The longest matching word is taken, from left to right and at any position; give words with their leading space if they
+    should match only at the beginning of a word. Arguments and result as for ``build_character_tokenizer``.
     """
     single = [word for word in words if len(word) == 1]
     return build_character_tokenizer([*characters, *single], path, [w for w in words if len(w) > 1], chat_template)

@@ -26,7 +26,7 @@ VISION_START, IMAGE, VISION_END, VIDEO = "<|vision_start|>", "<|image_pad|>", "<
 #: Tokens that a tokenizer has for images, each one token.
 VISION_PIECES = (VISION_START, IMAGE, VISION_END, VIDEO)
 
-#: Where a message's text says that an image comes.
+#: Mark of an image's position in a message's text.
 MARK = "<image>"
 
 #: How base64 text of a PNG, JPEG, GIF or WebP file begins, or a URL that holds one.
@@ -41,10 +41,10 @@ class VisionProcessor:
 
     Args:
         tokenizer: has the image tokens.
-        image_processor: of transformers; gives ``pixel_values`` and ``image_grid_thw``.
+        image_processor: image processor of transformers that returns ``pixel_values`` and ``image_grid_thw``.
 
     Raises:
-        ConfigError: the tokenizer has no image token, or the image processor is of another family.
+        ConfigError: the tokenizer has no image token, or the image processor belongs to another model family.
     """
 
     def __init__(self, tokenizer: Any, image_processor: Any) -> None:
@@ -104,10 +104,10 @@ def load_processor(path: str | Path | Any, tokenizer: Any = None) -> Any:
 
     Args:
         path: directory or name; a processor object is returned as it is.
-        tokenizer: the tokenizer, where it is loaded already.
+        tokenizer: the tokenizer. None loads it from ``path``.
 
     Raises:
-        ConfigError: there is no image processor, or it is of a family that needs its own processor.
+        ConfigError: there is no image processor, or its model family needs its own processor.
     """
     if not isinstance(path, (str, os.PathLike)):
         return path
@@ -129,9 +129,9 @@ def new_image_processor(
     """An image processor of Qwen2-VL's kind that works on PIL and NumPy alone.
 
     Args:
-        patch_size: side of a patch, in pixels.
-        merge_size: patches a side that become one token.
-        min_pixels, max_pixels: images are scaled to an area between these, with sides in whole tokens.
+        patch_size: side length of a patch in pixels.
+        merge_size: number of patches per side that become one token.
+        min_pixels, max_pixels: images are scaled to an area between these, with sides of whole tokens.
     """
     from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
 

@@ -30,6 +30,7 @@ from rollwright.rollout.failure_budget import Failure
 from rollwright.rollout.sample_engine import SampleName
 from rollwright.tracking.logging import getLogger
 from rollwright.workflows.registry import resolve_function, resolve_workflow, workflow_name
+from rollwright.workflows.task_runner import TaskRunner
 
 logger = getLogger("rollout")
 
@@ -61,7 +62,6 @@ class Group:
     workflow_name: str
     runs: list[int]  # the samples that each run of the workflow is asked for
     is_eval: bool = False
-    is_filled: bool = False  # runs deliver any number of samples, which their rows tell apart
     should_accept: AcceptFunction | None = None
     batch: Batch | None = None  # the rollout_batch call that it belongs to; None: submit, wait and prepare_batch
     state: GroupState = GroupState.QUEUED
@@ -137,17 +137,18 @@ class Group:
             journal.write(GroupEnd(*about, time.time(), self.admitted))
 
     def add(self, index: int, rows: Trajectory) -> range:
-        """Take what a run delivered. Where all runs have ended and samples are missing, there will be further runs.
+        """Take the rows of a run. If all runs of a task runner have ended and samples are missing, further runs follow.
 
         Returns:
-            Their indices.
+            Indices of the further runs.
         """
-        delivered = int(rows["sample_ids"].unique().numel()) if self.is_filled else 1
+        runner = self.workflow if isinstance(self.workflow, TaskRunner) else None
+        delivered = 1 if runner is None else runner.samples_in(rows)
         self.rows[index] = rows
         self.samples += delivered
-        first, missing = len(self.runs), self.size - self.samples
-        if missing > 0 and None not in self.rows:
-            self.runs += [1] * missing if delivered == 1 else [missing]
+        first = len(self.runs)
+        if runner is not None and self.samples < self.size and None not in self.rows:
+            self.runs += runner.further_runs(delivered, self.size - self.samples)
             self.rows += [None] * (len(self.runs) - first)
         return range(first, len(self.runs))
 
@@ -327,9 +328,9 @@ class GroupFactory:
     ) -> Group:
         """A group of ``group_size`` samples of the task ``data``.
 
-        A workflow that has a method ``group_size(data)`` says itself how often each task is repeated; one with ``first_runs(data)``
-        says how many samples each of its first runs is asked for, and is run until the group is full. One that the executor
-        repeats must not make ``n_samples`` samples itself: it is copied with 1.
+        A workflow with a method ``group_size(data)`` decides how often each task is repeated. A ``TaskRunner`` decides how many
+        samples each run is asked for, and runs until the group is full. Any other workflow is run ``group_size`` times and must not
+        make ``n_samples`` samples itself: it is copied with 1.
 
         Args:
             place: ordinal of an evaluation task that carries none; None: counted.
@@ -364,9 +365,8 @@ class GroupFactory:
             if not is_eval:
                 self.next_ordinal = max(self.next_ordinal, ordinal + 1)
         accept = None if should_accept_fn is None else resolve_function(should_accept_fn, "should_accept_fn")
-        first_runs = getattr(instance, "first_runs", None)
-        runs = [1] * group_size if first_runs is None else first_runs(data)
-        return Group(self._number(), ordinal, data, instance, name, runs, is_eval, first_runs is not None, accept)
+        runs = instance.first_runs(data) if isinstance(instance, TaskRunner) else [1] * group_size
+        return Group(self._number(), ordinal, data, instance, name, runs, is_eval, accept)
 
     def restored(self, entry: dict[str, Any]) -> Group:
         """A complete group from a checkpoint."""

@@ -112,6 +112,16 @@ class TaskRunner(RolloutWorkflow):
             one_each = class_trait(kind, "repeatable", task)
         return [1] * samples if one_each else [samples]
 
+    @staticmethod
+    def samples_in(rows: Trajectory) -> int:
+        """Number of samples that a run delivered."""
+        return int(rows["sample_ids"].unique().numel())
+
+    @staticmethod
+    def further_runs(delivered: int, missing: int) -> list[int]:
+        """Number of samples that each further run is asked for, if ``missing`` are missing and the last run delivered ``delivered``."""
+        return [1] * missing if delivered == 1 else [missing]
+
     async def arun_episode(self, engine: InferenceEngine, data: dict[str, Any]) -> list[Experience] | None:
         """Run the row's workflow once."""
         task, taskset = self.task_of(data), self._taskset_of(data)
