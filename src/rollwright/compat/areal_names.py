@@ -71,8 +71,7 @@ def get_custom_dataset(
         )
     changes = section if split is None else {"split": split, **section}
     config = DatasetConfig(**changes) if dataset_config is None else replace(dataset_config, **changes)
-    rows = get_dataset(config, tokenizer if tokenizer is not None else processor)
-    return rows[rank::world_size]
+    return get_dataset(config, tokenizer if tokenizer is not None else processor)[rank::world_size]
 
 
 def image2base64(images: Any) -> list[str]:

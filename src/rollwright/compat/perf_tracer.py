@@ -60,8 +60,7 @@ def trace_perf(name: str, *, category: str | None = None) -> Callable[[Callable[
     """Return a decorator that records a span over each call of a function, plain or async."""
 
     def decorate(function: Callable[..., Any]) -> Callable[..., Any]:
-        trace = atrace_scope if inspect.iscoroutinefunction(function) else trace_scope
-        return trace(name, category)(function)
+        return (atrace_scope if inspect.iscoroutinefunction(function) else trace_scope)(name, category)(function)
 
     return decorate
 

@@ -269,9 +269,7 @@ def option_list(options: Mapping[str, Any]) -> list[str]:
         flag = "--" + name.replace("_", "-")
         if value is True:
             arguments.append(flag)
-        elif isinstance(value, list | tuple):
-            for item in value:
-                arguments += [flag, str(item)]
         elif value is not None and value is not False:
-            arguments += [flag, str(value)]
+            for item in value if isinstance(value, list | tuple) else [value]:
+                arguments += [flag, str(item)]
     return arguments

@@ -228,10 +228,16 @@ def kept_calls(function: Callable[..., Any], name: str) -> tuple[Callable[..., A
     return function, Durable(name)
 
 
-def function_name(function: Callable[..., Any]) -> str:
-    """Module and qualified name of a function."""
+def without_partials(function: Any) -> Any:
+    """The function inside of partials."""
     while isinstance(function, functools.partial):
         function = function.func
+    return function
+
+
+def function_name(function: Callable[..., Any]) -> str:
+    """Module and qualified name of a function, or of the class of an object."""
+    function = without_partials(function)
     module = getattr(function, "__module__", None) or "builtins"
     return f"{module}.{getattr(function, '__qualname__', type(function).__qualname__)}"
 

@@ -24,7 +24,7 @@ from types import ModuleType
 from typing import Any
 
 from rollwright.errors import BrokenRewardError, RewardError
-from rollwright.experience.durable import function_name, kept_calls
+from rollwright.experience.durable import function_name, kept_calls, without_partials
 from rollwright.processes.pool import FunctionFailedError, WorkerCrashError, WorkerTimeoutError, shared_pool
 from rollwright.processes.sandbox import sandbox_name, sandboxed
 from rollwright.rewards.registry import REWARD_FUNCTIONS, RewardFn, SummedParts
@@ -104,7 +104,7 @@ class AsyncRewardWrapper:
             reward_fn = reward_fn.reward_fn
         if not callable(reward_fn):
             raise RewardError(f"{reward_fn!r} is no reward function; give a callable, a registered name or an import path.")
-        inner = _without_partials(reward_fn)
+        inner = without_partials(reward_fn)
         self.timeout_seconds = float(timeout_seconds)
         self.max_workers = max_workers
         self.max_retries = max_retries
@@ -325,22 +325,15 @@ def as_float(value: Any) -> float:
 
 def is_async(function: Any) -> bool:
     """True for coroutine functions, partials of them, and objects whose ``__call__`` is one."""
-    function = _without_partials(function)
-    if isinstance(function, type):
-        return False
-    return inspect.iscoroutinefunction(function) or inspect.iscoroutinefunction(getattr(function, "__call__", None))  # noqa: B004
+    function = without_partials(function)
+    called = getattr(function, "__call__", None)  # noqa: B004
+    return not isinstance(function, type) and any(map(inspect.iscoroutinefunction, (function, called)))
 
 
 def task_name(prompt: Any, data: dict[str, Any]) -> str:
     """Name of a task in messages: its ordinal or id, else the beginning of its prompt."""
     names = (f"{column} {data[column]}" for column in TASK_COLUMNS if isinstance(data.get(column), int | str))
     return next(names, f"with prompt {str(prompt)[:80]!r}")
-
-
-def _without_partials(function: Any) -> Any:
-    while isinstance(function, functools.partial):
-        function = function.func
-    return function
 
 
 def _score(function: Callable[..., Any], sandbox: str, /, *arguments: Any, **keywords: Any) -> float:

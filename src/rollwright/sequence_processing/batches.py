@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
@@ -63,21 +64,17 @@ class BatchedSequences:
         count = {len(row) for row in responses}
         if len(prompts) != len(responses) or len(count) > 1:
             raise ConfigError(f"{len(prompts)} prompts came with responses {[len(row) for row in responses]}: give each G.")
-        prompt_lens, gen_lens = [len(p) for p in prompts], [[len(r) for r in row] for row in responses]
-        length = max((p + max(row) for p, row in zip(prompt_lens, gen_lens, strict=True)), default=0)
-        tokens = np.full((len(prompts), max(count, default=0), length), pad_id, dtype=np.int64)
-        mask = np.zeros(tokens.shape, dtype=np.int64)
-        for b, (prompt, row) in enumerate(zip(prompts, responses, strict=True)):
-            for g, response in enumerate(row):
-                end = len(prompt) + len(response)
-                tokens[b, g, : len(prompt)] = prompt
-                tokens[b, g, len(prompt) : end] = response
-                mask[b, g, :end] = 1
+        rows = [[*prompt, *response] for prompt, own in zip(prompts, responses, strict=True) for response in own]
+        shape = (len(prompts), max(count, default=0), max(map(len, rows), default=0))
+        lengths_BG = torch.tensor([len(row) for row in rows], dtype=torch.int64).view(shape[:2])
+        mask_BGL = torch.arange(shape[2]) < lengths_BG[..., None]
+        sequences_BGL = torch.full(shape, pad_id, dtype=torch.int64)
+        sequences_BGL[mask_BGL] = torch.tensor(list(itertools.chain.from_iterable(rows)), dtype=torch.int64)
         return cls(
-            sequences=torch.from_numpy(tokens).to(device),
-            prompt_lens=prompt_lens,
-            gen_lens=gen_lens,
-            attention_masks=torch.from_numpy(mask).to(device),
+            sequences=sequences_BGL.to(device),
+            prompt_lens=[len(prompt) for prompt in prompts],
+            gen_lens=[[len(response) for response in own] for own in responses],
+            attention_masks=mask_BGL.long().to(device),
             responses_text=texts,
             stop_reasons=stop_reasons or [],
         )

@@ -71,12 +71,13 @@ class GenerationConfig:
     enable_thinking: bool = False
 
     def __post_init__(self) -> None:
-        if not self.temperature >= 0:
-            raise ConfigError(f"GenerationConfig.temperature is {self.temperature}: give 0 (greedy) or more.")
-        if not 0 < self.top_p <= 1:
-            raise ConfigError(f"GenerationConfig.top_p is {self.top_p}: give a probability above 0 and at most 1.")
-        if self.max_new_tokens < 0:
-            raise ConfigError(f"GenerationConfig.max_new_tokens is {self.max_new_tokens}: give 0 or more.")
+        rules = {
+            f"temperature is {self.temperature}: give 0 (greedy) or more": self.temperature >= 0,
+            f"top_p is {self.top_p}: give a probability above 0 and at most 1": 0 < self.top_p <= 1,
+            f"max_new_tokens is {self.max_new_tokens}: give 0 or more": self.max_new_tokens >= 0,
+        }
+        if broken := [rule for rule, holds in rules.items() if not holds]:
+            raise ConfigError(f"GenerationConfig.{broken[0]}.")
         for name in ("gen_batch_size", "tf_batch_size"):
             value = getattr(self, name)
             if value == "auto":

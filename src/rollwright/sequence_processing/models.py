@@ -118,9 +118,8 @@ def evaluation_mode(model: nn.Module) -> Iterator[None]:
 def is_out_of_memory(error: BaseException | None) -> bool:
     """True if ``error`` or its cause is an out-of-memory error."""
     while error is not None:
-        if isinstance(error, (torch.OutOfMemoryError, MemoryError)):
-            return True
-        if isinstance(error, RuntimeError) and "can't allocate memory" in str(error):  # the CPU allocator's words
+        is_of_cpu = isinstance(error, RuntimeError) and "can't allocate memory" in str(error)
+        if is_of_cpu or isinstance(error, (torch.OutOfMemoryError, MemoryError)):
             return True
         error = error.__cause__
     return False
