@@ -24,7 +24,7 @@ from rollwright.trainers.drawn_tasks import task_loader, with_defaults, workflow
 from rollwright.trainers.loops.evaluation import EvaluationResult, evaluate
 from rollwright.trainers.loops.loop import Part, StopSignal, Trainer
 from rollwright.trainers.loops.reporting import StageRun
-from rollwright.trainers.modes.shared_run import give_weights
+from rollwright.trainers.modes.published_weights import load_and_audit
 from rollwright.training.publish_and_audit import Publisher, publisher_for
 from rollwright.workflows.turns import BranchedSequence
 
@@ -126,7 +126,7 @@ class SupervisedTrainer(Trainer):
         else:
             arguments = self.model.version, self.config.rollout.logprob_tolerance
             scratch = self.directory.path.absolute() / ".weights"
-            self.ranks.with_weights(lambda weights: give_weights(rollout, weights, *arguments), scratch)
+            self.ranks.with_weights(lambda weights: load_and_audit(rollout, weights, *arguments), scratch)
         config, gconfig = self.config, self.config.evaluator.gconfig
         given = with_defaults(
             config.workflow, config.workflow_kwargs, {"enable_thinking": self.template_variables["enable_thinking"]}

@@ -1,7 +1,7 @@
-"""Exploring: claim tasks from the store, sample them with the newest weights that a trainer published, store their groups.
+"""Exploring: claim tasks from the store, sample them with the newest published weights, store their groups.
 
-The executor samples, as in a run of one process. Here its tasks are claimed from the store (``Explorer``), and its groups are stored
-as they end (``GroupSink``).
+An explorer is the executor of a run of one process with another source and another sink. ``LeasedTasks`` claims tasks from the store,
+the executor samples them, ``GroupSink`` stores each group when it ends, and ``WeightFollower`` loads the trainer's weights.
 
 Invariants:
 
@@ -16,8 +16,8 @@ from __future__ import annotations
 import queue
 import threading
 import time
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import ExitStack
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, ExitStack, suppress
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -28,13 +28,13 @@ from rollwright.data.tokenizer import load_tokenizer
 from rollwright.errors import RolloutError
 from rollwright.experience.journal.episodes import RecordedEpisode
 from rollwright.experience.journal.reading import TaskFiles
+from rollwright.experience.journal.writing import Journal
 from rollwright.experience.operators import ExperiencePipeline, PipelineResult, report_operators, samples_of
 from rollwright.experience.trajectory import Trajectory
 from rollwright.placement.local_rollout import make_rollout_engine
 from rollwright.placement.task_services import TaskServices
 from rollwright.rollout.engines import RolloutEngine
 from rollwright.rollout.resume import read_past
-from rollwright.rollout.scheduler import Staleness
 from rollwright.store import ExperienceStore, TaskClaim
 from rollwright.tracking.learning_signs import warn_of_reasons
 from rollwright.tracking.logging import getLogger
@@ -49,11 +49,12 @@ from rollwright.trainers.drawn_tasks import (
 from rollwright.trainers.loops.evaluation import evaluate
 from rollwright.trainers.loops.loop import StopSignal
 from rollwright.trainers.loops.reporting import StageRun, sample_means
+from rollwright.trainers.modes.published_weights import WeightFollower
 from rollwright.trainers.modes.shared_run import (
-    PARTS,
     EvaluationTurns,
-    TrainerFollower,
+    StoreStaleness,
     open_run_database,
+    process_directories,
     run_length,
     trial_path,
 )
@@ -104,14 +105,112 @@ class FinishedTask:
     reason: str = ""
 
 
+class LeasedTasks:
+    """The source of an explorer's tasks: claims them from the store under leases.
+
+    A task that is claimed again continues from the journals of its explorers, this one or others.
+
+    Args:
+        config: the experiment.
+        explorer: name of the explorer.
+        store: the store.
+        row_of: returns the task of an ordinal.
+        journal: journal of this process, which hides the same secrets as the others. None if there are no secrets to hide.
+        total_steps: steps of the run.
+    """
+
+    def __init__(
+        self,
+        config: PPOConfig,
+        explorer: str,
+        store: ExperienceStore,
+        row_of: Callable[[int], dict[str, Any]],
+        journal: Journal | None,
+        total_steps: int,
+    ) -> None:
+        assert config.store is not None
+        self._config, self._explorer, self._store = config, explorer, store
+        self._row_of, self._journal = row_of, journal
+        self._staleness = StoreStaleness(config)
+        self._lease_seconds = config.store.lease_seconds
+        has_fixed_length = config.store.uses == 1 and config.store.train_batch_size is None
+        self._total_groups = total_steps * config.train_dataset.batch_size if has_fixed_length else None
+        self._claimed: list[TaskClaim] = []
+        self._deferred: list[ClaimedTask] = []  # until the trainer has reached the versions of their recorded tokens again
+        self._task_files = TaskFiles()
+
+    @property
+    def limit(self) -> int:
+        """Largest number of groups of all explorers that run, wait, or are in training."""
+        return self._staleness.places
+
+    @property
+    def all_stored(self) -> bool:
+        """True if the groups of all steps are stored; False if the store decides what a step is."""
+        if self._total_groups is None:
+            return False
+        status = self._store.status()
+        return status.unused_groups + status.used_groups >= self._total_groups
+
+    def claim(self, running: int) -> None:
+        """Claim a few tasks at a time, so that explorers share them; ``running`` tasks of this one have not ended."""
+        room = min(self.limit - running - len(self._deferred), max(1, self._config.train_dataset.batch_size // 2))
+        if room > 0 and not self.all_stored:
+            self._claimed = self._store.tasks.claim(
+                self._explorer, room, lease_seconds=self._lease_seconds, max_outstanding=self.limit
+            )
+
+    def startable(self, version: int) -> list[ClaimedTask]:
+        """The claimed tasks that can start with the weights of ``version``: those without newer recorded tokens."""
+        tasks = [*self._deferred, *self._with_past(self._claimed, version)]
+        self._claimed, self._deferred = [], [task for task in tasks if task.newest_version > version]
+        return [task for task in tasks if task.newest_version <= version]
+
+    def keeping_claims(self) -> AbstractContextManager[None]:
+        """Renew the leases while the block runs, and release the remaining claims at its end."""
+        return self._store.tasks.keeping_claims(self._explorer, lease_seconds=self._lease_seconds)
+
+    def release(self) -> None:
+        """Release all claims."""
+        self._claimed, self._deferred = [], []
+        self._store.tasks.release(self._explorer)
+
+    def release_left(self) -> None:
+        """Release the tasks of ended explorers of this machine at once, instead of when their leases end."""
+        for directory in process_directories(self._config, "explore"):
+            name = directory.path.name
+            if name != self._explorer and directory.was_left() and (count := self._store.tasks.release(name)):
+                logger.info("%d tasks of %s, which has ended, are released", count, name)
+
+    def _with_past(self, claims: Sequence[TaskClaim], version: int) -> list[ClaimedTask]:
+        again = {claim.ordinal for claim in claims if claim.attempt > 0}
+        explorers = process_directories(self._config, "explore") if again else []
+        past = read_past([each.journal for each in explorers], again.__contains__, self._journal, self._task_files)
+        oldest = self._staleness.oldest(version) or 0
+        for ordinal, samples in past.episodes.items():
+            young = {index: each for index, each in samples.items() if _oldest_version(each) >= oldest}
+            if len(young) < len(samples):
+                logger.info("%d samples of task %d are too old and begin anew", len(samples) - len(young), ordinal)
+            past.episodes[ordinal] = young
+        if past.episodes:
+            logger.info("%d tasks continue from the journal, which has %d of their tokens", len(past.episodes), past.tokens)
+        tasks = []
+        for claim in claims:
+            row = past.row({**self._row_of(claim.ordinal), "ordinal": claim.ordinal})
+            end = past.rejected.get(claim.ordinal)
+            reason = "" if end is None else end.reason or end.state
+            tasks.append(ClaimedTask(claim, row, past.episodes.get(claim.ordinal, {}), reason))
+        return tasks
+
+
 class GroupSink:
-    """Starts claimed tasks on an executor, and stores their groups as they end, in a thread of its own.
+    """The sink of an explorer's groups: starts claimed tasks on the executor, and stores their groups in a thread when they end.
 
     Args:
         rollout: samples the tasks.
         workflow: runs their episodes.
         group_size: samples of a task.
-        store: where the groups go.
+        store: receives the groups.
         operators: applied to a group before it is stored.
     """
 
@@ -134,7 +233,7 @@ class GroupSink:
         return len(self._running)
 
     def begin(self, task: ClaimedTask) -> None:
-        """Start a task. If it is known to give no group, it is finished at once."""
+        """Start a task. If an earlier explorer found that it gives no group, finish it at once."""
         with self._storing:
             if task.refused:
                 self._finished.put(self._finish(task.claim, task.refused))
@@ -143,20 +242,18 @@ class GroupSink:
             self._running[number] = task.claim
 
     def finished(self, timeout: float = 0.0) -> Iterator[FinishedTask]:
-        """The tasks that ended since the last call; waits for the first one for ``timeout`` seconds.
+        """The tasks that have ended since the last call; waits up to ``timeout`` seconds for the first one.
 
         Raises:
             RollwrightError: rollout has stopped, or a group could not be stored.
         """
-        try:
+        with suppress(queue.Empty):
             while True:
-                task = self._finished.get(timeout=timeout) if timeout else self._finished.get_nowait()
+                task = self._finished.get(timeout > 0, timeout)
                 timeout = 0.0
                 if isinstance(task, Exception):
                     raise task
                 yield task
-        except queue.Empty:
-            return
 
     def abandon(self) -> None:
         """Cancel the tasks that run. A group that is being stored is stored first."""
@@ -165,7 +262,7 @@ class GroupSink:
             self._running.clear()
 
     def close(self) -> None:
-        """End the engine, and wait for the group that is being stored."""
+        """Stop the engine, and wait for the group that is being stored."""
         self._rollout.destroy()
         self._thread.join()
 
@@ -205,39 +302,32 @@ class Explorer:
     def __init__(self, config: PPOConfig, directory: RunDirectory) -> None:
         self.config = config
         self.directory = directory
-        self.name = directory.trial
         self.tokenizer = load_tokenizer(config.tokenizer_path or config.actor.path, config.actor.trust_remote_code)
         refuse_missing_chat_template(config, self.tokenizer)
-        self.tasks = training_tasks(config)
-        self.spec = run_length(config, count_tasks(self.tasks.source))
-        rollout = config.rollout
-        self.staleness = Staleness(rollout.max_head_offpolicyness, config.train_dataset.batch_size, rollout.over_sampling)
-        self.limit = int(self.staleness.places)  # groups of all explorers that run, wait, or are in training
+        self.drawn = training_tasks(config)
+        self.spec = run_length(config, count_tasks(self.drawn.source))
         self.turns = EvaluationTurns(trial_path(config) / "evaluation.lock")
         self.groups = 0  # stored so far
         self.missed = 0  # tasks in a row that gave no group
-        self.claimed: list[TaskClaim] = []  # not begun
-        self.deferred: list[ClaimedTask] = []  # until the trainer has reached the versions of their recorded tokens again
-        self.task_files = TaskFiles()
-
-    # -- life ----------------------------------------------------------------------------------------------------------
 
     def __enter__(self) -> Explorer:
         config = self.config
         with ExitStack() as opened:  # closes what is open if something fails here
             self.store = opened.enter_context(open_run_database(config))
             assert config.store is not None
-            self.lease_seconds = config.store.lease_seconds
             torch.manual_seed(config.seed)
             operators = ExperiencePipeline(config.store.operators)
             services = opened.enter_context(TaskServices(config, self.tokenizer, self.directory.logs))
-            workflow = training_workflow(config, self.tokenizer, self.tasks.source, services)
+            workflow = training_workflow(config, self.tokenizer, self.drawn.source, services)
             rows, *self.evaluated = held_out_tasks(config, self.tokenizer, services)
             self.evaluation_tasks = rows[: config.evaluator.limit]
             self.rollout = opened.enter_context(make_rollout_engine(config, None, self.tokenizer, self.directory))
+            name, steps = self.directory.trial, self.spec.total_steps
+            self.tasks = LeasedTasks(config, name, self.store, self.drawn.row, self.rollout.journal, steps)
             self.sink = GroupSink(self.rollout, workflow, config.group_size, self.store, operators)
             opened.callback(self.sink.close)
-            self.trainer = TrainerFollower(self.rollout, self.store, config.rollout.logprob_tolerance, self._release_running)
+            tolerance = config.rollout.logprob_tolerance
+            self.weights = WeightFollower(self.rollout, self.store.announcements, tolerance, self._release_running)
             self._opened = opened.pop_all()
         return self
 
@@ -259,17 +349,18 @@ class Explorer:
         with (
             StopSignal() as stop,
             StageRun(self.config, self.directory, total_steps=steps, resume_step=None, tokenizer=self.tokenizer) as run,
-            self.store.tasks.keeping_claims(self.name, lease_seconds=self.lease_seconds),
+            self.tasks.keeping_claims(),
         ):
             warn_of_reasons(self.config)
-            self._release_left()
+            self.tasks.release_left()
             self._wait_for_first_weights(stop)
             last_news = time.monotonic()
             while not self._is_over() and stop.received is None:
-                self.claimed = self._claim()
-                if self.trainer.follow():
+                self.tasks.claim(len(self.sink))
+                if self.weights.follow():
                     self._report(run, evaluations)
-                self._begin_claimed()
+                for task in self.tasks.startable(self.weights.version):
+                    self.sink.begin(task)
                 for finished in self.sink.finished(POLL_SECONDS):
                     self._note(run, finished)
                     last_news = time.monotonic()
@@ -278,87 +369,25 @@ class Explorer:
                     logger.info(
                         "%d tasks run; at the limit of %d groups ahead of the trainer (version %d); is a trainer running?",
                         len(self.sink),
-                        self.limit,
-                        self.trainer.version,
+                        self.tasks.limit,
+                        self.weights.version,
                     )
             self.sink.abandon()  # before their claims are released
             for finished in self.sink.finished():
                 self._note(run, finished)
-            self.trainer.follow()
+            self.weights.follow()
             self._report(run, evaluations, last=stop.received is None)
-        return {"groups": self.groups, "version": self.trainer.version, "eval": evaluations}
-
-    def _claim(self) -> list[TaskClaim]:
-        """A few tasks at a time, so that explorers share what there is."""
-        room = min(self.limit - len(self.sink) - len(self.deferred), max(1, self.config.train_dataset.batch_size // 2))
-        if room <= 0 or self._is_enough():
-            return []
-        return self.store.tasks.claim(self.name, room, lease_seconds=self.lease_seconds, max_outstanding=self.limit)
-
-    def _begin_claimed(self) -> None:
-        """Start the tasks that were claimed, once the weights have the versions of what was recorded of them."""
-        tasks = [*self.deferred, *self._with_past(self.claimed)]
-        self.claimed, self.deferred = [], []
-        for task in tasks:
-            if task.newest_version > self.trainer.version:
-                self.deferred.append(task)
-            else:
-                self.sink.begin(task)
-
-    def _release_left(self) -> None:
-        """Release the tasks of ended explorers of this machine at once, instead of when their leases end."""
-        trial = trial_path(self.config)
-        for path in trial.glob(f"{PARTS['explore']}-*"):
-            directory = RunDirectory(trial.parent, trial.name, path.name)
-            if path.name != self.name and directory.was_left() and (count := self.store.tasks.release(path.name)):
-                logger.info("%d tasks of %s, which has ended, are released", count, path.name)
+        return {"groups": self.groups, "version": self.weights.version, "eval": evaluations}
 
     def _release_running(self) -> None:
-        """Release the tasks that run, and those that are to: the weights that sample them no longer exist."""
+        """Release all claimed tasks: the weights that sample them no longer exist."""
         logger.warning("the tasks that run are released")
         self.sink.abandon()
-        self.claimed, self.deferred = [], []
-        self.store.tasks.release(self.name)
-
-    def _with_past(self, claims: Sequence[TaskClaim]) -> list[ClaimedTask]:
-        """The tasks of claims. One that is claimed again continues from the journals of its explorers, this one or others."""
-        again = {claim.ordinal for claim in claims if claim.attempt > 0}
-        journals = sorted(trial_path(self.config).glob(f"{PARTS['explore']}-*/journal")) if again else []
-        past = read_past(journals, again.__contains__, self.rollout.journal, self.task_files)
-        self.staleness.publish(self.trainer.version)
-        oldest = self.staleness.oldest if self._drops_old_groups else 0
-        for ordinal, samples in past.episodes.items():
-            young = {index: each for index, each in samples.items() if _oldest_version(each) >= oldest}
-            if len(young) < len(samples):
-                logger.info("%d samples of task %d are too old to go on and begin anew", len(samples) - len(young), ordinal)
-            past.episodes[ordinal] = young
-        if past.episodes:
-            logger.info("%d tasks go on from the journal, where they have %d tokens", len(past.episodes), past.tokens)
-        tasks = []
-        for claim in claims:
-            row = past.row({**self.tasks.row(claim.ordinal), "ordinal": claim.ordinal})
-            end = past.rejected.get(claim.ordinal)
-            reason = "" if end is None else end.reason or end.state
-            tasks.append(ClaimedTask(claim, row, past.episodes.get(claim.ordinal, {}), reason))
-        return tasks
-
-    @property
-    def _drops_old_groups(self) -> bool:
-        """True if the trainer drops groups older than ``max_head_offpolicyness``."""
-        return self.config.store is not None and self.config.store.uses == 1
+        self.tasks.release()
 
     def _is_over(self) -> bool:
-        newest = self.store.announcements.newest()  # None: nobody trains yet; all that was asked for may be stored
-        return self._is_enough() if newest is None else newest.version >= self.spec.total_steps
-
-    def _is_enough(self) -> bool:
-        """True if all groups of the run's steps are stored; unknown if the store decides what a step is."""
-        config = self.config
-        assert config.store is not None
-        if config.store.uses != 1 or config.store.train_batch_size is not None:
-            return False
-        status = self.store.status()
-        return status.unused_groups + status.used_groups >= self.spec.total_steps * config.train_dataset.batch_size
+        newest = self.store.announcements.newest()
+        return self.tasks.all_stored if newest is None else newest.version >= self.spec.total_steps
 
     def _wait_for_first_weights(self, stop: StopSignal) -> None:
         """Wait for the first announcement if the engine does not hold the run's first weights.
@@ -393,23 +422,23 @@ class Explorer:
                 reward=float(rewards.mean()), response_tokens=float(finished.group["loss_mask"].sum()) / len(rewards)
             )
             run.tracker.sum(groups=1.0, samples=float(len(rewards)))
-            run.dumper.dump(self.trainer.version, finished.group)
+            run.dumper.dump(self.weights.version, finished.group)
         if finished.operated is not None:
             report_operators(finished.operated, run.tracker)
 
     def _report(self, run: StageRun, evaluations: dict[int, float], last: bool = False) -> None:
-        """Log what was noted since the last version, and evaluate in one of the explorers if an evaluation is due."""
-        version, every = self.trainer.version, self.config.evaluator.every_steps
+        """Log the metrics since the last version. If an evaluation is due, one of the explorers runs it."""
+        version, every = self.weights.version, self.config.evaluator.every_steps
         numbers = run.tracker.export(reset=True)
         if "reward" in numbers:
             run.log(version, numbers)
             run.display.step(version, numbers["reward"])
-        before, evaluated = -1 if self.config.evaluator.at_start else 0, self.turns.last(self.trainer.loaded)
+        before, evaluated = -1 if self.config.evaluator.at_start else 0, self.turns.last(self.weights.loaded)
         done = before if evaluated is None else max(before, evaluated)
         due = every is not None and version // every > done // every
         if version == done or not self.evaluation_tasks or not (due or last or (done < 0 and version == 0)):
             return
-        with self.turns.taken(self.trainer.loaded) as is_mine:
+        with self.turns.taken(self.weights.loaded) as is_mine:
             if is_mine:
                 workflow, kwargs = self.evaluated
                 result = evaluate(self.rollout, self.evaluation_tasks, workflow, kwargs, self.config.evaluator.gconfig)

@@ -56,7 +56,8 @@ from rollwright.tracking import logging
 from rollwright.tracking.logging import getLogger
 from rollwright.tracking.run_directory import RunDirectory
 from rollwright.trainers.loops.loop import StopSignal
-from rollwright.trainers.modes.shared_run import SERVICE_FILE, TrainerFollower, open_run_database
+from rollwright.trainers.modes.published_weights import WeightFollower
+from rollwright.trainers.modes.shared_run import SERVICE_FILE, open_run_database
 
 logger = getLogger("service")
 
@@ -382,9 +383,9 @@ def serve(config: PPOConfig, directory: RunDirectory, *, is_over: Callable[[], b
         told = plain(config.service)["api_key"] or api_key
         write_json(file, {"url": server.url, "api_key": told, "agents": front.url}, mode=0o600)
         logging.console().print(f"serving at {server.url}; the key is in {directory.path / 'service.json'}")
-        trainer = TrainerFollower(rollout, store, config.rollout.logprob_tolerance)
+        weights = WeightFollower(rollout, store.announcements, config.rollout.logprob_tolerance)
         while stop.received is None and not is_over():
-            trainer.follow()
+            weights.follow()
             book.drop_idle()
             time.sleep(POLL_SECONDS)
         server.stop()

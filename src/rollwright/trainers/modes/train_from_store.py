@@ -1,7 +1,7 @@
-"""Training from the store: read a batch that explorers made, take a step, publish the weights, again.
+"""Training from the store: the loop of ``PolicyTrainer`` with the store as the source of batches.
 
-What is drawn from the store becomes the trainer's own when a recover checkpoint is committed with it; a trainer that is
-killed goes on from its newest checkpoint and draws again what was drawn after it, and nothing else.
+A recover checkpoint commits what was drawn from the store. A trainer that was killed continues from its newest checkpoint and draws
+again what was drawn after it, and nothing else.
 """
 
 from __future__ import annotations
@@ -17,7 +17,6 @@ from rollwright.config.recipes import apply_recipe
 from rollwright.errors import ConfigError
 from rollwright.experience.operators import joined_samples
 from rollwright.experience.trajectory import Trajectory, concat_padded_tensors
-from rollwright.rollout.scheduler import Staleness
 from rollwright.rollout.task_group import SAMPLE_BITS
 from rollwright.store import BatchRequest, Sampling, StoredBatch
 from rollwright.tracking.logging import getLogger
@@ -25,7 +24,8 @@ from rollwright.tracking.run_directory import RunDirectory
 from rollwright.trainers.drawn_tasks import count_tasks, training_tasks
 from rollwright.trainers.loops.loop import Part, StopSignal
 from rollwright.trainers.loops.rl import PolicyTrainer
-from rollwright.trainers.modes.shared_run import PublishedWeights, open_run_store, run_length
+from rollwright.trainers.modes.published_weights import PublishedWeights
+from rollwright.trainers.modes.shared_run import StoreStaleness, open_run_store, run_length
 
 logger = getLogger("trainer")
 
@@ -42,7 +42,7 @@ class StoreTrainer(PolicyTrainer):
 
     @property
     def sampling_phases(self) -> tuple[str, ...]:
-        """All of them: explorers sample all the time."""
+        """All phases, because explorers sample all the time."""
         return ("wait", "train", "publish")
 
     def __init__(self, config: PPOConfig, directory: RunDirectory) -> None:
@@ -56,53 +56,51 @@ class StoreTrainer(PolicyTrainer):
         self.spec = run_length(config, size)
 
     def open(self, opened: ExitStack) -> None:
-        """Open the store, and the way of the weights, which go to explorers as files."""
+        """Open the store, and publish weights to explorers as files."""
         config = self.config
         self.store = open_run_store(config)
         opened.callback(self.store.close)
         self.sampling = Sampling.from_config(config.store, config.seed)
+        self.staleness = StoreStaleness(config)
         self.actor.connect_engine(PublishedWeights(self.directory.path / "weights", self.store.announcements))
 
     def parts(self) -> dict[str, Part]:
-        """Nothing: what was drawn is committed in the store."""
+        """None, because the store commits what was drawn."""
         return {}
 
     def begin(self, resumed: bool) -> None:
-        """Become the store's trainer, at the newest checkpoint or at the beginning, and publish what explorers begin with."""
+        """Become the store's trainer, at the newest checkpoint or at the beginning, and publish the first weights."""
         announced = self.store.announcements
         highest = announced.highest_version() if announced is not None and resumed else -1
-        self.withdrawn = range(self.actor.version + 1, highest + 1)  # versions that name other weights in some experiences
+        self.withdrawn = range(
+            self.actor.version + 1, highest + 1
+        )  # versions under which some experiences were sampled with other weights
         undone = self.store.recover(self.recover.path(self.step).name if resumed else None)
         if resumed:
             logger.info("resumed after step %d; %s uses of experiences are made again", self.step, undone or "no")
         self.ranks.call("republish")
 
     def next_batch(self, stop: StopSignal) -> Trajectory | None:
-        """The next batch; None where no more will come, or a signal asks to stop."""
+        """The next batch; None if no more will come, or if a signal asks to stop."""
         config = self.config
         rows = config.store.train_batch_size
-        oldest = None  # experiences that are used again may be of any age
-        if config.store.uses == 1:
-            staleness = Staleness(config.rollout.max_head_offpolicyness)
-            staleness.publish(self.actor.version)
-            oldest = max(0, staleness.oldest)
         groups = config.train_dataset.batch_size if rows is None else None
-        request = BatchRequest(groups, rows, self.sampling, min_version=oldest)
+        request = BatchRequest(groups, rows, self.sampling, self.staleness.oldest(self.actor.version))
         batch = self.store.next_batch(request, cancelled=lambda: stop.received is not None)
         if batch is None and stop.received is None:
             logger.info("training ends after step %d", self.step)
         return None if batch is None else trajectory_of(batch)
 
     def samples_with_own_weights(self) -> bool:
-        """True where tokens of the version just trained were sampled with the weights that had it here.
+        """True if tokens of the version just trained were sampled with this trainer's weights of that version.
 
-        A file's experiences may be of any model. What was sampled with versions that a restart took back is still trained, by
-        the log-probabilities that it was sampled with, but says nothing about the engines.
+        A file's experiences may come from any model. Samples of versions that a restart took back are trained with their recorded
+        log-probabilities, but say nothing about the engines.
         """
         return self.store.announcements is not None and self.actor.version - 1 not in self.withdrawn
 
     def before_recover_visible(self) -> Callable[[], object]:
-        """What was drawn is trained, as far as this checkpoint knows."""
+        """Commit what was drawn together with the checkpoint."""
         return partial(self.store.commit, self.recover.path(self.step).name, version=self.actor.version)
 
     def _save_recover(self) -> None:
@@ -112,9 +110,9 @@ class StoreTrainer(PolicyTrainer):
 
 
 def trajectory_of(batch: StoredBatch) -> Trajectory:
-    """A batch of the store in tensor form; a group's samples are told apart by ``eid.run``, and ids are those of the store.
+    """A batch of the store in tensor form, with the store's group ids; ``eid.run`` identifies the samples of a group.
 
-    Groups stand in the order of their tasks, whichever came first, so that minibatches do not go by arrival.
+    Groups are in the order of their tasks, so that minibatches do not depend on the order of arrival.
     """
     groups = []
     in_order = sorted(batch, key=lambda group: (group.ordinal is None, group.ordinal or 0, group.id))

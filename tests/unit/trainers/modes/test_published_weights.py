@@ -14,8 +14,8 @@ from rollwright.errors import WeightUpdateError
 from rollwright.inference.weights.files import read_weights
 from rollwright.rollout.engines import LocalRolloutEngine
 from rollwright.store import Announcement, ExperienceStore
-from rollwright.trainers.modes import shared_run
-from rollwright.trainers.modes.shared_run import PublishedWeights, give_weights, newest_weights, read_published
+from rollwright.trainers.modes import published_weights
+from rollwright.trainers.modes.published_weights import PublishedWeights, load_and_audit, newest_weights, read_published
 from rollwright.training.engine import TrainEngine
 
 
@@ -72,12 +72,12 @@ def test_an_explorer_takes_what_the_trainer_wrote_and_nothing_else(announced):
 def test_an_engine_that_is_given_weights_is_seen_to_compute_with_them(announced, tiny_model, monkeypatch):
     weights = read_published(announced)
     with LocalRolloutEngine(RolloutConfig(), model=str(tiny_model), tokenizer=load_tokenizer(str(tiny_model))) as rollout:
-        give_weights(rollout, weights, 3, None)
+        load_and_audit(rollout, weights, 3, None)
         assert rollout.get_version() == 3
         half = {name: value * 0.5 for name, value in weights.items()}
-        monkeypatch.setattr(shared_run, "_plain_logprobs", of_the_model_with(half, tiny_model))
+        monkeypatch.setattr(published_weights, "_plain_logprobs", of_the_model_with(half, tiny_model))
         with pytest.raises(WeightUpdateError, match="does not compute with the published weights"):
-            give_weights(rollout, weights, 4, None)
+            load_and_audit(rollout, weights, 4, None)
 
 
 def of_the_model_with(weights, tiny_model):
@@ -85,7 +85,7 @@ def of_the_model_with(weights, tiny_model):
     other = TrainEngine(TrainEngineConfig(path=str(tiny_model), optimizer=None, device="cpu"))
     other.initialize()
     other.model.load_state_dict(weights, strict=False)
-    plain = shared_run._plain_logprobs
+    plain = published_weights._plain_logprobs
     return lambda model, ids_BL, temperature: plain(other.model, ids_BL, temperature)
 
 
@@ -100,15 +100,15 @@ def test_weights_that_are_being_replaced_are_looked_for_again(announced, tmp_pat
         if len(pauses) == 2:
             away.rename(path)
 
-    monkeypatch.setattr(shared_run, "time", SimpleNamespace(sleep=pause))
+    monkeypatch.setattr(published_weights, "time", SimpleNamespace(sleep=pause))
     with ExperienceStore("sqlite://") as store:
         store.recover(None)
-        assert newest_weights(store, None) is None
+        assert newest_weights(store.announcements, None) is None
         store.announcements.publish(announced.path, 3)
-        newest, weights = newest_weights(store, None)
+        newest, weights = newest_weights(store.announcements, None)
         assert (newest.version, pauses) == (3, [0.1, 0.2])
-        assert newest_weights(store, newest) is None
+        assert newest_weights(store.announcements, newest) is None
         path.rename(away)
         with pytest.raises(WeightUpdateError, match=r"no \*\.safetensors"):
-            newest_weights(store, None)
+            newest_weights(store.announcements, None)
     assert weights

@@ -1,0 +1,202 @@
+"""Weights on their way from a trainer to explorers: directories that are announced in the store.
+
+The trainer writes and announces each version (``PublishedWeights``). Explorers and services load the newest one (``WeightFollower``).
+"""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Callable, Iterable, Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from rollwright.errors import WeightUpdateError
+from rollwright.inference.engine import InferenceEngine, WeightReceiver
+from rollwright.inference.weights.files import (
+    MANIFEST,
+    content_digest,
+    keep_newest,
+    read_weights,
+    remove_later,
+    write_weights,
+)
+from rollwright.rollout.engines import RolloutEngine
+from rollwright.tracking.logging import getLogger
+from rollwright.training.logprobs import TokenScorer
+from rollwright.training.publish_and_audit import NEW_TOKENS_IN_PROCESS, audit, probe_request
+
+if TYPE_CHECKING:  # supervised training needs no store
+    from rollwright.store.announcements import Announcement, Announcements
+
+logger = getLogger("weights")
+
+ATTEMPTS = 5
+FIRST_PAUSE = 0.1  # seconds before the second attempt to read weights; doubled each time
+
+
+class PublishedWeights(WeightReceiver):
+    """Replaces an actor's inference engine: writes published weights to ``directory/v…`` and announces them.
+
+    Args:
+        directory: a directory that explorers see under the same path.
+        announcements: announcements of the store. None writes nothing, because nobody samples.
+        keep: number of versions to keep. An explorer that reads one while it is removed reads the newest instead.
+    """
+
+    def __init__(self, directory: Path, announcements: Announcements | None, keep: int = 3) -> None:
+        self.directory = directory.absolute()
+        self.announcements = announcements
+        self.keep = keep
+
+    def update_weights(
+        self,
+        meta: Any = None,
+        *,
+        version: int,
+        weights: Mapping[str, Tensor] | Iterable[tuple[str, Tensor]],
+        config: Any = None,
+    ) -> None:
+        """Write and announce weights.
+
+        Later versions were left behind by an earlier trainer. They are removed, because ``keep`` would prefer them to these.
+        """
+        if self.announcements is None:
+            return
+        remove_later(self.directory, "v", version)
+        path = self.directory / f"v{version:06d}"
+        write_weights(path, weights, version, config=config)
+        self.announcements.publish(str(path), version)
+        keep_newest(self.directory, "v", self.keep)
+
+
+def read_published(newest: Announcement) -> dict[str, Tensor]:
+    """Read announced weights.
+
+    Raises:
+        WeightUpdateError: they are gone, damaged, or not the ones that the trainer wrote as this version.
+    """
+    weights = dict(read_weights(newest.path))
+    try:
+        manifest = json.loads((Path(newest.path) / MANIFEST).read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise WeightUpdateError(f"{newest.path} does not say what it holds ({error}); publish the weights again.") from error
+    if manifest["version"] != newest.version:
+        raise WeightUpdateError(f"{newest.path} holds version {manifest['version']}, not {newest.version}.")
+    if content_digest(weights.items()) != manifest["digest"]:
+        raise WeightUpdateError(
+            f"The weights in {newest.path} are not those that the trainer wrote there: they were damaged or changed. Check the disk."
+        )
+    return weights
+
+
+def newest_weights(announcements: Announcements, loaded: Announcement | None) -> tuple[Announcement, dict[str, Tensor]] | None:
+    """The newest announcement and its weights; None if they are loaded already, or nothing was announced.
+
+    A newer version or a restarted trainer may replace the files while they are read; the newest announcement is then read again.
+
+    Raises:
+        WeightUpdateError: the weights could not be read in ``ATTEMPTS`` attempts.
+    """
+    pauses = [FIRST_PAUSE * 2**attempt for attempt in range(ATTEMPTS - 1)]
+    while (newest := announcements.newest()) is not None and not newest.names_weights_of(loaded):
+        try:
+            return newest, read_published(newest)
+        except WeightUpdateError as error:
+            if not pauses:
+                raise
+            logger.info("version %d could not be read (%s); looking again", newest.version, error)
+            time.sleep(pauses.pop(0))
+    return None
+
+
+class WeightFollower:
+    """Keeps an engine at the weights that the trainer announced last.
+
+    Args:
+        rollout: the engine.
+        announcements: announcements of the store.
+        tolerance: see :func:`load_and_audit`.
+        before_going_back: called before the engine goes back to earlier weights, which ends running requests. None finishes them
+            with the weights that they began with; only later requests get the earlier weights.
+
+    Attributes:
+        loaded: announcement of the loaded weights. None before the first one.
+    """
+
+    def __init__(
+        self,
+        rollout: RolloutEngine,
+        announcements: Announcements,
+        tolerance: float | None,
+        before_going_back: Callable[[], object] | None = None,
+    ) -> None:
+        self._rollout = rollout
+        self._announcements = announcements
+        self._tolerance = tolerance
+        self._before_going_back = before_going_back
+        self.loaded: Announcement | None = None
+
+    @property
+    def version(self) -> int:
+        """Version that the next token is sampled with."""
+        return 0 if self.loaded is None else self.loaded.version
+
+    def follow(self) -> bool:
+        """Load the newest weights, even between the tokens of a request. Returns False if they are loaded already.
+
+        If the trainer went back to an earlier version, the engine does so at once. (Servers end running requests.)
+        """
+        found = newest_weights(self._announcements, self.loaded)
+        if found is None:
+            return False
+        newest, weights = found
+        if newest.takes_back(self.loaded):
+            logger.warning("the trainer went back behind version %d, and is at %d", self.version, newest.version)
+            if self._before_going_back is not None:
+                self._before_going_back()
+        if newest.version < self._rollout.get_version():
+            self._rollout.client.go_back(newest.version, finish=self._before_going_back is None)
+        load_and_audit(self._rollout, weights, newest.version, self._tolerance)
+        logger.info("version %d samples now", newest.version)
+        self.loaded = newest
+        return True
+
+
+def load_and_audit(rollout: InferenceEngine, weights: Mapping[str, Tensor], version: int, tolerance: float | None) -> None:
+    """Load published weights into an engine, which samples the next token with them, and check that it does.
+
+    An engine in this process samples a probe, and its log-probabilities are compared with those of the model's plain forward pass.
+    For servers, the trainer compares the log-probabilities of every batch.
+
+    Args:
+        rollout: the engine.
+        weights: the weights.
+        version: their version.
+        tolerance: largest mean difference of log-probabilities. None derives it from the type of the weights.
+
+    Raises:
+        WeightUpdateError: the engine does not compute with the weights; it stays paused.
+    """
+    rollout.pause()
+    rollout.update_weights(version=version, weights=weights)
+    if (model := rollout.sampler.local_model) is not None:
+        answers = rollout.sampler.probe(probe_request(model, NEW_TOKENS_IN_PROCESS)) or {}
+        dtype = next(model.parameters()).dtype
+        audit(answers, lambda ids_BL, temperature: _plain_logprobs(model, ids_BL, temperature), version, tolerance, dtype)
+    rollout.resume()
+
+
+@torch.no_grad()
+def _plain_logprobs(model: torch.nn.Module, ids_BL: Tensor, temperature: float) -> Tensor:
+    """Log-probabilities ``[B, L]`` of tokens by the model's own forward pass."""
+    ids_BL = ids_BL.to(next(model.parameters()).device)
+    wanted_BL = torch.ones_like(ids_BL, dtype=torch.bool)
+    wanted_BL[:, 0] = False
+    temperature_B = torch.full((len(ids_BL),), temperature, device=ids_BL.device)
+    batch = {"input_ids": ids_BL, "attention_mask": torch.ones_like(wanted_BL), "temperature": temperature_B}
+    logprobs_BL, _ = TokenScorer(model)(batch, wanted_BL)
+    return logprobs_BL
