@@ -20,21 +20,21 @@ from rollwright.errors import RollwrightError
 
 
 def refuse_missing_inputs(stages: Sequence[Stage]) -> None:
-    """Read every dataset, and look for every model and tokenizer, except those that an earlier stage makes.
+    """Read every dataset, and look up every model and tokenizer, except those that an earlier stage makes.
 
-    Names at Hugging Face are looked up there: of a model its configuration and tokenizer, of a dataset its rows.
+    Names at Hugging Face are looked up there. This downloads configurations, tokenizers and datasets, but no weights.
 
     Raises:
-        ConfigError: lists everything that a run would not find with its key, file and line.
+        ConfigError: lists everything that is missing or cannot be read, with its key, file and line.
     """
     refuse_faults(stages, INPUTS)
 
 
 def refuse_missing_files(stages: Sequence[Stage]) -> None:
-    """Look for the models and datasets that are named by a local path. Reads nothing and does not use the network.
+    """Check that models and datasets at local paths exist. Reads no dataset and does not use the network.
 
     Raises:
-        ConfigError: lists everything that is missing and that no earlier stage makes with its key, file and line.
+        ConfigError: lists everything that is missing and that no earlier stage makes, with its key, file and line.
     """
     refuse_faults(stages, FILES)
 
@@ -54,10 +54,8 @@ def _output_of(config: Any) -> Path:
 
 def _missing_models(look: Look) -> Iterator[Fault]:
     for key, path, needs_weights in _models(look.section):
-        if key[0] != "rollout" and _has_to_exist(path, look):  # rollout.path may be on another machine
-            is_directory = Path(path).expanduser().is_dir()
-            if fault := _model_fault(path, needs_weights) if is_directory else _missing_directory(path):
-                yield key, fault
+        if key[0] != "rollout" and _has_to_exist(path, look) and (fault := _local_model_fault(path, needs_weights)):
+            yield key, fault  # rollout.path may be on another machine
 
 
 def _missing_datasets(look: Look) -> Iterator[Fault]:
@@ -117,7 +115,8 @@ def _tokenizers(config: Any) -> Iterator[tuple[KeyPath, str]]:
         yield from ((key, path) for key, path, _ in list(_models(config))[:1] if _model_fault(path, False) is None)
 
 
-def _model_fault(path: str, needs_weights: bool) -> str | None:
+def _local_model_fault(path: str, needs_weights: bool) -> str | None:
+    """Why a local path has no usable model; None if it has one, or if the path is a name at Hugging Face."""
     directory = Path(path).expanduser()
     if directory.is_dir():
         if not (directory / "config.json").is_file():
@@ -125,8 +124,15 @@ def _model_fault(path: str, needs_weights: bool) -> str | None:
             return f"is {path}, a directory that {held}: it has no config.json"
         if needs_weights and not any(directory.glob("*.safetensors")) and not any(directory.glob("*.bin")):
             return f"is {path}, which has a configuration and no weights (*.safetensors)"
-        return None
-    if fault := _missing_directory(path):
+    elif path.startswith((".", "/", "~")) or path.count("/") > 1:
+        return f"is {path}, and there is no such directory (looked from {Path.cwd()})"
+    return None
+
+
+def _model_fault(path: str, needs_weights: bool) -> str | None:
+    """Why a model cannot be used; None if it can."""
+    fault = _local_model_fault(path, needs_weights)
+    if fault or Path(path).expanduser().is_dir():
         return fault
     from transformers import AutoConfig
 
@@ -136,12 +142,6 @@ def _model_fault(path: str, needs_weights: bool) -> str | None:
         if "trust_remote_code" not in str(error):
             cause = " ".join(str(error).split())[:200]
             return f"is {path}, which is neither a directory (looked from {Path.cwd()}) nor a model at Hugging Face: {cause}"
-    return None
-
-
-def _missing_directory(path: str) -> str | None:
-    if (path.startswith((".", "/", "~")) or path.count("/") > 1) and not Path(path).expanduser().is_dir():
-        return f"is {path}, and there is no such directory (looked from {Path.cwd()})"
     return None
 
 
@@ -162,7 +162,7 @@ def _datasets(config: Any) -> Iterator[tuple[KeyPath, DatasetConfig, Callable[[D
 
 
 def _batch_faults(config: RunConfig, section: DatasetConfig, key: KeyPath, rows: int) -> Iterator[Fault]:
-    """Batches that would never be full, or too small to be divided."""
+    """Batches that can never be full, or are too small to be divided into minibatches."""
     size, rest = section.batch_size, rows % section.batch_size
     if key != ("train_dataset",):
         return

@@ -1,4 +1,4 @@
-"""Benchmarking: every checkpoint of a run on the evaluation tasks, several samples a task: mean@k and pass@k."""
+"""Benchmark of all checkpoints of a run on the evaluation tasks, with several samples per task: mean@k and pass@k."""
 
 from __future__ import annotations
 
@@ -39,22 +39,27 @@ logger = getLogger("bench")
 
 @dataclass
 class Benchmark:
-    """The scores of one checkpoint."""
+    """Scores of one checkpoint.
+
+    Attributes:
+        step: step at which it was saved. None if it is not known.
+        scores: mean@n, pass@k and others, by taskset.
+    """
 
     label: str
     path: str
-    step: int | None  # None where its name tells none
-    scores: dict[str, dict[str, float]] = field(default_factory=dict)  # by taskset: mean@n, pass@k, …
+    step: int | None
+    scores: dict[str, dict[str, float]] = field(default_factory=dict)
 
 
 def bench(config: PPOConfig, directory: RunDirectory) -> dict[str, Any]:
-    """Evaluate checkpoints; the table goes to the console, everything to ``bench.json`` and ``bench.png``.
+    """Evaluate checkpoints. Prints a table and writes ``bench.json`` and ``bench.png``.
 
     Returns:
         ``{"benchmarks": [...], "table": path, "plot": path}``; the plot is None without matplotlib.
 
     Raises:
-        ConfigError: there is nothing to evaluate, or to evaluate on.
+        ConfigError: there are no checkpoints or no evaluation tasks, or servers are running already.
     """
     validate(config)
     benchmarks = find_checkpoints(config)
@@ -82,10 +87,10 @@ def bench(config: PPOConfig, directory: RunDirectory) -> dict[str, Any]:
 
 
 def find_checkpoints(config: PPOConfig) -> list[Benchmark]:
-    """The checkpoints that the config lists, else the model at ``actor.path`` and all that the run has written, by step.
+    """The checkpoints listed in the config. Without a list, the model at ``actor.path`` and all checkpoints of the run, by step.
 
     Raises:
-        ConfigError: a directory is missing, or the run has written none.
+        ConfigError: the run has written no checkpoint.
     """
     if config.bench.checkpoints:
         return [Benchmark(path, path, step_of(Path(path).name)) for path in config.bench.checkpoints]
@@ -99,7 +104,9 @@ def find_checkpoints(config: PPOConfig) -> list[Benchmark]:
     for path in sorted(written, key=lambda path: step_of(path.name) is None):
         step = last_step(path) if path.name == "final" else step_of(path.name)
         benchmark = Benchmark(str(path.relative_to(trial)), str(path), step)
-        found.setdefault((path.parent, path.name if step is None else step), benchmark)  # "final" may be that of the last step
+        found.setdefault(
+            (path.parent, path.name if step is None else step), benchmark
+        )  # "final" may be the checkpoint of the last step
     ordered = sorted(
         found.values(), key=lambda each: (str(Path(each.path).parent), math.inf if each.step is None else each.step)
     )
@@ -108,13 +115,13 @@ def find_checkpoints(config: PPOConfig) -> list[Benchmark]:
 
 
 def step_of(name: str) -> int | None:
-    """The number in ``step-000010``."""
+    """The number in a name like ``step-000010``; None if the name has another form."""
     match = re.fullmatch(r"(?:global_)?step[-_]?(\d+)", name)
     return int(match[1]) if match else None
 
 
 def last_step(final: Path) -> int | None:
-    """The step whose weights a ``checkpoints/final`` holds: the last one in the metrics of its run; None where they are missing."""
+    """The step of ``checkpoints/final``, which is the last one in the metrics of its run; None if they are missing."""
     try:
         return max(record["step"] for record in read_metrics(final.parents[1] / "metrics.jsonl"))
     except (OSError, ValueError):
@@ -131,7 +138,9 @@ def _scores(config: PPOConfig, path: str, directory: RunDirectory) -> dict[str, 
     gconfig = config.evaluator.gconfig.new(n_samples=config.bench.samples)
     scores, by_name = {}, defaultdict(list)
     with (
-        TaskServices(config, tokenizer, directory.logs) as services,  # of this checkpoint: agents and judges ask for it by name
+        TaskServices(
+            config, tokenizer, directory.logs
+        ) as services,  # for this checkpoint, because agents and judges request it by name
         make_rollout_engine(config, None, tokenizer, directory) as rollout,
     ):
         rows, workflow, kwargs = held_out_tasks(config, tokenizer, services, group_size=config.bench.samples)
@@ -149,7 +158,7 @@ def _scores(config: PPOConfig, path: str, directory: RunDirectory) -> dict[str, 
 
 
 def _rewards_by_task(trajectory: Trajectory) -> list[list[float]]:
-    """The rewards of the samples of each task; a sample of several rows counts with their mean."""
+    """Rewards of the samples of each task; a sample of several rows has their mean."""
     samples = torch.stack([trajectory["group_ids"], trajectory["sample_ids"]], dim=1).unique(dim=0)
     counts = samples[:, 0].unique(return_counts=True)[1]
     if len(counts.unique()) > 1:

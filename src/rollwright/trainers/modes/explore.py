@@ -17,7 +17,7 @@ import queue
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, ExitStack, suppress
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -166,10 +166,6 @@ class LeasedTasks:
         self._claimed, self._deferred = [], [task for task in tasks if task.newest_version > version]
         return [task for task in tasks if task.newest_version <= version]
 
-    def keeping_claims(self) -> AbstractContextManager[None]:
-        """Renew the leases while the block runs, and release the remaining claims at its end."""
-        return self._store.tasks.keeping_claims(self._explorer, lease_seconds=self._lease_seconds)
-
     def release(self) -> None:
         """Release all claims."""
         self._claimed, self._deferred = [], []
@@ -315,6 +311,7 @@ class Explorer:
         with ExitStack() as opened:  # closes what is open if something fails here
             self.store = opened.enter_context(open_run_database(config))
             assert config.store is not None
+            self.lease_seconds = config.store.lease_seconds
             torch.manual_seed(config.seed)
             operators = ExperiencePipeline(config.store.operators)
             services = opened.enter_context(TaskServices(config, self.tokenizer, self.directory.logs))
@@ -349,7 +346,7 @@ class Explorer:
         with (
             StopSignal() as stop,
             StageRun(self.config, self.directory, total_steps=steps, resume_step=None, tokenizer=self.tokenizer) as run,
-            self.tasks.keeping_claims(),
+            self.store.tasks.keeping_claims(self.directory.trial, lease_seconds=self.lease_seconds),
         ):
             warn_of_reasons(self.config)
             self.tasks.release_left()

@@ -1,4 +1,4 @@
-"""Replaying a run: its config, the workflows that it ran, and the episodes of its journal that are asked for."""
+"""Replay of a run: its config, its workflows, and the selected episodes of its journal."""
 
 from __future__ import annotations
 
@@ -37,10 +37,10 @@ _SAMPLE = re.compile(r"(eval:)?(\d+)(?:/(\d+))?(?:@v(\d+))?(?:@(\d+))?")
 
 
 def journaled_directory(run: str | Path) -> Path:
-    """The run directory, or its one stage, that has a journal.
+    """The directory with the journal: that of the run or of its only stage with one.
 
     Raises:
-        JournalError: none has, or several have.
+        JournalError: there is no journal, or several stages have one.
     """
     run = Path(run)
     candidates = [run, *sorted(path for path in run.glob("*") if path.is_dir())] if run.is_dir() else []
@@ -53,12 +53,13 @@ def journaled_directory(run: str | Path) -> Path:
 
 
 def selected(samples: str) -> Wanted:
-    """Which episodes a text names: ``12/3`` (sample 3 of task 12), ``12`` (all of its samples), ``eval:12``, ``all``.
+    """Parse a selection of episodes: ``12/3`` (sample 3 of task 12), ``12`` (all of its samples), ``eval:12`` or ``all``.
 
-    ``@v5`` behind it names those that began with version 5 of the weights, ``@0`` those of the first process that wrote the journal.
+    The suffix ``@v5`` selects episodes that began with version 5 of the weights, ``@0`` those of the first process that wrote the
+    journal.
 
     Raises:
-        ConfigError: it names none of these.
+        ConfigError: the text is no selection.
     """
     if samples == "all":
         return lambda writer, begin: True
@@ -75,10 +76,10 @@ def selected(samples: str) -> Wanted:
 
 
 def load_run_config(directory: Path) -> PPOConfig:
-    """The config that a run, or a stage of it, was carried out with; what was secret is left out.
+    """The config of a run or stage, without its secrets.
 
     Raises:
-        ConfigError: there is none.
+        ConfigError: the directory has no config, or is that of a service.
     """
     if (directory / SERVICE_FILE).exists():
         raise ConfigError(f"{directory} is that of a service: its runs have no workflow that could run again.")
@@ -101,10 +102,11 @@ class RunReplay:
     """Runs episodes of a run again.
 
     Args:
-        run: its directory.
-        workflow: another workflow, by name or import path; None: the run's.
-        reward_fn: another reward function; its rewards are shown beside the recorded ones, and not compared.
-        sample: sample anew, with ``model``; None: answer from the journal.
+        run: directory of the run.
+        workflow: name or import path of another workflow. None uses the run's.
+        reward_fn: another reward function. Its rewards are shown beside the recorded ones and not compared with them. None uses the
+            run's.
+        model: model that samples new answers. None answers from the journal.
     """
 
     def __init__(
@@ -118,27 +120,17 @@ class RunReplay:
         self.directory = journaled_directory(run)
         config = apply_recipe(load_run_config(self.directory))
         WORKFLOWS.load_plugins()
-        if workflow is not None or reward_fn is not None:
-            changed = {"workflow": workflow, "reward_fn": reward_fn}
-            config = replace(config, **{key: value for key, value in changed.items() if value is not None})
-            kept = {key: value for key, value in config.workflow_kwargs.items() if reward_fn is None or key != "reward_fn"}
-            tasksets = [
-                replace(
-                    taskset, **({"workflow": workflow} if workflow else {}), **({"reward_fn": reward_fn} if reward_fn else {})
-                )
-                for taskset in config.tasksets
-            ]
-            config = replace(config, workflow_kwargs=kept, tasksets=tasksets)
-        self.config = config
+        given = {"workflow": workflow, "reward_fn": reward_fn}
+        changed: dict[str, Any] = {key: value for key, value in given.items() if value is not None}
+        kwargs = {key: value for key, value in config.workflow_kwargs.items() if reward_fn is None or key != "reward_fn"}
+        tasksets = [replace(taskset, **changed) for taskset in config.tasksets]
+        self.config = config = replace(config, **changed, workflow_kwargs=kwargs, tasksets=tasksets)
         self.tokenizer = load_tokenizer(config.tokenizer_path or config.actor.path, config.actor.trust_remote_code)
         self._opened = ExitStack()
         self._runners: dict[bool, tuple[Any, dict[str, Any] | None, int]] = {}
         engine = None
         if model is not None:
-            rollout = make_local_engine(config, model, self.tokenizer)
-            rollout.initialize()
-            self._opened.callback(rollout.destroy)
-            engine = rollout.client
+            engine = self._opened.enter_context(make_local_engine(config, model, self.tokenizer)).client
         self.replayer = Replayer(
             self._runner,
             seed=config.seed,
@@ -158,7 +150,7 @@ class RunReplay:
         self._opened.close()
 
     def episodes(self, samples: str) -> Iterator[RecordedEpisode]:
-        """The episodes that ``samples`` names and that came to rows or were rejected; of several with one name the last."""
+        """The selected episodes that were accepted or rejected; the last one if several have the same name."""
         journal = self.directory / "journal"
         chosen = last_of_each_name(journal, selected(samples), ("accepted", "rejected"))
         for episode in read_episodes(journal, lambda writer, begin: (writer, begin.episode) in chosen):
@@ -169,11 +161,11 @@ class RunReplay:
                 yield episode
 
     def replay(self, samples: str) -> Iterator[Replayed]:
-        """How each of them runs now."""
+        """Run the selected episodes again."""
         return self.replayer.replay(self.episodes(samples))
 
     def _find_image(self, wanted: ImageDigest) -> Any:
-        """An image of a recorded task: one of the run's datasets with the same pixels."""
+        """An image of a recorded task: the image with the same pixels in the run's datasets."""
         if self._rows is None:
             self._rows = chain(drawn_tasks.training_rows(self.config), drawn_tasks.evaluation_rows(self.config))
         while wanted not in self._images:
@@ -184,7 +176,7 @@ class RunReplay:
                     "the run where these are what they were. Datasets that a script gave to its trainer are not known here."
                 )
             for image in images_in(row):
-                with suppress(TypeError):  # it cannot be read, and was not when the journal was written
+                with suppress(TypeError):  # it could not be read when the journal was written either
                     self._images[digest_of(image)] = image
         return self._images[wanted]
 
@@ -197,16 +189,15 @@ class RunReplay:
     def _trained(self) -> tuple[Any, dict[str, Any] | None, int]:
         config = self.config
         if config.tasksets:
-            services = TaskServices(config, self.tokenizer, self.directory / "logs")
-            self._opened.callback(services.close)
             source: Any = drawn_tasks.task_source(config)
-            return drawn_tasks.training_workflow(config, self.tokenizer, source, services), None, 1
+            return drawn_tasks.training_workflow(config, self.tokenizer, source, self._services()), None, 1
         kwargs = drawn_tasks.workflow_arguments(config, config.workflow, config.workflow_kwargs, self.tokenizer)
         return config.workflow, kwargs, config.group_size
 
     def _evaluated(self) -> tuple[Any, dict[str, Any] | None, int]:
         config, gconfig = self.config, self.config.evaluator.gconfig
-        services = TaskServices(config, self.tokenizer, self.directory / "logs")
-        self._opened.callback(services.close)
-        workflow, kwargs = evaluating(*drawn_tasks.evaluation_workflow(config, self.tokenizer, services), gconfig)
+        workflow, kwargs = evaluating(*drawn_tasks.evaluation_workflow(config, self.tokenizer, self._services()), gconfig)
         return workflow, kwargs, 1 if config.eval_tasksets else gconfig.n_samples
+
+    def _services(self) -> TaskServices:
+        return self._opened.enter_context(TaskServices(self.config, self.tokenizer, self.directory / "logs"))

@@ -1,19 +1,19 @@
-"""Serving: an agent in use talks to the policy, is recorded token for token, and what users think of it becomes experiences.
+"""Serving: a deployed agent samples from the policy, its tokens are recorded, and feedback turns its runs into experiences.
 
-The agent (or what starts it) opens a run, points its OpenAI client at the ``base_url`` and ``api_key`` that it is given, and tells
-what came of it::
+The agent (or its launcher) opens a run, passes the ``base_url`` and ``api_key`` of the response to its OpenAI client, and reports the
+result::
 
     POST /runs      {"task": "refund"}                     -> {"run": …, "base_url": …, "api_key": …}
     POST /feedback  {"run": …, "reward": 1.0}              -> {"stored": 2}      the run ends, its experiences are stored
     POST /feedback  {"run": …, "reward": 0.5, "turn": 0, "final": false}         a reward for a turn; the run goes on
     GET  /status                                           -> counts, and the version that samples
 
-All three want the service's own key as a bearer token. Runs that name the same task become one group when there
-are ``gconfig.n_samples`` of them; a run without a task is a group of its own (which wants a recipe whose baseline is not the
-group's, such as reinforceplusplus). A trainer of mode ``train`` on the same store trains on the groups; its weights are loaded here.
+All three need the service's own key as a bearer token. ``gconfig.n_samples`` runs with the same task form a group. A run without a
+task forms its own group, and so needs a recipe without a group baseline, such as reinforceplusplus. A trainer of mode ``train`` on the
+same store trains on the groups, and the service loads its weights.
 
-Open runs outlive the process: the journal has what was asked, answered and rewarded, and a service that is started again has the
-same addresses and keys. Feedback is idempotent: given again, it is answered as it was the first time, and counts once.
+Open runs outlive the process: requests, responses and rewards are in the journal, and a restarted service has the same addresses and
+keys. Feedback is idempotent: if it is sent again, it gets the same response and counts once.
 """
 
 from __future__ import annotations
@@ -62,9 +62,9 @@ from rollwright.trainers.modes.shared_run import SERVICE_FILE, open_run_database
 logger = getLogger("service")
 
 POLL_SECONDS = 0.5
-LONGEST_TASK = 128  # characters; the name of a group in the store holds it
-ENDED_KEPT = 65_536  # runs that have ended whose feedback is still answered when it is given again
-WORKFLOW = "serve"  # of the runs in the journal: they have none that could run again
+LONGEST_TASK = 128  # characters; the task is part of the name of a group in the store
+ENDED_KEPT = 65_536  # ended runs whose repeated feedback is still answered
+WORKFLOW = "serve"  # name of the workflow in the journal; there is no workflow that could run again
 _LAST_WORD = "serve.last_word"
 
 
@@ -100,24 +100,31 @@ class OpenRun:
 
 @dataclass(frozen=True)
 class LastWord:
-    """The feedback that ends a run, and where its sample goes. It is in the journal before the store has the sample."""
+    """The feedback that ends a run, and the place of its sample. It is journaled before the sample is stored.
 
-    given: dict[str, Any]  # the feedback
-    group: str = ""  # empty: operators left nothing
+    Attributes:
+        given: the feedback.
+        group: name of the group; empty if the operators left nothing.
+        index: index of the sample in the group.
+        stored: number of experiences.
+    """
+
+    given: dict[str, Any]
+    group: str = ""
     index: int = 0
-    stored: int = 0  # experiences
+    stored: int = 0
 
 
 class RunBook:
-    """The open runs, and what becomes of them: feedback in, experiences out. Safe to use from several threads.
+    """The open runs of a service. Feedback turns them into experiences. Thread-safe.
 
     Args:
         front: records the runs.
-        engine: answers them.
-        store: where experiences go.
+        engine: answers requests.
+        store: receives the experiences.
         config: the experiment.
-        name: of this service, so that two on one store do not mix their groups.
-        journal: where runs are kept, so that they outlive the process; None: they do not.
+        name: name of this service, which separates its groups from those of other services on the same store.
+        journal: records the runs, so that they outlive the process. None disables this.
     """
 
     def __init__(
@@ -133,14 +140,14 @@ class RunBook:
         self.pipeline = ExperiencePipeline(config.store.operators if config.store is not None else ())
         self.counts = {"opened": 0, "stored": 0, "dropped": 0, "experiences": 0}
         self._journal = journal
-        self._opened = 0  # runs of all processes
+        self._opened = 0  # number of runs that all processes have opened
         self._runs: dict[str, OpenRun] = {}
-        self._ended: dict[str, LastWord] = {}  # the latest
-        self._samples_of: dict[str, int] = {}  # places taken in the groups of each task
+        self._ended: dict[str, LastWord] = {}  # of the latest runs
+        self._samples_of: dict[str, int] = {}  # number of samples that have a place in the groups of a task
         self._lock = threading.Lock()
 
     def open(self, task: str | None) -> dict[str, str]:
-        """Open a run; returns its name, and what its OpenAI client is pointed at."""
+        """Open a run. Returns its name, and URL and key for its OpenAI client."""
         with self._lock:
             if len(self._runs) >= self.config.service.max_open_runs:
                 raise RequestError(
@@ -153,7 +160,7 @@ class RunBook:
         return {"run": run.name, "base_url": run.episode.base_url, "api_key": run.episode.api_key}
 
     def _begin(self, name: str, task: str | None, ordinal: int, api_key: str | None = None) -> OpenRun:
-        """A run that begins, or goes on in this process."""
+        """Begin a run, or continue one in this process."""
         journal = EpisodeWriter(self._journal)
         gconfig = self.config.gconfig.new(n_samples=1)
         episode = self.front.episode(self.engine, gconfig=gconfig, journal=journal, api_key=api_key)
@@ -168,10 +175,10 @@ class RunBook:
         return run
 
     def feedback(self, given: Feedback) -> int:
-        """Reward a run, a turn or a call; where it is the final word, the run ends and its experiences are stored. Idempotent.
+        """Reward a run, a turn or a call. Final feedback ends the run and stores its experiences. Idempotent.
 
         Returns:
-            How many experiences were stored.
+            The number of experiences stored.
 
         Raises:
             RequestError: there is no such open run (404), or no such turn or call (400).
@@ -193,13 +200,13 @@ class RunBook:
             return self._end(opened, said) if given.final else 0
 
     def drop_idle(self) -> None:
-        """End the runs that have waited too long for feedback."""
+        """End the runs that got no feedback for ``service.feedback_seconds``."""
         with self._lock:
             limit = time.monotonic() - self.config.service.feedback_seconds
             for run in [run for run in self._runs.values() if run.touched < limit]:
                 try:
                     run.journal.end("cut", f"no feedback in {self.config.service.feedback_seconds:g} s")
-                except JournalError as error:  # a full disk: the next time is soon
+                except JournalError as error:  # a full disk; tried again soon
                     logger.warning("the run %s could not be dropped: %s", run.name, error)
                     return
                 run.episode.close()
@@ -207,12 +214,11 @@ class RunBook:
                 self.counts["dropped"] += 1
 
     def end(self) -> None:
-        """Groups that wait for further runs of their task are complete with those that came."""
+        """Complete the groups that wait for further runs of their task."""
         with self._lock:
-            size = self.config.group_size
             completed = sum(self.store.complete_group(name) for name in self.store.open_groups(f"{self.name}/"))
             if completed:
-                logger.info("%d groups have fewer than %d runs and are trained as they are", completed, size)
+                logger.info("%d groups have fewer than %d runs and are trained as they are", completed, self.config.group_size)
 
     def status(self) -> dict[str, Any]:
         """Counts, and the version that samples."""
@@ -222,7 +228,7 @@ class RunBook:
     # -- the end of a run ----------------------------------------------------------------------------------------------
 
     def _end(self, run: OpenRun, given: dict[str, Any]) -> int:
-        """Store what a run was rewarded for, at its place in its group, which it keeps however often this is tried."""
+        """Store a run's experiences at its place in its group. The place stays the same if this is tried again."""
         experiences = run.episode.experiences()
         for experience in experiences:
             experience.eid = ExperienceId(batch=self.name, task="", run=0)
@@ -248,15 +254,15 @@ class RunBook:
         self.store.count_drops(result.drops)
         run.journal.end("accepted" if rows else "rejected", "" if rows else "operators left nothing of it")
         run.episode.close()
-        del self._runs[run.name]  # not before it is stored: where that fails, the same feedback may be given again
+        del self._runs[run.name]  # after it is stored; if that fails, the same feedback may be sent again
         self._remember(run.name, run.last_word)
         self.counts["stored" if rows else "dropped"] += 1
         self.counts["experiences"] += len(rows)
         return len(rows)
 
     def _take_place(self, task: str, group: str, index: int) -> None:
-        number, size = int(group.rpartition("/")[2]), self.config.group_size
-        self._samples_of[task] = max(self._samples_of.get(task, 0), number * size + index + 1)
+        number = int(group.rpartition("/")[2])
+        self._samples_of[task] = max(self._samples_of.get(task, 0), number * self.config.group_size + index + 1)
 
     def _remember(self, name: str, last_word: LastWord) -> None:
         self._ended[name] = last_word
@@ -266,12 +272,12 @@ class RunBook:
     # -- from one process to the next ----------------------------------------------------------------------------------
 
     def restore(self, directory: Path) -> int:
-        """Go on with the runs that processes before this one left open; returns how many.
+        """Continue the runs that earlier processes left open. Returns how many.
 
-        A run whose last word was not stored yet is stored now.
+        A run whose final feedback was journaled and not stored is stored now.
 
         Args:
-            directory: of the journal.
+            directory: directory of the journal.
         """
         with self._lock, self.front.holding_calls():
             pasts = self._read_ended(directory)
@@ -281,12 +287,12 @@ class RunBook:
                 self._go_on(sorted(past, key=lambda record: record.writer))
             size, still_open = self.config.group_size, self.store.open_groups(f"{self.name}/")
             for task, taken in self._samples_of.items():
-                if taken % size and f"{self.name}/{task}/{taken // size}" not in still_open:  # it was completed as it was
+                if taken % size and f"{self.name}/{task}/{taken // size}" not in still_open:  # it was completed with fewer runs
                     self._samples_of[task] = (taken // size + 1) * size
             return len(self._runs)
 
     def _read_ended(self, directory: Path) -> dict[int, list[RecordedEpisode]]:
-        """Take note of the runs that have ended; returns a list to fill for each of the others."""
+        """Remember the runs that have ended. Returns an empty list for the records of each open run, by ordinal."""
         names: dict[tuple[int, int], tuple[int, dict[str, Any]]] = {}
         is_open: dict[int, list[RecordedEpisode]] = {}
         words: dict[int, LastWord] = {}
@@ -344,28 +350,28 @@ def application(book: RunBook, settings: ServiceSettings) -> FastAPI:
 
 
 def _port(url: str | None) -> int:
-    """The port of a URL; 0 where there is none yet."""
+    """The port of a URL; 0 if there is none."""
     return (urlsplit(url).port or 0) if url else 0
 
 
 def serve(config: PPOConfig, directory: RunDirectory, *, is_over: Callable[[], bool] = lambda: False) -> dict[str, Any]:
-    """Serve until a signal comes; ``service.json`` in the run directory (readable by its owner alone) holds URL and key.
+    """Serve until a signal comes. ``service.json`` in the run directory (readable only by its owner) holds URL and key.
 
-    In a directory that a service left, this one has its addresses and its key, and its open runs go on.
+    In the directory of an earlier service, this one uses its addresses and its key, and continues its open runs.
 
     Args:
         config: the experiment.
         directory: claimed for this process.
-        is_over: asked twice a second; true ends the service.
+        is_over: called twice a second; returning True ends the service.
 
     Returns:
         The service's counts.
     """
     file = directory.path / SERVICE_FILE
-    left = json.loads(file.read_text(encoding="utf-8")) if file.exists() else {}  # by a service that was here before
+    left = json.loads(file.read_text(encoding="utf-8")) if file.exists() else {}  # by an earlier service
     api_key = config.service.api_key or left.get("api_key") or f"service-{secrets.token_urlsafe(24)}"
     with ExitStack() as opened:
-        stop = opened.enter_context(StopSignal())  # from before anybody is served
+        stop = opened.enter_context(StopSignal())  # before the first request
         store = opened.enter_context(open_run_database(config))
         tokenizer = load_tokenizer(config.tokenizer_path or config.actor.path, config.actor.trust_remote_code)
         rollout = opened.enter_context(make_rollout_engine(config, None, tokenizer, directory))
