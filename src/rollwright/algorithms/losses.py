@@ -1,4 +1,4 @@
-"""Policy losses per token, the importance ratios they use, and the weights that aggregate them.
+"""Policy losses per token, the importance ratios and KL estimates they use, and the weights that aggregate them.
 
 A policy loss takes ``logp_BL`` (with gradient), ``old_logp_BL`` (the proximal policy, the denominator of the ratio), ``advantages_BL``
 and ``mask_BL``. It returns a ``PolicyLoss`` or only its values. A loss that corrects for the behaviour policy itself also takes
@@ -18,7 +18,7 @@ import torch.nn.functional as F
 from pydantic import Field
 from torch import Tensor
 
-from rollwright.config.recipes import POLICY_LOSSES, was_set
+from rollwright.config.recipes import KL_ESTIMATORS, POLICY_LOSSES, was_set
 from rollwright.config.sections import PPOActorConfig
 from rollwright.config.validation import refuse_wrong_arguments
 from rollwright.errors import ConfigError
@@ -464,3 +464,54 @@ def interpolated_prox_logp(logp_BL: Tensor, behaviour_logp_BL: Tensor, versions_
     age_BL = (current_version - versions_BL).clamp(min=1).to(logp_BL.dtype)
     share_BL = (age_BL - 1) / age_BL
     return behaviour_logp_BL + share_BL * (logp_BL.detach() - behaviour_logp_BL)
+
+
+# -- KL to a reference -------------------------------------------------------------------------------------------------
+# Estimators of KL(p || q) for x sampled from p, with r = q(x) / p(x): Schulman, "Approximating KL Divergence" (2020).
+
+
+def k1(logp_BL: Tensor, ref_logp_BL: Tensor) -> Tensor:
+    """``-log r``: unbiased, noisy."""
+    return logp_BL - ref_logp_BL
+
+
+def k2(logp_BL: Tensor, ref_logp_BL: Tensor) -> Tensor:
+    """``(log r)² / 2``: low variance, small bias."""
+    return 0.5 * (ref_logp_BL - logp_BL).square()
+
+
+def k3(logp_BL: Tensor, ref_logp_BL: Tensor) -> Tensor:
+    """``(r - 1) - log r``: unbiased, never negative."""
+    log_ratio_BL = ref_logp_BL - logp_BL
+    return torch.expm1(log_ratio_BL.clamp(-LOG_RATIO_LIMIT, LOG_RATIO_LIMIT)) - log_ratio_BL
+
+
+def kl_estimate(logp_BL: Tensor, ref_logp_BL: Tensor, estimator: str) -> Tensor:
+    """KL(policy || reference) for each token sampled from the policy.
+
+    Args:
+        logp_BL: log-probabilities of the tokens under the policy.
+        ref_logp_BL: the same under the reference.
+        estimator: ``k1``, ``k2``, ``k3``, or a name or import path of ``KL_ESTIMATORS``.
+
+    Returns:
+        ``[B, L]``, in nats.
+
+    Raises:
+        ConfigError: the estimator is unknown.
+    """
+    return KL_ESTIMATORS.get(estimator)(logp_BL, ref_logp_BL)
+
+
+def kl_loss(logp_BL: Tensor, ref_logp_BL: Tensor, estimator: str) -> Tensor:
+    """The KL term of a loss: the estimate as its value, and a gradient that lowers the KL.
+
+    The derivative of k1 itself is the score function, whose mean is zero, so as a loss it would be pure noise. The value is therefore
+    k1 and the gradient ``k1 · ∇ log p``, which equals the gradient of k2 and on on-policy samples is an unbiased estimate of the
+    gradient of KL(policy || reference).
+    """
+    estimate_BL = kl_estimate(logp_BL, ref_logp_BL, estimator)
+    if estimator != "k1":
+        return estimate_BL
+    estimate_BL = estimate_BL.detach()
+    return estimate_BL + estimate_BL * (logp_BL - logp_BL.detach())

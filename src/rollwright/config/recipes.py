@@ -33,11 +33,11 @@ ADVANTAGE_ESTIMATORS: Registry[Callable[..., Any]] = Registry(
     built_in={"normalised": "rollwright.algorithms.advantages:baseline_and_scale"},
 )
 
-#: ``actor.kl_estimator``: called with ``logp_BL, ref_logp_BL``; see ``rollwright.algorithms.kl``.
+#: ``actor.kl_estimator``: called with ``logp_BL, ref_logp_BL``; see ``k1`` in ``rollwright.algorithms.losses``.
 KL_ESTIMATORS: Registry[Callable[..., Any]] = Registry(
     "KL estimator",
     variable="KL_ESTIMATORS",
-    built_in={name: f"rollwright.algorithms.kl:{name}" for name in ("k1", "k2", "k3")},
+    built_in={name: f"rollwright.algorithms.losses:{name}" for name in ("k1", "k2", "k3")},
 )
 
 #: ``optimizer.kind``: called with parameter groups, ``lr`` and ``optimizer.kwargs``; those built in also with ``betas`` and ``eps``.

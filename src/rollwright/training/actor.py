@@ -12,13 +12,15 @@ import torch
 from torch import Tensor, nn
 
 from rollwright.algorithms.advantages import find_estimator, groups_without_variance, returns_to_go
-from rollwright.algorithms.kl import k3, kl_estimate, kl_loss
 from rollwright.algorithms.losses import (
     PolicyLoss,
     aggregation_weights,
     behaviour_weight,
     find_policy_loss,
     interpolated_prox_logp,
+    k3,
+    kl_estimate,
+    kl_loss,
 )
 from rollwright.config.recipes import apply_recipe
 from rollwright.config.sections import PPOActorConfig
@@ -59,6 +61,7 @@ class FSDPPPOActor(TrainEngine):
         self._engine: Any = None
         self._meta: Any = None
         self._publisher: Publisher | None = None
+        self.publication: Publication | None = None  #: the last transfer of weights to the engines; on rank 0
         self._warned: set[str] = set()
 
     # One step's calls
@@ -243,18 +246,15 @@ class FSDPPPOActor(TrainEngine):
             if isinstance(before, SharedWeights):
                 self._publisher = before.succeeded_by(self._publisher)
         self._publisher.publish(self, self.version + 1)
+        self.publication = self._publisher.publication
         self.version += 1
-
-    @property
-    def publication(self) -> Publication | None:
-        """The last transfer of weights to the engines; on rank 0."""
-        return None if self._publisher is None else self._publisher.publication
 
     def republish(self) -> None:
         """Publish the current weights under their current version, at the start of a run and after ``load_state_dict``."""
         if self._publisher is None:
             self._publisher = publisher_for(self, self._engine, self._meta)
         self._publisher.publish(self, self.version)
+        self.publication = self._publisher.publication
 
     def skip_publication(self) -> None:
         """Count an update without publishing it: the engines continue with the weights they have.

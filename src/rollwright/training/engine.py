@@ -194,11 +194,11 @@ class TrainEngine:
         wanted_BL = trained_tokens(batch) if loss_tokens_only else attended_tokens(batch)
         scores_BL = torch.zeros(wanted_BL.shape, dtype=torch.float32, device=self.device)
         self._run_mode(training=False)
-        for index, part in self._micro_batches({**batch, "_wanted": wanted_BL}):
-            with self._autocast():
+        with self._autocast():
+            for index, part in self.division.micro_batches(self._scorer, {**batch, "_wanted": wanted_BL}):
                 part_scores, _ = self._scorer(part, part["_wanted"])
-            if len(index):
-                scores_BL[index, : part_scores.shape[1]] = part_scores.float()
+                if len(index):
+                    scores_BL[index, : part_scores.shape[1]] = part_scores.float()
         return scores_BL
 
     # Optimisation
@@ -229,7 +229,9 @@ class TrainEngine:
             raise TrainingError("This engine only scores (its optimizer is None): it cannot be trained.")
         self._run_mode(training=True)
         total = torch.zeros((), dtype=torch.float64, device=self.device)
-        for index, part in self._micro_batches(batch):
+        with self._autocast():
+            parts = self.division.micro_batches(self._scorer, batch)
+        for index, part in parts:
             if not len(index):
                 part["loss_weights"] = torch.zeros_like(part["loss_weights"])
             with self._autocast():
@@ -361,7 +363,16 @@ class TrainEngine:
         Raises:
             CheckpointError: the state belongs to another model.
         """
-        self._load_weights(state["weights"])
+        own, weights = own_tensors(self.model), state["weights"]
+        if own.keys() != weights.keys():
+            difference = sorted(own.keys() ^ weights.keys())[:3]
+            raise CheckpointError(f"The checkpoint is of another model: tensors {difference} are in only one of the two.")
+        for name, tensor in own.items():
+            if tuple(weights[name].shape) != tuple(tensor.shape):
+                raise CheckpointError(
+                    f"The checkpoint is of another model: {name} is {list(weights[name].shape)} there, {list(tensor.shape)} here."
+                )
+        fill((weights[name], tensor) for name, tensor in own.items())
         self.version = int(state["version"])
         if self.optimizer is not None and self.scheduler is not None and "optimizer" in state:
             load_optimizer_state(self.model, self.optimizer, self.scheduler, state)
@@ -374,29 +385,8 @@ class TrainEngine:
             self.reference.destroy()
         self.reference = self.model = self._scorer = self.optimizer = self.scheduler = None
 
-    # Parts
-
-    @torch.no_grad()
-    def _load_weights(self, weights: dict[str, Tensor]) -> None:
-        own = own_tensors(self.model)
-        if own.keys() != weights.keys():
-            difference = sorted(own.keys() ^ weights.keys())[:3]
-            raise CheckpointError(f"The checkpoint is of another model: tensors {difference} are in only one of the two.")
-        for name, tensor in own.items():
-            saved = weights[name]
-            if tuple(saved.shape) != tuple(tensor.shape):
-                raise CheckpointError(
-                    f"The checkpoint is of another model: {name} is {list(saved.shape)} there, {list(tensor.shape)} here."
-                )
-        fill((weights[name], tensor) for name, tensor in own.items())
-
-    def _micro_batches(self, batch: Trajectory) -> list[tuple[Tensor, Trajectory]]:
-        with self._autocast():
-            return self.division.micro_batches(self._scorer, batch)
-
     def _autocast(self) -> Any:
-        parameter_dtype = next(self.model.parameters()).dtype
-        if self.compute_dtype != torch.bfloat16 or parameter_dtype == self.compute_dtype:
+        if self.compute_dtype != torch.bfloat16 or next(self.model.parameters()).dtype == torch.bfloat16:
             return contextlib.nullcontext()
         return torch.autocast(self.device.type, dtype=self.compute_dtype)
 

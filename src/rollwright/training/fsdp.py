@@ -47,15 +47,11 @@ def wants_sharding(config: TrainEngineConfig, device: torch.device, *, is_shared
         raise ConfigError(
             "cpu_offload moves the shards of a GPU to the host's memory, but this model is on a CPU and its shards are already there."
         )
-    if config.cpu_offload:
-        return True
-    if config.shard == "never" and ranks > 1:
-        raise ConfigError("shard is never, but several ranks train: set shard_size=1, so that each holds a whole copy.")
-    if config.shard == "never":
+    if config.shard == "never" and not config.cpu_offload:
+        if ranks > 1:
+            raise ConfigError("shard is never, but several ranks train: set shard_size=1, so that each holds a whole copy.")
         return False
-    if config.shard == "always" or ranks > 1:
-        return True
-    return device.type == "cuda" and not is_shared
+    return config.cpu_offload or config.shard == "always" or ranks > 1 or (device.type == "cuda" and not is_shared)
 
 
 def shard(

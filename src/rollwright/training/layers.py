@@ -129,9 +129,10 @@ class _LinearLogprobs(torch.autograd.Function):
         keep_logits: bool,
     ) -> tuple[Tensor, Tensor]:
         saved_logits, results = [], []
-        for hidden, labels, temperature in _chunks(chunk_tokens, hidden_TH, labels_T, temperature_T):
-            logits_CV = hidden @ weight_VH.t()
-            results.append(_softmax(logits_CV, labels, temperature, with_entropy))
+        for place in range(0, max(1, len(hidden_TH)), chunk_tokens):
+            part = slice(place, place + chunk_tokens)
+            logits_CV = hidden_TH[part] @ weight_VH.t()
+            results.append(_softmax(logits_CV, labels_T[part], temperature_T[part], with_entropy))
             saved_logits += [logits_CV] * keep_logits
         logprobs_T, normaliser_T, entropy_T = (torch.cat(parts) for parts in zip(*results, strict=True))
         ctx.save_for_backward(hidden_TH, weight_VH, labels_T, temperature_T, normaliser_T, entropy_T, *saved_logits)
@@ -163,13 +164,11 @@ class _LinearLogprobs(torch.autograd.Function):
         return grad_hidden_TH, grad_weight_VH, None, None, None, None, None, None
 
 
-def _chunks(tokens: int, *tensors: Tensor) -> Iterator[tuple[Tensor, ...]]:
-    return zip(*(tensor.split(tokens) for tensor in tensors), strict=True)
-
-
-def _rows_at_a_time(logits_TV: Tensor) -> int:
+def _cached_parts(logits_TV: Tensor) -> Iterator[slice]:
+    """Rows of logits that fit into the processor's cache; all rows on a GPU."""
     tokens, vocabulary = logits_TV.shape
-    return max(1, tokens if logits_TV.is_cuda else _CACHED_LOGITS // vocabulary)
+    size = max(1, tokens if logits_TV.is_cuda else _CACHED_LOGITS // vocabulary)
+    return (slice(place, place + size) for place in range(0, max(1, tokens), size))
 
 
 def _softmax(logits_TV: Tensor, labels_T: Tensor, temperature_T: Tensor, with_entropy: bool) -> tuple[Tensor, Tensor, Tensor]:
@@ -177,15 +176,15 @@ def _softmax(logits_TV: Tensor, labels_T: Tensor, temperature_T: Tensor, with_en
     wide = torch.promote_types(logits_TV.dtype, torch.float32)
     is_scaled = logits_TV.is_cuda or bool((temperature_T != 1).any())
     found = []
-    for logits, labels, temperature in _chunks(_rows_at_a_time(logits_TV), logits_TV, labels_T, temperature_T):
-        logits = logits.to(wide)
+    for part in _cached_parts(logits_TV):
+        logits = logits_TV[part].to(wide)
         if is_scaled:
-            logits = logits / temperature[:, None]
+            logits = logits / temperature_T[part, None]
         largest = logits.amax(-1, keepdim=True)
         weights = torch.exp(logits - largest)
         total = weights.sum(-1)
         normaliser = largest[:, 0] + total.log()
-        logprobs = logits.gather(-1, labels[:, None])[:, 0] - normaliser
+        logprobs = logits.gather(-1, labels_T[part, None])[:, 0] - normaliser
         entropy = normaliser - weights.mul_(logits).sum(-1) / total if with_entropy else torch.zeros_like(normaliser)
         found.append((logprobs, normaliser, entropy))
     logprobs_T, normaliser_T, entropy_T = (torch.cat(parts) for parts in zip(*found, strict=True))
@@ -205,9 +204,7 @@ def _logits_to_gradient(
     if grad_logprobs_T is None:
         grad_logprobs_T = torch.zeros_like(normaliser_T)
     is_scaled = logits_TV.is_cuda or bool((temperature_T != 1).any())
-    size = _rows_at_a_time(logits_TV)
-    for place in range(0, len(logits_TV), size):
-        part = slice(place, place + size)
+    for part in _cached_parts(logits_TV):
         grad, temperature, towards = logits_TV[part], temperature_T[part, None], grad_logprobs_T[part, None]
         if is_scaled:
             grad /= temperature

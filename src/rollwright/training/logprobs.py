@@ -22,7 +22,7 @@ from rollwright.inference.model_facts import fixed_frequencies, frequency_groups
 from rollwright.inference.visible_tokens import VisibleTokens, branch_attention, last_visible, only_visible
 from rollwright.training.layers import output_logprobs, selected_logprobs
 from rollwright.training.prefix_tree import PrefixTree
-from rollwright.training.tree_attention import over_tree, text_config
+from rollwright.training.tree_attention import over_tree
 
 
 class TokenScorer(nn.Module):
@@ -40,7 +40,7 @@ class TokenScorer(nn.Module):
         self.model = model
         self.chunk_bytes = chunk_bytes
         self.frequencies_vary = fixed_frequencies(model.config) is not None
-        self._head_is_linear: bool | None = None
+        self._head_applies: bool | None = None  # found with the first batch
 
     def forward(
         self, batch: Trajectory, wanted_BL: Tensor, *, with_entropy: bool = False, entropy_gradient: bool = True
@@ -68,10 +68,9 @@ class TokenScorer(nn.Module):
         inputs = model_inputs(batch, self.model) if tree is None else tree_inputs(batch, tree, self.model)
         at = wanted_BL.nonzero(as_tuple=True)
         labels_T = ids_BL[at]
-        temperature_B = batch.get("temperature")
-        if temperature_B is None:
-            temperature_B = torch.ones(ids_BL.shape[0], device=ids_BL.device)
-        temperature_T = temperature_B.float()[at[0]]
+        given = batch.get("temperature")
+        temperature_B = torch.ones(len(ids_BL), device=ids_BL.device) if given is None else given.float()
+        temperature_T = temperature_B[at[0]]
         if tree is not None:
             predictor = (torch.zeros_like(labels_T), tree.predictor[at])
         elif batch.get("branch_ids") is not None:
@@ -81,20 +80,18 @@ class TokenScorer(nn.Module):
         copies_T: Tensor | None = None
         if tree is not None and bool(tree.repeated[at].any()):  # rows share tokens that are wanted of each
             first_T, copies_T = _first_of_equal(tree.place[at], temperature_T)
-            predictor, labels_T, temperature_T = (
-                (predictor[0][first_T], predictor[1][first_T]),
-                labels_T[first_T],
-                temperature_T[first_T],
-            )
-        head_applies = self._head_applies(inputs)
+            predictor = predictor[0][first_T], predictor[1][first_T]
+            labels_T, temperature_T = labels_T[first_T], temperature_T[first_T]
+        if self._head_applies is None:
+            self._head_applies = self._applies_head(inputs)
         with _attention_of(batch, tree, self.model):
-            outputs = (self.model.base_model if head_applies else self.model)(**inputs, use_cache=False)  # type: ignore[operator]
+            outputs = (self.model.base_model if self._head_applies else self.model)(**inputs, use_cache=False)  # type: ignore[operator]
         if tree is not None and tree.refusal and not tree.is_tried:
             raise TrainingError(
                 f"{type(self.model).__name__} cannot share prefixes in this batch: {tree.refusal}. Set actor.share_prefixes=false, and "
                 "ref.share_prefixes=false if there is a reference."
             )
-        if head_applies:
+        if self._head_applies:
             hidden_BLH = outputs.last_hidden_state
             logprobs_T, entropy_T = output_logprobs(
                 self.model.get_output_embeddings(),  # type: ignore[operator]
@@ -116,27 +113,21 @@ class TokenScorer(nn.Module):
         return empty_BL.index_put(at, logprobs_T), empty_BL.index_put(at, entropy_T)
 
     @torch.no_grad()
-    def _head_applies(self, inputs: dict[str, Any]) -> bool:
+    def _applies_head(self, inputs: dict[str, Any]) -> bool:
         """Whether the logits are exactly the output layer applied to the base model's last hidden state.
 
         Some models scale or cap their logits after the output layer. A cap is read from the configuration, because small logits hardly
         show it; for everything else the first batch is computed both ways.
         """
-        if self._head_is_linear is None:
-            head = self.model.get_output_embeddings() if hasattr(self.model, "get_output_embeddings") else None  # type: ignore[operator]
-            if (
-                head is None
-                or not hasattr(head, "weight")
-                or getattr(self.model, "base_model", self.model) is self.model
-                or getattr(text_config(self.model), "final_logit_softcapping", None)
-            ):
-                self._head_is_linear = False
-            else:
-                ids = inputs["input_ids"][:1, :8]
-                expected = self.model(input_ids=ids, use_cache=False).logits
-                hidden = self.model.base_model(input_ids=ids, use_cache=False).last_hidden_state  # type: ignore[operator]
-                self._head_is_linear = bool(torch.allclose(head(hidden).float(), expected.float(), rtol=1e-3, atol=1e-4))
-        return self._head_is_linear
+        model: Any = self.model
+        head = model.get_output_embeddings() if hasattr(model, "get_output_embeddings") else None
+        is_capped = getattr(model.config.get_text_config(), "final_logit_softcapping", None)
+        if head is None or not hasattr(head, "weight") or getattr(model, "base_model", model) is model or is_capped:
+            return False
+        ids = inputs["input_ids"][:1, :8]
+        expected = model(input_ids=ids, use_cache=False).logits
+        hidden = model.base_model(input_ids=ids, use_cache=False).last_hidden_state
+        return torch.allclose(head(hidden).float(), expected.float(), rtol=1e-3, atol=1e-4)
 
 
 def own_lengths(batch: Trajectory) -> list[int]:
@@ -243,32 +234,34 @@ def _positions(batch: Trajectory, model: Any) -> dict[str, Tensor]:
         raise TrainingError(f"The batch has position_ids, but {type(model).__name__} does not accept them.")
     columns_L = torch.arange(ids_BL.shape[1], device=ids_BL.device)
     padding_BL = columns_L >= row_lengths(batch)[:, None].to(ids_BL.device)
-    attention = str(text_config(model)._attn_implementation)
+    attention = str(model.config.get_text_config()._attn_implementation)
     jumps_BL = (positions_BL[:, 1:] != positions_BL[:, :-1] + 1) & ~padding_BL[:, 1:]
     if "flash" in attention and bool(jumps_BL.any()):
         raise TrainingError(f"attn_implementation={attention} treats jumps in position_ids as packed sequences: use sdpa.")
     return found | {"position_ids": positions_BL.masked_fill(padding_BL, 0)}
 
 
-def tree_inputs(batch: Trajectory, tree: PrefixTree, model: nn.Module) -> dict[str, Any]:
+def tree_inputs(batch: Trajectory, tree: PrefixTree, model: Any) -> dict[str, Any]:
     """Arguments of a Hugging Face model for the distinct tokens of a micro-batch, whose rows are in the tree's order.
 
+    Models pass a 4-D mask on unchanged, which avoids building a ``[T, T]`` one. A layer that uses it instead of the tree computes NaN.
     An image is computed once, with the first row that has its tokens. Tokens and images keep the positions they have in their rows.
     """
+    mask = torch.full((1, 1, 1, 1), torch.nan, device=tree.place.device)
+    inputs = {"input_ids": tree.input_ids, "position_ids": tree.position_ids, "attention_mask": mask, "prefix_tree": tree}
     pictures = batch.get(MULTI_MODAL) or []
     if not any(pictures):
-        return tree.inputs()
+        return inputs
     padded = model_inputs({name: value for name, value in batch.items() if name != "prefix_tree"}, model)
-    inputs = tree.inputs() | {"input_ids": padded["input_ids"].reshape(-1)[tree.sources][None]}
+    inputs["input_ids"] = padded["input_ids"].reshape(-1)[tree.sources][None]
     stands_BL = torch.isin(padded["input_ids"], torch.tensor(picture_ids(model.config), device=tree.place.device))
     computes_B = (stands_BL & ~tree.repeated).any(1).tolist()
     first = [entry if computes else None for entry, computes in zip(pictures, computes_B, strict=True)]
     inputs |= _picture_inputs(first, inputs["input_ids"], model)
-    if (
-        hasattr(model.base_model, "get_rope_index") and "position_ids" not in padded
-    ):  # rotary positions of pictures have three axes
-        wanted = inspect.signature(model.base_model.get_rope_index).parameters  # type: ignore[operator, arg-type]
-        positions_3BL, _ = model.base_model.get_rope_index(**{k: v for k, v in padded.items() if k in wanted})  # type: ignore[operator]
+    rope_index = getattr(model.base_model, "get_rope_index", None)
+    if rope_index is not None and "position_ids" not in padded:  # rotary positions of pictures have three axes
+        wanted = inspect.signature(rope_index).parameters
+        positions_3BL, _ = rope_index(**{name: value for name, value in padded.items() if name in wanted})
         inputs["position_ids"] = positions_3BL.flatten(1)[:, tree.sources][:, None]
     return inputs
 

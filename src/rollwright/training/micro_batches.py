@@ -97,35 +97,23 @@ def micro_batches(
     result: list[tuple[torch.Tensor, Trajectory]] = []
     kinds = sorted(set(group_of_row)) or [0]
     for kind in kinds:
-        rows = [row for row, group in enumerate(group_of_row) if group == kind]
-        part = batch if len(kinds) == 1 else select_rows(batch, rows)
-        index_B = torch.tensor(rows, dtype=torch.long, device=batch["input_ids"].device)
-        missing = at_least - len(result) if kind == kinds[-1] else 1
-        found = _micro_batches_of_group(part, spec, at_least=missing, share_prefixes=share_prefixes, picture_ids=picture_ids)
-        result += [(index_B[index], selected) for index, selected in found]
-    return result
-
-
-def _micro_batches_of_group(
-    batch: Trajectory, spec: MicroBatchSpec, *, at_least: int, share_prefixes: bool, picture_ids: Sequence[int]
-) -> list[tuple[torch.Tensor, Trajectory]]:
-    lengths = row_lengths(batch).clamp(min=1).tolist()
-    device = batch["input_ids"].device
-    parts = split_rows(lengths, spec, at_least=at_least)
-    rows = SortedRows(batch, picture_ids) if share_prefixes and len(lengths) > 1 else None
-    if rows is not None and rows.distinct <= _WORTH_SHARING * sum(len(part) * lengths[part[0]] for part in parts if part):
-        parts = rows.parts(spec, at_least=at_least)
-    else:
-        rows = None
-    result = []
-    for part in parts:
-        chosen = part if rows is None else rows.order[part].tolist()
-        selected = select_rows(
-            batch if lengths else _one_row(batch), chosen or [0], width=max(lengths[row] for row in chosen) if chosen else 1
-        )
-        if rows is not None and chosen:
-            selected["prefix_tree"] = build_tree(selected, [0, *rows.shared[part[1:]].tolist()])
-        result.append((torch.tensor(chosen, dtype=torch.long, device=device), selected))
+        of_kind = [row for row, group in enumerate(group_of_row) if group == kind]
+        own = batch if len(kinds) == 1 else select_rows(batch, of_kind)
+        lengths, missing = row_lengths(own).clamp(min=1).tolist(), at_least - len(result) if kind == kinds[-1] else 1
+        parts = split_rows(lengths, spec, at_least=missing)
+        rows = SortedRows(own, picture_ids) if share_prefixes and len(lengths) > 1 else None
+        if rows is not None and rows.distinct <= _WORTH_SHARING * sum(len(part) * lengths[part[0]] for part in parts if part):
+            parts = rows.parts(spec, at_least=missing)
+        else:
+            rows = None
+        for part in parts:
+            chosen = part if rows is None else rows.order[part].tolist()
+            width = max(lengths[row] for row in chosen) if chosen else 1
+            selected = select_rows(own if lengths else _one_row(own), chosen or [0], width=width)
+            if rows is not None and chosen:
+                selected["prefix_tree"] = build_tree(selected, [0, *rows.shared[part[1:]].tolist()])
+            index_B = torch.tensor([of_kind[row] for row in chosen], dtype=torch.long, device=batch["input_ids"].device)
+            result.append((index_B, selected))
     return result
 
 
@@ -273,15 +261,18 @@ class BatchDivision:
         """
         if batch.get("branch_ids") is not None:
             self._prove_branches(scorer, batch)
-        share = self._may_share(scorer.model, batch)
-        config, has_pictures = scorer.model.config, any(batch.get(MULTI_MODAL) or [])
+        config, device, has_pictures = scorer.model.config, batch["input_ids"].device, any(batch.get(MULTI_MODAL) or [])
+        share = self._shares  # equal on every rank
+        if share and (reason := why_not(scorer.model, parallel.largest(batch["input_ids"].shape[1], device))) is not None:
+            share = False
+            self._say(reason)
         options = {
             "share_prefixes": share,
             "picture_ids": picture_ids(config) if has_pictures else (),
             "groups": frequency_groups(config, own_lengths(batch)) if scorer.frequencies_vary else None,
         }
         parts = micro_batches(batch, self.config.mb_spec, **options)
-        most = parallel.largest(len(parts), batch["input_ids"].device)
+        most = parallel.largest(len(parts), device)
         if most != len(parts):
             parts = micro_batches(batch, self.config.mb_spec, at_least=most, **options)
         if share and not self._is_proven(scorer, [part for _, part in parts]):
@@ -289,15 +280,6 @@ class BatchDivision:
         return parts
 
     # Shared prefixes
-
-    def _may_share(self, model: Any, batch: Trajectory) -> bool:
-        """Whether prefixes may be shared; equal on every rank."""
-        if not self._shares:
-            return False
-        reason = why_not(model, parallel.largest(batch["input_ids"].shape[1], batch["input_ids"].device))
-        if reason is not None:
-            self._say(reason)
-        return reason is None
 
     def _say(self, reason: str, level: str = "info") -> None:
         if reason not in self._said:
@@ -395,15 +377,14 @@ def _compare_shared(scorer: Any, part: Trajectory) -> tuple[str | None, float]:
         width = lengths[row]
         alone_BL, _ = scorer(select_rows(plain, [row], width=width), wanted_BL[[row], :width])
         apart.append((alone_BL[0] - scores_BL[row, :width]).abs().max())
-    difference = float(torch.stack(apart).max())  # NaN if any of them is
+    reason, name = None, type(scorer.model).__name__
     if tree is not None:
         tree.is_tried = False
-    name = type(scorer.model).__name__
-    if tree is not None and tree.refusal:
-        return f"{name} cannot share them, because {tree.refusal}", difference
-    if tree is not None and not tree.uses:
-        return f"{name} does not pass prefix_tree on to its layers", difference
-    return None, difference
+        if tree.refusal:
+            reason = f"{name} cannot share them, because {tree.refusal}"
+        elif not tree.uses:
+            reason = f"{name} does not pass prefix_tree on to its layers"
+    return reason, float(torch.stack(apart).max())  # NaN if any difference is
 
 
 @dataclass(frozen=True)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 from typing import Any
 
@@ -99,7 +100,8 @@ def make_scheduler(
             f"{config.warmup_steps_proportion} needs the number of steps: pass a FinetuneSpec to initialize(), or use "
             "constant without warm-up."
         )
-    return torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: learning_rate_factor(step, config, total or None))
+    factor = functools.partial(learning_rate_factor, config=config, total_steps=total or None)
+    return torch.optim.lr_scheduler.LambdaLR(optimizer, factor)
 
 
 def set_learning_rate(group: dict[str, Any], rate: float) -> None:

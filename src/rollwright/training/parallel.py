@@ -326,8 +326,7 @@ class TokenStatistics:
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
-        self._sums: dict[str, Tensor] = {}
-        self._counts: dict[str, Tensor] = {}
+        self._sums: dict[str, Tensor] = {}  # the sum of the values and their number
         self._largest: dict[str, Tensor] = {}
 
     @torch.no_grad()
@@ -339,9 +338,8 @@ class TokenStatistics:
     @torch.no_grad()
     def add(self, name: str, total: Tensor, count: Tensor) -> None:
         """Add a sum and its denominator."""
-        zero = torch.zeros((), dtype=torch.float64, device=self.device)
-        self._sums[name] = self._sums.get(name, zero) + total.detach().double()
-        self._counts[name] = self._counts.get(name, zero) + count.detach().double()
+        pair = torch.stack([value.detach().to(self.device, torch.float64) for value in (total, count)])
+        self._sums[name] = self._sums[name] + pair if name in self._sums else pair
 
     @torch.no_grad()
     def largest(self, name: str, values_BL: Tensor, mask_BL: Tensor) -> None:
@@ -358,7 +356,7 @@ class TokenStatistics:
         """Every mean and extreme over all ranks; names without any value are left out."""
         result: dict[str, float] = {}
         if self._sums:
-            pairs = summed(torch.stack([torch.stack([self._sums[name], self._counts[name]]) for name in self._sums])).tolist()
+            pairs = summed(torch.stack(list(self._sums.values()))).tolist()
             result |= {name: total / count for name, (total, count) in zip(self._sums, pairs, strict=True) if count > 0}
         if self._largest:
             values = torch.stack(list(self._largest.values()))

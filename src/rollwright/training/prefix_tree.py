@@ -45,6 +45,7 @@ class PrefixTree:
         shared_calls: further keys for many queries; their results are merged with those of ``own_calls``.
         ends: ``[T]``, index after a token's last descendant: the tokens from its own index up to there see it.
         branches: ``[T]``, branch of each token, 0 on the trunk; None if no row has branches.
+        tokens: ``T``, the number of distinct tokens.
         longest: tokens of the longest row.
         uses: attention layers that used the tree; 0 after a forward pass means that the model does not pass it on.
         refusal: why a layer's attention cannot be computed over the tree, set in a forward pass; its result is then invalid.
@@ -61,25 +62,12 @@ class PrefixTree:
     shared_calls: list[AttentionCall]
     ends: Tensor
     branches: Tensor | None
+    tokens: int
     longest: int
     uses: int = 0
     refusal: str | None = None
     is_tried: bool = False
     block_mask: Any = None
-
-    @property
-    def tokens(self) -> int:
-        """``T``, the distinct tokens."""
-        return int(self.input_ids.shape[1])
-
-    def inputs(self) -> dict[str, Any]:
-        """Arguments of a Hugging Face model, see ``tree_attention.over_tree``.
-
-        Models pass a 4-D mask on unchanged, which avoids building a ``[T, T]`` one. A layer that uses it instead of the tree
-        computes NaN.
-        """
-        mask = torch.full((1, 1, 1, 1), torch.nan, device=self.input_ids.device)
-        return {"input_ids": self.input_ids, "position_ids": self.position_ids, "attention_mask": mask, "prefix_tree": self}
 
 
 class SortedRows:
@@ -93,6 +81,7 @@ class SortedRows:
         order: row numbers.
         lengths: tokens of each row, in that order.
         shared: number of tokens that each row shares with the row before it, in that order; 0 for the first.
+        distinct: number of distinct tokens of all rows.
     """
 
     def __init__(self, batch: Trajectory, picture_ids: Sequence[int] = ()) -> None:
@@ -120,11 +109,7 @@ class SortedRows:
             places = np.flatnonzero(np.isin(ids_BL[self.order[row]], picture_ids))
             if len(places) and places[0] < self.shared[row] <= places[-1]:
                 self.shared[row] = places[0]
-
-    @property
-    def distinct(self) -> int:
-        """Number of distinct tokens of all rows."""
-        return int((self.lengths - self.shared).sum())
+        self.distinct = int((self.lengths - self.shared).sum())
 
     def tokens_of_groups(self) -> dict[int, int]:
         """Number of distinct tokens of each group by id, counted without the other groups."""
@@ -247,6 +232,7 @@ def build(batch: Trajectory, shared: Sequence[int] | None = None) -> PrefixTree:
         shared_calls=shared_calls,
         ends=_put(ends_T, device),
         branches=None if branches_T is None else _put(branches_T, device),
+        tokens=tokens,
         longest=max(lengths),
     )
 

@@ -333,16 +333,12 @@ def publisher_for(trainer: TrainEngine, engine: WeightReceiver | None, meta: Wei
     engine = engine if engine is not None else _find_servers(meta)
     if not isinstance(engine, WeightReceiver):
         raise takes_no_weights(engine)
-    model = engine.sampler.local_model
-    if model is None:
+    model, is_copied = engine.sampler.local_model, meta is not None and meta.type == "memory"
+    # No process has all weights of a sharded model, so they are copied into the engine's own.
+    if model is None or is_copied or is_sharded(trainer.model) or not isinstance(engine, InferenceEngine):
         return SentWeights(engine, meta)
-    if is_sharded(trainer.model):  # no process has all of the weights, which are copied into the engine's own
-        return SentWeights(engine, meta)
-    shares = next(trainer.model.parameters()).data_ptr() == next(model.parameters()).data_ptr()
-    copied = meta is not None and meta.type == "memory"
-    if shares and not copied and isinstance(engine, InferenceEngine):
-        return SharedWeights(engine)
-    return SentWeights(engine, meta)
+    is_shared = next(trainer.model.parameters()).data_ptr() == next(model.parameters()).data_ptr()
+    return SharedWeights(engine) if is_shared else SentWeights(engine, meta)
 
 
 def _find_servers(meta: WeightUpdateMeta | None) -> RemoteInferenceEngine:

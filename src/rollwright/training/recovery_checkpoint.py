@@ -243,15 +243,12 @@ def _separate(value: Any, path: str, tensors: dict[str, Tensor], parts: dict[str
 def read_state(directory: str | Path) -> dict[str, Any]:
     """Read a state that ``write_state`` wrote. Tensors of models become ``SavedTensor``; others are read to the CPU.
 
+    ``check_state`` finds damage that leaves the files readable.
+
     Raises:
-        CheckpointError: there is no checkpoint, it is damaged, or it has another format.
+        CheckpointError: there is no readable checkpoint, or it has another format.
     """
     directory = Path(directory)
-    check_state(directory)
-    return _read(directory)
-
-
-def _read(directory: Path) -> dict[str, Any]:
     try:
         plain = json.loads((directory / "state.json").read_text(encoding="utf-8"))
         tensors = load_file(directory / "state.safetensors")
@@ -390,19 +387,18 @@ class RecoverCheckpoints:
         """
         self.wait()
         steps = parallel.from_first_rank(self.steps)
-        if step is not None and step in steps:
-            self._check(step)
-            return step, _read(self.path(step))
-        if step is not None or not steps:
+        if not steps or (step is not None and step not in steps):
             raise CheckpointError(
                 f"{self.directory} has no checkpoint{'' if step is None else f' of step {step}'} (it has steps {steps}); "
                 "set recover.mode=auto to start anew where there is none."
             )
-        for candidate in reversed(steps):
+        for candidate in reversed(steps) if step is None else [step]:
             try:
                 self._check(candidate)
-                return candidate, _read(self.path(candidate))
+                return candidate, read_state(self.path(candidate))
             except CheckpointError as error:
+                if step is not None:
+                    raise
                 if parallel.rank() == 0:
                     logger.warning("%s It is passed over, and the checkpoint before it is taken.", error)
         raise CheckpointError(

@@ -12,6 +12,7 @@ import inspect
 import itertools
 from collections.abc import Callable
 from contextlib import AbstractContextManager
+from dataclasses import dataclass, field
 from typing import Any, cast
 
 import torch
@@ -139,22 +140,32 @@ def _write(call: AttentionCall, target: Tensor, values_NQH: Tensor) -> None:
         target[call.queries[~call.padding]] = values_NQH[~call.padding]
 
 
-def _operands(call: AttentionCall, query_THD: Tensor, key_THD: Tensor, value_THD: Tensor) -> tuple[Tensor, Tensor, Tensor, int]:
-    """Queries, keys and values of a call with equal numbers of heads, and how often each key head was repeated."""
+def _operands(
+    call: AttentionCall, query_THD: Tensor, key_THD: Tensor, value_THD: Tensor, scaling: float, softcap: float | None
+) -> tuple[Tensor, Tensor, Tensor, dict[str, Any] | None]:
+    """Queries, keys and values of a call with equal numbers of heads, and the other arguments of PyTorch's CPU kernel.
+
+    The arguments are None if the kernel cannot compute the call.
+    """
     (query_NHQD,) = _pieces(call, call.queries, query_THD)
     key_NHKD, value_NHKD = _pieces(call, call.keys, key_THD, value_THD)
-    groups = query_NHQD.shape[1] // key_NHKD.shape[1]
-    if groups > 1:
+    if (groups := query_NHQD.shape[1] // key_NHKD.shape[1]) > 1:
         key_NHKD, value_NHKD = (x.repeat_interleave(groups, dim=1) for x in (key_NHKD, value_NHKD))
-    return query_NHQD, key_NHKD, value_NHKD, groups
+    if softcap is not None or query_NHQD.device.type != "cpu" or query_NHQD.shape[-1] != value_NHKD.shape[-1]:
+        return query_NHQD, key_NHKD, value_NHKD, None
+    bias = None
+    if call.allowed is not None:
+        bias = torch.zeros(call.allowed.shape, dtype=query_NHQD.dtype).masked_fill_(~call.allowed, -torch.inf)
+    arguments = {"dropout_p": 0.0, "is_causal": call.is_causal, "attn_mask": bias, "scale": scaling}
+    return query_NHQD, key_NHKD, value_NHKD, arguments
 
 
 def _forward(
     call: AttentionCall, query_THD: Tensor, key_THD: Tensor, value_THD: Tensor, scaling: float, softcap: float | None
 ) -> tuple[Tensor, Tensor]:
     """Output ``[N, H, Q, D]`` and log-normalisers ``[N, H, Q]`` of a call."""
-    query, key, value, _ = _operands(call, query_THD, key_THD, value_THD)
-    if (arguments := _kernel_arguments(call, query, value, scaling, softcap)) is not None:
+    query, key, value, arguments = _operands(call, query_THD, key_THD, value_THD, scaling, softcap)
+    if arguments is not None:
         return torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(query, key, value, **arguments)
     products, seen = _products(call, query, key, scaling, softcap)
     products = products.masked_fill(~seen, -torch.inf)
@@ -174,11 +185,11 @@ def _backward(
     softcap: float | None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Gradients of a call's queries ``[N, H, Q, D]``, keys and values ``[N, Hk, K, D]``."""
-    query, key, value, groups = _operands(call, query_THD, key_THD, value_THD)
+    query, key, value, arguments = _operands(call, query_THD, key_THD, value_THD, scaling, softcap)
     grad, out, normaliser = _pieces(call, call.queries, grad_THD, out_THD, normaliser_TH)
     if call.padding is not None:  # padding contributes nothing
         normaliser = normaliser.masked_fill(call.padding[:, None], torch.inf)
-    if (arguments := _kernel_arguments(call, query, value, scaling, softcap)) is not None:
+    if arguments is not None:
         kernel = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
         grads = kernel(grad, query, key, value, out, normaliser, **arguments)
     else:
@@ -190,21 +201,9 @@ def _backward(
         towards = towards.to(query.dtype)
         grads = towards @ key, towards.transpose(-1, -2) @ query, weights.to(grad.dtype).transpose(-1, -2) @ grad
     grad_query, grad_key, grad_value = grads
-    if groups > 1:
+    if (groups := query_THD.shape[1] // key_THD.shape[1]) > 1:
         grad_key, grad_value = (each.unflatten(1, (-1, groups)).sum(2) for each in (grad_key, grad_value))
     return grad_query, grad_key, grad_value
-
-
-def _kernel_arguments(
-    call: AttentionCall, query: Tensor, value: Tensor, scaling: float, softcap: float | None
-) -> dict[str, Any] | None:
-    """Arguments of PyTorch's CPU kernel for a call, besides its tensors; None if the kernel cannot compute it."""
-    if softcap is not None or query.device.type != "cpu" or query.shape[-1] != value.shape[-1]:
-        return None
-    bias = None
-    if call.allowed is not None:
-        bias = torch.zeros(call.allowed.shape, dtype=query.dtype).masked_fill_(~call.allowed, -torch.inf)
-    return {"dropout_p": 0.0, "is_causal": call.is_causal, "attn_mask": bias, "scale": scaling}
 
 
 def _products(call: AttentionCall, query: Tensor, key: Tensor, scaling: float, softcap: float | None) -> tuple[Tensor, Tensor]:
@@ -266,41 +265,40 @@ _compiled_flex_attention: Any = None
 _NAME = "prefix_tree"
 
 
-def over_tree(model: nn.Module) -> AbstractContextManager[None]:
+def over_tree(model: Any) -> AbstractContextManager[None]:
     """Context in which a model's attention layers use the ``prefix_tree`` argument of its forward pass.
 
     Gradient checkpointing recomputes layers after the context has ended: see ``recomputed_alike``.
     """
-    config = text_config(model)
+    config = model.config.get_text_config()
     return _ComputedBy(config, _registered(config._attn_implementation))
 
 
-def recomputed_alike(model: nn.Module) -> Callable[[], tuple[Any, Any]]:
+def recomputed_alike(model: Any) -> Callable[[], tuple[Any, Any]]:
     """``context_fn`` of ``torch.utils.checkpoint`` that recomputes layers with the attention of the first pass."""
-    return functools.partial(_contexts, text_config(model))  # a partial, so that a copy of the model gets its own configuration
+    return functools.partial(
+        _contexts, model.config.get_text_config()
+    )  # a partial, so that a copy of the model gets its own configuration
 
 
 def _contexts(config: Any) -> tuple[Any, Any]:
     return contextlib.nullcontext(), _ComputedBy(config, config._attn_implementation)
 
 
+@dataclass
 class _ComputedBy(AbstractContextManager[None]):
     """Context in which layers use the attention implementation of a given name. Reentrant."""
 
-    def __init__(self, config: Any, name: str) -> None:
-        self._config, self._name = config, name
-        self._before: list[str] = []
+    config: Any
+    name: str
+    before: list[str] = field(default_factory=list)
 
     def __enter__(self) -> None:
-        self._before.append(self._config._attn_implementation_internal)
-        self._config._attn_implementation_internal = self._name  # the property's setter would also change the vision tower
+        self.before.append(self.config._attn_implementation_internal)
+        self.config._attn_implementation_internal = self.name  # the property's setter would also change the vision tower
 
     def __exit__(self, *_error: Any) -> None:
-        self._config._attn_implementation_internal = self._before.pop()
-
-
-def text_config(model: Any) -> Any:
-    return model.config.get_text_config()
+        self.config._attn_implementation_internal = self.before.pop()
 
 
 @functools.cache
@@ -393,14 +391,14 @@ def _not_understood(args: tuple[Any, ...], arguments: dict[str, Any], tree: Pref
     return None if name is None else f"its attention takes {name}, which attention over a tree does not support"
 
 
-def why_not(model: nn.Module, longest: int) -> str | None:
+def why_not(model: Any, longest: int) -> str | None:
     """Why rows cannot share prefixes according to the model's configuration; None if they may.
 
     Args:
         model: a Hugging Face model.
         longest: tokens of the longest row.
     """
-    name, config = type(model).__name__, text_config(model)
+    name, config = type(model).__name__, model.config.get_text_config()
     if not getattr(model, "_supports_attention_backend", False):
         return f"{name} does not use transformers' attention interface"
     if getattr(model, "_is_stateful", False):

@@ -5,7 +5,6 @@ import math
 import pytest
 import torch
 
-from rollwright.algorithms.kl import kl_estimate, kl_loss
 from rollwright.algorithms.losses import (
     POLICY_LOSSES,
     PolicyLoss,
@@ -14,6 +13,8 @@ from rollwright.algorithms.losses import (
     clip_loss,
     dpo_loss,
     find_policy_loss,
+    kl_estimate,
+    kl_loss,
     opmd_loss,
     reinforce_loss,
     sapo_loss,

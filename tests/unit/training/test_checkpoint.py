@@ -15,6 +15,7 @@ from rollwright.training import recovery_checkpoint as checkpoint
 from rollwright.training.recovery_checkpoint import (
     RecoverCheckpoints,
     _checksum,
+    check_state,
     random_states,
     read_state,
     restore_random_states,
@@ -127,11 +128,16 @@ def test_a_directory_is_replaced_whole_or_not_at_all(tmp_path):
     assert [path.name for path in tmp_path.iterdir()] == ["model"]
 
 
+def checked_state(directory):
+    check_state(directory)
+    return read_state(directory)
+
+
 def test_a_damaged_checkpoint_is_named(tmp_path):
     write_state(tmp_path / "state", {"a": torch.zeros(3)})
     (tmp_path / "state" / "state.safetensors").write_bytes(b"short")
     with pytest.raises(CheckpointError, match=r"is damaged: state\.safetensors"):
-        read_state(tmp_path / "state")
+        checked_state(tmp_path / "state")
 
 
 def flip(path, bit: int) -> None:
@@ -147,9 +153,9 @@ def test_a_flipped_bit_is_noticed(tmp_path, name):
     for bit in range(0, 8 * file.stat().st_size, 7):
         flip(file, bit)
         with pytest.raises(CheckpointError, match=r"is damaged|no readable checkpoint"):
-            read_state(tmp_path / "state")
+            checked_state(tmp_path / "state")
         flip(file, bit)
-    assert read_state(tmp_path / "state")["step"] == 3
+    assert checked_state(tmp_path / "state")["step"] == 3
 
 
 def test_a_damaged_checkpoint_falls_back_to_the_one_before_and_says_so(tmp_path, monkeypatch):
@@ -177,9 +183,9 @@ def test_a_state_that_is_no_mapping_is_an_error(tmp_path):
     write_state(tmp_path / "state", {"a": 1})
     (tmp_path / "state" / "state.json").write_text("[1, 2]")
     with pytest.raises(CheckpointError, match="state"):
-        read_state(tmp_path / "state")
+        checked_state(tmp_path / "state")
     checksums = json.loads((tmp_path / "state" / "checksums.json").read_text())
     checksums["state.json"] = _checksum(tmp_path / "state" / "state.json")
     (tmp_path / "state" / "checksums.json").write_text(json.dumps(checksums))
     with pytest.raises(CheckpointError, match=r"state\.json holds a list, not a checkpoint's state; resume from another"):
-        read_state(tmp_path / "state")
+        checked_state(tmp_path / "state")

@@ -226,7 +226,7 @@ def scaled() -> Scaled:
 def test_a_tree_with_more_tokens_than_a_regime_is_proved_though_no_row_has_as_many(caplog):
     model = scaled()
     engine, prompt = engine_of(model), row(8, 0)
-    engine._scorer._head_is_linear = False
+    engine._scorer._head_applies = False
     few, many = ([prompt + row(length, length) for length in lengths] for lengths in ((4, 5), (4, 5, 6, 7, 8, 9)))
     engine.compute_logp(padded(few))
     assert engine.division.shares_prefixes
@@ -238,7 +238,7 @@ def test_a_tree_with_more_tokens_than_a_regime_is_proved_though_no_row_has_as_ma
 
 def test_branches_at_columns_past_a_regime_are_proved_though_none_is_as_long():
     engine = engine_of(scaled())
-    engine._scorer._head_is_linear = False
+    engine._scorer._head_applies = False
     engine.compute_logp(branch_batch(4, 5)[0])
     with pytest.raises(TrainingError, match="in a row with branches"):
         engine.compute_logp(branch_batch(9, 8)[0])
