@@ -15,7 +15,7 @@ import torch
 
 from rollwright.config.generation import GenerationHyperparameters, returning_ids
 from rollwright.experience.experience import Experience
-from rollwright.inference.backends.builtin import grammar
+from rollwright.inference.backends.builtin import adjustments
 from rollwright.inference.backends.builtin.engine import BuiltinEngine
 from rollwright.inference.engine import InferenceEngine
 from rollwright.inference.request import ModelRequest, ModelResponse
@@ -144,9 +144,9 @@ class Directed(InferenceEngine):
         text = self.texts[place]
         if isinstance(text, Free):
             return dataclasses.replace(request, seed=place)
-        own = [name for name in grammar.GRAMMARS if getattr(request.gconfig, name) is not None]
+        own = [name for name in adjustments.GRAMMARS if getattr(request.gconfig, name) is not None]
         if own:
-            matcher = grammar.grammar_of(
+            matcher = adjustments.grammar_of(
                 request.gconfig, request.tokenizer, len(request.tokenizer), {request.tokenizer.eos_token_id}
             )
             tokens = request.tokenizer.encode(text, add_special_tokens=False)

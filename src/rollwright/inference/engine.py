@@ -33,7 +33,13 @@ TOLERANCE_OF_16_BITS = 5e-2
 
 
 class WeightReceiver:
-    """Receives the weights that a trainer publishes: an engine, or an object that forwards them to engines."""
+    """Receives the weights that a trainer publishes: an engine, or an object that forwards them to engines.
+
+    Attributes:
+        local_model: the model in this process that computes the tokens. None if other processes compute them.
+    """
+
+    local_model: nn.Module | None = None
 
     @property
     def logprob_tolerance(self) -> float | None:
@@ -44,11 +50,6 @@ class WeightReceiver:
     def sampler(self) -> WeightReceiver:
         """The engine that samples with the weights: this one, or the one that it wraps."""
         return self
-
-    @property
-    def local_model(self) -> nn.Module | None:
-        """The model in this process that computes the tokens, or None if other processes compute them."""
-        return None
 
     @property
     def weight_dtype(self) -> torch.dtype | None:

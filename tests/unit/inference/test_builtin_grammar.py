@@ -21,7 +21,7 @@ from server_parts import served, tiny_engine
 from rollwright.config.generation import GenerationHyperparameters
 from rollwright.data.tokenizer import build_character_tokenizer
 from rollwright.errors import EngineError
-from rollwright.inference.backends.builtin import grammar
+from rollwright.inference.backends.builtin import adjustments
 from rollwright.inference.backends.builtin.engine import BuiltinEngine
 from rollwright.inference.request import ModelRequest
 from rollwright.inference.server.application import create_application
@@ -112,8 +112,10 @@ def test_a_grammar_goes_on_after_a_preemption():
 
 
 def test_a_grammar_that_breaks_ends_its_request_alone(engine, monkeypatch):
-    taken = grammar.Grammar.take
-    monkeypatch.setattr(grammar.Grammar, "take", lambda self, token: taken(self, engine.tokenizer.eos_token_id))  # not allowed
+    taken = adjustments.Grammar.take
+    monkeypatch.setattr(
+        adjustments.Grammar, "take", lambda self, token: taken(self, engine.tokenizer.eos_token_id)
+    )  # not allowed
     gconfig = GenerationHyperparameters(max_new_tokens=5)
     futures = engine.submit([ModelRequest([5, 6], gconfig.new(regex="[ab]{4}")), ModelRequest([5, 6], gconfig)])
     with pytest.raises(EngineError, match="cannot be followed further"):
@@ -146,7 +148,7 @@ def test_an_engine_without_a_tokenizer_or_the_package_says_what_it_needs(engine,
     ):
         bare.generate([ModelRequest([5], bound)])
     monkeypatch.setitem(sys.modules, "llguidance", None)
-    grammar._tokens.cache_clear()
+    adjustments._tokens.cache_clear()
     with pytest.raises(EngineError, match=r"rollwright\[grammar\]"):
         engine.generate([ModelRequest([5], bound.new(regex="abc"))])
 
@@ -158,7 +160,7 @@ def test_added_tokens_that_are_text_may_stand_for_it():
     mark = tokenizer.convert_tokens_to_ids("<tool_call>")
     gconfig = GenerationHyperparameters(grammar='start: /[0-9]+/ | "<tool_call>" "ab" "</tool_call>"')
     scores = torch.zeros(len(tokenizer))
-    asked = grammar.grammar_of(gconfig, tokenizer, len(tokenizer), {0})
+    asked = adjustments.grammar_of(gconfig, tokenizer, len(tokenizer), {0})
     asked.mask(scores)
     allowed = {tokenizer.decode([token]) for token in scores.isfinite().nonzero().flatten().tolist()}
     assert allowed == {*"0123456789", "<", "<tool_call>"}
@@ -166,7 +168,7 @@ def test_added_tokens_that_are_text_may_stand_for_it():
         asked.take(token)
         assert not asked.error
     spelled = GenerationHyperparameters(regex="<tool_call>!")  # nothing else may follow: no choice of tokens is left
-    asked = grammar.grammar_of(spelled, tokenizer, len(tokenizer), {0})
+    asked = adjustments.grammar_of(spelled, tokenizer, len(tokenizer), {0})
     text = ""
     while not text.endswith("!"):
         scores = torch.zeros(len(tokenizer))
@@ -185,7 +187,7 @@ def test_a_tokenizer_whose_texts_cannot_be_joined_is_refused():
     )  # it decodes with blanks between words
     tokenizer = transformers.PreTrainedTokenizerFast(tokenizer_object=backend, eos_token="<eos>", unk_token="<unk>")
     with pytest.raises(EngineError, match="cannot be honoured with this tokenizer"):
-        grammar.grammar_of(GenerationHyperparameters(regex="one"), tokenizer, len(tokenizer), {0})
+        adjustments.grammar_of(GenerationHyperparameters(regex="one"), tokenizer, len(tokenizer), {0})
 
 
 # ------------------------------------------------------------------ the protocols
@@ -277,7 +279,7 @@ def test_beside_tools_a_reply_is_a_call_or_an_answer_in_the_format(engine):
         forced = httpx.post(f"http://{address}/v1/chat/completions", json=body | {"tool_choice": "required"}, timeout=120)
         assert (forced.status_code, "tool_choice forces a call" in forced.text) == (400, True)
     (request,) = seen
-    matcher = grammar._matcher("grammar", request.gconfig.grammar, engine.tokenizer, 102, (2,))
+    matcher = adjustments._matcher("grammar", request.gconfig.grammar, engine.tokenizer, 102, (2,))
     for text, follows in ((CALL, True), (CALL + "\n" + CALL, True), ("{}", False), ("hello", False)):
         copy = matcher.deep_copy()
         tokens = engine.tokenizer.encode(text, add_special_tokens=False)

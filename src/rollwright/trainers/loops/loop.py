@@ -20,6 +20,7 @@ from rollwright.config.rules import refuse_dicts
 from rollwright.config.sections import IntervalConfig, TrainEngineConfig
 from rollwright.data.tokenizer import load_tokenizer
 from rollwright.errors import LostRankError, TrainingError
+from rollwright.experience.journal.writing import Journal
 from rollwright.inference.weights.files import keep_newest
 from rollwright.placement.placement import placement_of
 from rollwright.placement.rank_processes import follow_config
@@ -55,6 +56,7 @@ class Trainer(ABC):
     curve = "reward"  #: the metric that ``make_step`` returns
     shares_weights = False  #: an engine in this process may compute with the trained tensors
     evaluates = False  #: there are held-out tasks and an engine to run them with
+    journal: Journal | None = None  #: receives what each step trained on
 
     def __init__(self, config: BaseExperimentConfig, model: TrainEngineConfig, directory: RunDirectory) -> None:
         refuse_dicts(config)
@@ -191,6 +193,7 @@ class Trainer(ABC):
                 resume_step=self.step if self.directory.resumed else None,
                 tokenizer=self.tokenizer,
                 value_name=self.curve,
+                journal=self.journal,
             ) as run,
         ):
             warn_of_reasons(config)

@@ -53,18 +53,18 @@ class StageRun:
     """The records of one stage of a run.
 
     Args:
-        config: the stage's config.
-        directory: where it writes; claimed by the caller.
+        config: config of the stage.
+        directory: directory of the stage, claimed by the caller.
         total_steps: steps of the stage, for the display.
-        resume_step: steps that were done before, where the stage is resumed; None: it begins.
+        resume_step: number of steps made before the stage was resumed. None if it is new.
         tokenizer: decodes the rollout dumps.
-        value_name: what the main curve is: ``reward`` or ``loss``.
+        value_name: metric of the main curve, ``reward`` or ``loss``.
+        journal: receives what each step trained on. None disables these records.
 
     Attributes:
-        journal: to which the trainer adds what only it knows; None: nowhere.
+        metrics: writes ``metrics.jsonl`` and the other sinks.
+        dumper: writes a few readable rows of a batch.
     """
-
-    journal: Journal | None = None
 
     def __init__(
         self,
@@ -75,7 +75,9 @@ class StageRun:
         resume_step: int | None,
         tokenizer: Any,
         value_name: str = "reward",
+        journal: Journal | None = None,
     ) -> None:
+        self.journal = journal
         self.config = config
         self.directory = directory
         self.timer = start_timer()
@@ -123,19 +125,11 @@ class StageRun:
         """Metrics that ``stats_logger.show`` adds to the display."""
         return {name: metrics.get(name, "–") for name in self.config.stats_logger.show}
 
-    def log(self, step: int, metrics: Mapping[str, float]) -> None:
-        """Write numbers of a step to ``metrics.jsonl`` and the sinks."""
-        self.metrics.log(step, metrics)
-
     def report_evaluation(self, step: int, result: EvaluationResult, reported: Mapping[str, float] | None = None) -> None:
         """Log an evaluation, with what else was ``reported`` while it ran, and show it."""
-        self.log(step, {**(reported or {}), **{f"eval/{name}": value for name, value in result.as_metrics().items()}})
+        self.metrics.log(step, {**(reported or {}), **{f"eval/{name}": value for name, value in result.as_metrics().items()}})
         self.display.evaluation(step, result.reward)
-        self.dump(step, result.trajectory, name="eval")
-
-    def dump(self, step: int, batch: Trajectory, name: str = "step") -> None:
-        """Write a few readable rows of a step."""
-        self.dumper.dump(step, batch, name, unpacked)
+        self.dumper.dump(step, result.trajectory, "eval", unpacked)
 
     def curve(self, name: str) -> list[tuple[int, float]]:
         """``(step, value)`` of one metric, as written so far."""
@@ -195,12 +189,12 @@ def report_step(
         **{f"workflow/{name}": value for name, value in workflow_metrics(batch).items()},
         **run.tracker.export(reset=True),
     }
-    run.log(step, metrics)
+    run.metrics.log(step, metrics)
     if run.journal is not None:
         journal_step(run.journal, step, batch, stats, version, publication)
         for name, taken in seconds.items():
             run.journal.write(Phase(step, name, taken, began.get(name, 0.0)), may_hold_secrets=False)
-    run.dump(step, batch)
+    run.dumper.dump(step, batch, "step", unpacked)
     run.display.step(
         step,
         reward,

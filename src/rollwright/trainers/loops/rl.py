@@ -166,6 +166,7 @@ class PPOTrainer(PolicyTrainer):
         self.rollout: RolloutEngine = self.placement.rollout(config, self.ranks, self.tokenizer, self.directory)
         opened.callback(self.rollout.destroy)
         self.rollout.initialize()
+        self.journal = self.rollout.journal
         self.actor.connect_engine(self.rollout)
 
     def _leave_directory(self, kind: type[BaseException] | None, *_: object) -> None:
@@ -184,8 +185,8 @@ class PPOTrainer(PolicyTrainer):
             self.rollout.set_version(self.actor.version)
         self.rollout.executor.while_waiting = self._publish_again
         self.made_again = range(0)
-        if self.directory.resumed and self.rollout.journal is not None:
-            self._recall(self.rollout.journal)
+        if self.directory.resumed and self.journal is not None:
+            self._recall(self.journal)
 
     def _publish_again(self) -> None:
         """Send the current weights again if no server can sample without them, because those that had them were lost."""
@@ -261,13 +262,8 @@ class PPOTrainer(PolicyTrainer):
 
     def before_recover_visible(self) -> Callable[[], object] | None:
         """What the checkpoint builds on is in the journal, on the disk."""
-        journal = self.rollout.journal
+        journal = self.journal
         return None if journal is None else partial(journal.checkpoint, self.step, self.rollout.executor.frontier)
-
-    def make_step(self, run: StageRun, stop: StopSignal) -> float | None:
-        """As :meth:`PolicyTrainer.make_step`, with the journal of the rollout engine."""
-        run.journal = self.rollout.journal
-        return super().make_step(run, stop)
 
     def publish(self) -> None:
         """Publish while nothing is sampled, and release the slots of the batch."""

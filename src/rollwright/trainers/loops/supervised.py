@@ -111,7 +111,7 @@ class SupervisedTrainer(Trainer):
             "tokens_per_second/train": speed,
             **{f"model/{name}": value for name, value in stats.items()},
         }
-        run.log(self.step, metrics)
+        run.metrics.log(self.step, metrics)
         facts = run.facts(metrics)
         run.display.step(self.step, metrics["loss"], train_tokens_per_second=speed, seconds=seconds, facts=facts)
         return metrics["loss"]

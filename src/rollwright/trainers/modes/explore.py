@@ -428,7 +428,7 @@ class Explorer:
         version, every = self.weights.version, self.config.evaluator.every_steps
         numbers = run.tracker.export(reset=True)
         if "reward" in numbers:
-            run.log(version, numbers)
+            run.metrics.log(version, numbers)
             run.display.step(version, numbers["reward"])
         before, evaluated = -1 if self.config.evaluator.at_start else 0, self.turns.last(self.weights.loaded)
         done = before if evaluated is None else max(before, evaluated)

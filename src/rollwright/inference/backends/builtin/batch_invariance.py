@@ -28,6 +28,7 @@ from rollwright.inference.backends.builtin.batch import Chunk, ForwardBatch, Seq
 from rollwright.inference.backends.builtin.kv_cache import INVARIANT_ROWS, KEY_BLOCK, Shapes, in_blocks
 from rollwright.inference.backends.builtin.model import LlamaFamily, Matrix, ModelRunner, weighted_sum
 from rollwright.inference.backends.builtin.scheduler import Stepper, answer
+from rollwright.inference.model_facts import ordinary_tokens
 from rollwright.inference.request import ModelRequest, TopTokens
 from rollwright.inference.visible_tokens import sees
 from rollwright.tracking.logging import getLogger
@@ -183,7 +184,7 @@ def differing_request(runner: ModelRunner, prefill_tokens: int) -> str | None:
         tokens: SequenceOf[int] = range(min(runner.vocabulary, _VOCABULARY))
         runner = runner.shallow(len(tokens))
     else:
-        tokens = runner.forward.ordinary_tokens()
+        tokens = ordinary_tokens(runner.model.config)
     requests = _requests([drawn.choices(tokens, k=length) for length in _PROMPTS if length <= limit])
     if not requests:
         return None  # a context of a few tokens, all in one block

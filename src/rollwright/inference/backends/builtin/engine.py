@@ -100,10 +100,13 @@ class BuiltinEngine(InferenceEngine):
         batch_invariant: bool = False,
         trust_remote_code: bool = False,
     ) -> None:
-        self.on_weight_update = on_weight_update
+        if on_weight_update not in ("recompute", "keep", "wait"):
+            raise ConfigError(f"on_weight_update is {on_weight_update!r}; use 'recompute', 'keep' or 'wait'.")
+        self.on_weight_update: OnWeightUpdate = on_weight_update
         if max_running_requests < 1 or prefill_tokens < 1:
             raise ConfigError("max_running_requests and prefill_tokens must be at least 1.")
         self.model, self.tokenizer = load_model_for_inference(model_or_path, tokenizer, device, dtype, trust_remote_code)
+        self.local_model = self.model
         if kv_cache_bytes is None:
             kv_cache_bytes = cache_bytes_by_default(next(self.model.parameters()).device)
         kept_bytes = kv_cache_bytes // 4 if prefix_cache else 0
@@ -215,14 +218,12 @@ class BuiltinEngine(InferenceEngine):
                 if future.cancelled():
                     self._cancelled.append(sequence)
 
-    async def astream(self, request: ModelRequest) -> AsyncGenerator[ModelResponse, None]:
+    def astream(self, request: ModelRequest) -> AsyncGenerator[ModelResponse, None]:
         """Yield the growing response: each has all tokens of the one before, and the last is complete.
 
         Leaving the iteration early frees the request's row.
         """
-        async with contextlib.aclosing(stream(self.submit, request)) as parts:
-            async for response in parts:
-                yield response
+        return stream(self.submit, request)
 
     def generate(self, requests: list[ModelRequest]) -> list[ModelResponse]:
         """Like ``agenerate_batch``, for synchronous code; also works while an event loop runs in this thread."""
@@ -312,7 +313,7 @@ class BuiltinEngine(InferenceEngine):
 
     def pause(self) -> None:
         """Stop sampling; returns when no step runs. With ``on_weight_update="wait"`` running requests end first."""
-        if self._on_weight_update == "wait":
+        if self.on_weight_update == "wait":
             self._drain()
         with self._state:
             self._is_paused = True
@@ -339,17 +340,6 @@ class BuiltinEngine(InferenceEngine):
         with self._between_steps():
             finished = self._stepper.abort(rid)
         resolve(finished)
-
-    @property
-    def on_weight_update(self) -> OnWeightUpdate:
-        """What happens to running requests at the next change of weights."""
-        return self._on_weight_update
-
-    @on_weight_update.setter
-    def on_weight_update(self, value: OnWeightUpdate) -> None:
-        if value not in ("recompute", "keep", "wait"):
-            raise ConfigError(f"on_weight_update is {value!r}; use 'recompute', 'keep' or 'wait'.")
-        self._on_weight_update: OnWeightUpdate = value
 
     def flush_cache(self) -> None:
         """Forget the keys and values of finished sequences."""
@@ -391,18 +381,34 @@ class BuiltinEngine(InferenceEngine):
                 "or update_weights(version=version, weights=named)."
             )
 
-    def publish(self, version: int) -> None:
+    def publish(self, version: int, copies: Iterable[tuple[Tensor, Tensor]] = ()) -> None:
         """See ``WeightReceiver.publish``.
+
+        Args:
+            version: the new version of the weights.
+            copies: pairs of tensors; the second of each is copied into the first, between two steps, before ``version`` is current.
 
         Raises:
             WeightUpdateError: the version is lower than the current one.
         """
-        self._update(version)
-
-    @property
-    def local_model(self) -> torch.nn.Module:
-        """The model, whose weights may be shared with its trainer."""
-        return self.model
+        if version < self.get_version():
+            raise WeightUpdateError(f"Version {version} cannot follow {self.get_version()}: versions only grow.")
+        was_paused = self._is_paused
+        if self.on_weight_update == "wait":
+            self._drain()
+        try:
+            with self._between_steps():
+                with torch.no_grad():
+                    for destination, source in copies:
+                        destination.copy_(source)
+                self._runner.forward.share_weights()
+                self._stepper.scheduler.weights_changed(recompute=self.on_weight_update == "recompute")
+                self._stepper.version = version
+        finally:
+            if not was_paused:
+                with self._state:
+                    self._stepper.scheduler.holding = False
+                    self._state.notify_all()
 
     def update_weights(
         self,
@@ -420,7 +426,7 @@ class BuiltinEngine(InferenceEngine):
         Raises:
             WeightUpdateError: a name or shape does not match the model; no weight has changed.
         """
-        self._update(version, paired(self.model, WeightStream.of(weights)))
+        self.publish(version, paired(self.model, WeightStream.of(weights)))
 
     def go_back(self, version: int, *, finish: bool = False) -> None:
         """Give the current weights an earlier version; all requests end, because versions only grow within a request.
@@ -435,27 +441,6 @@ class BuiltinEngine(InferenceEngine):
             finished = [] if finish else self._stepper.abort(None)
             self._stepper.version = version
         resolve(finished)
-
-    def _update(self, version: int, copies: Iterable[tuple[Tensor, Tensor]] = ()) -> None:
-        """Copy the second tensor of each pair into the first, and make ``version`` current."""
-        if version < self.get_version():
-            raise WeightUpdateError(f"Version {version} cannot follow {self.get_version()}: versions only grow.")
-        was_paused = self._is_paused
-        if self._on_weight_update == "wait":
-            self._drain()
-        try:
-            with self._between_steps():
-                with torch.no_grad():
-                    for destination, source in copies:
-                        destination.copy_(source)
-                self._runner.forward.share_weights()
-                self._stepper.scheduler.weights_changed(recompute=self._on_weight_update == "recompute")
-                self._stepper.version = version
-        finally:
-            if not was_paused:
-                with self._state:
-                    self._stepper.scheduler.holding = False
-                    self._state.notify_all()
 
     def stats(self) -> dict[str, float]:
         """Return counts since the start, and the numbers of running and waiting requests."""

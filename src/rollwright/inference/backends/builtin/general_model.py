@@ -121,8 +121,9 @@ class GeneralModel:
                 arguments["position_ids"] = positions
         arguments["input_ids"] = tokens
         choice = self._visible_tokens(batch)
-        if not self._makes_masks:
-            arguments["attention_mask"] = self._one_mask(choice.visible)
+        if not self._makes_masks:  # with transformers' functions: give it an additive mask [n, 1, Q, K]
+            mask = torch.zeros(choice.visible.shape, dtype=self._model.dtype, device=tokens.device)
+            arguments["attention_mask"] = mask.masked_fill_(~choice.visible, torch.finfo(mask.dtype).min)[:, None]
         with only_visible(choice):
             output = self._model(past_key_values=Cache(layers=layers), use_cache=True, **arguments)
         return batch.unpad(output.logits) if batch.scores_all else output.logits[: batch.row_count, -1]
@@ -139,11 +140,6 @@ class GeneralModel:
             visible, queries, keys = (F.pad(x, (0, 0) * (x.dim() - 1) + (0, padding)) for x in (visible, queries, keys))
             visible[batch.row_count :, :, 0] = True  # softmax of a fully masked row is NaN
         return VisibleTokens(visible, queries, keys)
-
-    def _one_mask(self, visible: Tensor) -> Tensor:
-        """Additive attention mask ``[n, 1, Q, K]`` for a model that does not build its masks with transformers' functions."""
-        mask = torch.zeros(visible.shape, dtype=self._model.dtype, device=visible.device)
-        return mask.masked_fill_(~visible, torch.finfo(mask.dtype).min)[:, None]
 
     # ------------------------------------------------------------------ images and video
 
@@ -180,10 +176,6 @@ class GeneralModel:
 
     # ------------------------------------------------------------------ check against the model's plain forward
 
-    def ordinary_tokens(self) -> list[int]:
-        """Return some tokens that are not special."""
-        return ordinary_tokens(self._model.config)
-
     @torch.inference_mode()
     def verify(self, context_length: int) -> None:
         """Compare chunked, ragged passes over a cache with plain forwards of the model; see ``proof``.
@@ -204,6 +196,6 @@ class GeneralModel:
     def _difference(self, context_length: int) -> Difference | None:
         mode = "one row at a time" if self._rows_apart else "rows together"
         try:
-            return prove(self, self._model, self.layer_shapes, self.ordinary_tokens(), context_length, mode)
+            return prove(self, self._model, self.layer_shapes, ordinary_tokens(self._model.config), context_length, mode)
         except Exception as error:  # a foreign forward may raise anything
             return Difference(f"it does not accept an explicit mask and cache ({type(error).__name__}: {error})")

@@ -72,18 +72,13 @@ def prove(
             reason = _differs(forward, model, layers, tokens, [longest, min(_SHORT)], length) if is_short else ""
         except torch.OutOfMemoryError:
             is_short, reason = False, ""
-        names_of_length, advice = (
-            " and ".join(names),
-            f" With a context_length of {length} or less there are no such rows.",
-        )
+        beyond, advice = " and ".join(names), f" With a context_length of {length} or less there are no such rows."
         if not is_short:
-            said = f"rows of more than {length} tokens, beyond {names_of_length}, cannot be compared with its plain forward here: that "
-            return Difference(f"{said}takes {operations:.0e} operations, or more memory than there is", advice)
+            said = f"rows of more than {length} tokens, beyond {beyond}, cannot be compared with its plain forward here: that takes "
+            return Difference(f"{said}{operations:.0e} operations, or more memory than there is", advice)
         if reason:
-            said = (
-                f"in a row of {longest} tokens, beyond {names_of_length}, it computes other log-probabilities than in a plain "
-            )
-            return Difference(f"{said}forward ({reason})", advice)
+            said = f"in a row of {longest} tokens, beyond {beyond}, it computes other log-probabilities than in a plain forward"
+            return Difference(f"{said} ({reason})", advice)
         _proved.setdefault(model, set()).add(known)
     return None
 
@@ -104,8 +99,8 @@ def _differs(
     """
     generator, device = torch.Generator().manual_seed(0), model.device
     rows = [[tokens[i] for i in torch.randint(len(tokens), (n,), generator=generator).tolist()] for n in lengths]
-    size = len(rows) * max(lengths)
-    cache = KVCache(layers, size * _bytes_per_token(layers, model.dtype), len(rows), model.dtype, device)
+    bytes_per_token = sum(shape.heads * (shape.key_size + shape.value_size) for shape in layers) * model.dtype.itemsize
+    cache = KVCache(layers, len(rows) * max(lengths) * bytes_per_token, len(rows), model.dtype, device)
     cache.make_room(len(rows), max(lengths), [])
     sequences = [Sequence(ModelRequest(row), tokens=row, prompt_length=len(row), length_limit=len(row) + 1) for row in rows]
     before = max(lengths) - (border - min(8, border // 2)) if border else 0
@@ -133,19 +128,11 @@ def _differs(
     return None
 
 
-def _bytes_per_token(layers: list[LayerShape], dtype: torch.dtype) -> int:
-    return sum(shape.heads * (shape.key_size + shape.value_size) for shape in layers) * dtype.itemsize
-
-
 def _plain(model: Any, ids: Tensor, count: int) -> Tensor:
     """Logits ``[count, V]`` of a row's last tokens from the model's own forward without a cache."""
-    keep = {"logits_to_keep": count} if count < ids.shape[1] and "logits_to_keep" in forward_arguments(model) else {}
+    can_keep = "logits_to_keep" in inspect.signature(model.forward).parameters
+    keep = {"logits_to_keep": count} if count < ids.shape[1] and can_keep else {}
     return model(input_ids=ids, use_cache=False, **keep).logits[0, -count:]
-
-
-def forward_arguments(model: Any) -> set[str]:
-    """Names of the parameters of the model's forward."""
-    return set(inspect.signature(model.forward).parameters)
 
 
 def _distance(logits_V: Tensor, plain_V: Tensor, dtype: torch.dtype) -> float:

@@ -23,11 +23,10 @@ import torch
 
 from rollwright.config.generation import GenerationHyperparameters
 from rollwright.errors import EngineError, PromptTooLongError
+from rollwright.inference.backends.builtin.adjustments import Adjustment, grammar_of
 from rollwright.inference.backends.builtin.batch import Sequence
 from rollwright.inference.backends.builtin.general_model import GeneralModel
-from rollwright.inference.backends.builtin.grammar import grammar_of
 from rollwright.inference.backends.builtin.model import ModelRunner
-from rollwright.inference.backends.builtin.penalties import Adjustment
 from rollwright.inference.backends.builtin.scheduler import Finished
 from rollwright.inference.backends.builtin.stop_strings import StopStrings
 from rollwright.inference.request import ModelRequest, ModelResponse

@@ -1,6 +1,6 @@
 """Draws the tokens of a step: temperature, top-k, top-p, min-p; and how a row's output ends.
 
-Log-probabilities are those of the temperature-scaled softmax, before top-k, top-p, min-p, bias and penalties (``penalties``). Each token
+Log-probabilities are those of the temperature-scaled softmax, before top-k, top-p, min-p, bias and penalties (``adjustments``). Each token
 takes one uniform number, a function of the request's seed and the index of the token only, so what a request draws depends on its own
 distribution and never on the other requests of the batch.
 
