@@ -1,4 +1,4 @@
-"""What a config runs on what: its workflows with their arguments, its tasksets, and its tasks by the ordinal of their draw."""
+"""Tasks and workflows of a config: workflows with their arguments, tasksets, and tasks by the ordinal of their draw."""
 
 from __future__ import annotations
 
@@ -30,9 +30,9 @@ REMEMBERED = 65_536
 
 
 def with_defaults(workflow: Any, kwargs: dict[str, Any] | None, defaults: dict[str, Any]) -> dict[str, Any]:
-    """``kwargs`` and those ``defaults`` that the constructor takes, are not None and are not given.
+    """Add to ``kwargs`` the ``defaults`` that the workflow's constructor accepts, except None. Given arguments win.
 
-    An instance is built already, so its kwargs stay as they are.
+    The kwargs of an instance are returned unchanged, because it is built already.
     """
     given = dict(kwargs or {})
     target = WORKFLOWS.get(workflow) if isinstance(workflow, str) else workflow
@@ -46,7 +46,7 @@ def with_defaults(workflow: Any, kwargs: dict[str, Any] | None, defaults: dict[s
 def workflow_arguments(
     config: Any, workflow: Any, given: dict[str, Any] | None, tokenizer: Any, gconfig: Any = None
 ) -> dict[str, Any]:
-    """A workflow's arguments: those given, and ``reward_fn``, ``gconfig``, ``tokenizer`` and ``overflow_reward`` of the config; see
+    """Return the given arguments with ``reward_fn``, ``gconfig``, ``tokenizer`` and ``overflow_reward`` of the config added; see
     :func:`with_defaults`."""
     gconfig = gconfig or config.gconfig.new(n_samples=1)
     defaults = {"reward_fn": config.reward_fn, "gconfig": gconfig, "tokenizer": tokenizer}
@@ -73,7 +73,7 @@ def refuse_unusable_reward(config: Any, rows: Any) -> None:
 
 
 def thinks(workflow_kwargs: dict[str, Any] | None) -> bool | None:
-    """The workflow's ``enable_thinking``, also used to count prompt tokens; None if it is not set."""
+    """Return the workflow's ``enable_thinking``, which also affects the length of prompts; None if it is not set."""
     return (workflow_kwargs or {}).get("enable_thinking")
 
 
@@ -97,7 +97,7 @@ def refuse_missing_chat_template(config: Any, tokenizer: Any) -> None:
 
 
 def evaluation_rows(config: PPOConfig) -> list[Row]:
-    """The held-out tasks: the rows of all evaluation tasksets, each of which says its taskset's name, or ``valid_dataset``."""
+    """Return the held-out tasks: the rows of all evaluation tasksets, each with its taskset's name, or those of ``valid_dataset``."""
     if config.eval_tasksets or config.valid_dataset is None:
         return [{**row, "taskset": taskset.name} for taskset in config.eval_tasksets for row in taskset_rows(taskset)]
     given = config.workflow_kwargs if config.eval_workflow_kwargs is None else config.eval_workflow_kwargs
@@ -105,7 +105,7 @@ def evaluation_rows(config: PPOConfig) -> list[Row]:
 
 
 def training_rows(config: PPOConfig) -> Iterator[Row]:
-    """All rows that training tasks are drawn from."""
+    """Yield all rows that training tasks are drawn from."""
     if not config.tasksets:
         yield from get_dataset(config.train_dataset, config.tokenizer_path or config.actor.path, thinks(config.workflow_kwargs))
     for taskset in config.tasksets:
@@ -113,11 +113,11 @@ def training_rows(config: PPOConfig) -> Iterator[Row]:
 
 
 def training_workflow(config: PPOConfig, tokenizer: Any, source: Any, services: TaskServices) -> Any:
-    """What runs training tasks: a runner of the config's tasksets, or its workflow.
+    """Build the runner of the config's tasksets, or its workflow.
 
-    A runner samples each task as often as its taskset's ``group_size`` says, else the run's ``gconfig.n_samples``, else the taskset's;
-    with the taskset's ``gconfig``, or the run's if it sets none. It reports rewards to the selectors of ``source`` if that is the
-    mixture of the tasksets.
+    A runner takes the number of samples of a task from the taskset's ``group_size``, then the run's ``gconfig.n_samples``, then the
+    taskset's ``gconfig``; the generation arguments are those of the taskset if set, otherwise those of the run. If ``source`` is the
+    mixture of the tasksets, the runner reports rewards to its selectors.
 
     Raises:
         ConfigError: the config names neither a workflow nor tasksets.
@@ -136,16 +136,16 @@ def training_workflow(config: PPOConfig, tokenizer: Any, source: Any, services: 
 def evaluation_workflow(
     config: PPOConfig, tokenizer: Any, services: TaskServices, *, group_size: int | None = None
 ) -> tuple[Any, dict[str, Any] | None]:
-    """What runs held-out tasks, and its constructor's arguments: a runner of the evaluation tasksets, or a workflow.
+    """Return what runs held-out tasks: a runner of the evaluation tasksets, or a workflow with its constructor arguments.
 
     A runner uses its taskset's ``gconfig``, or the evaluator's if the taskset sets none. The workflow is ``eval_workflow``, or that of
     training; it is None if the config names neither.
 
     Args:
         config: the experiment.
-        tokenizer: the policy's.
-        services: for the runner's workflows.
-        group_size: samples of each task of a taskset. None uses the taskset's own.
+        tokenizer: tokenizer of the policy.
+        services: services for the runner's workflows.
+        group_size: number of samples of each task of a taskset. None uses the taskset's own.
     """
     if config.eval_tasksets:
         tasksets = config.eval_tasksets
@@ -176,7 +176,7 @@ def _runner(
 def held_out_tasks(
     config: PPOConfig, tokenizer: Any, services: TaskServices, *, group_size: int | None = None
 ) -> tuple[list[Row], Any, dict[str, Any] | None]:
-    """The held-out tasks with what runs them, see :func:`evaluation_workflow`. There are no rows if nothing runs them."""
+    """Return the held-out tasks and what runs them (see :func:`evaluation_workflow`); no tasks if the config names no workflow."""
     workflow, kwargs = evaluation_workflow(config, tokenizer, services, group_size=group_size)
     return ([] if workflow is None else evaluation_rows(config)), workflow, kwargs
 
@@ -202,7 +202,7 @@ class DrawnTasks:
         self._next = 0
 
     def row(self, ordinal: int) -> Row:
-        """The row of a draw."""
+        """Return the row of a draw."""
         if ordinal < self._next and ordinal not in self._rows:
             anew = (row for batch in endless(self._make_source()) for row in batch)
             return next(row for row in anew if row["ordinal"] == ordinal)
@@ -216,7 +216,7 @@ class DrawnTasks:
 
 
 def task_source(config: PPOConfig) -> TaskMixture | list[Row]:
-    """The training tasks: the tasksets, drawn from as one, or the rows of ``train_dataset``."""
+    """Return the training tasks: the mixture of the tasksets, or the rows of ``train_dataset``."""
     if not config.tasksets:
         return get_dataset(config.train_dataset, config.tokenizer_path or config.actor.path, thinks(config.workflow_kwargs))
     rows = [taskset_rows(taskset) for taskset in config.tasksets]
@@ -224,13 +224,13 @@ def task_source(config: PPOConfig) -> TaskMixture | list[Row]:
 
 
 def task_loader(config: Any, rows: Any) -> TaskLoader:
-    """Draws rows as the ``train_dataset`` section says."""
+    """Return a loader of rows with the settings of the ``train_dataset`` section."""
     dataset = config.train_dataset
     return TaskLoader(rows, dataset.batch_size, shuffle=dataset.shuffle, drop_last=dataset.drop_last, seed=config.seed)
 
 
 def training_tasks(config: PPOConfig) -> DrawnTasks:
-    """The tasks of a config, from its tasksets or its ``train_dataset``."""
+    """Return the tasks of a config, from its tasksets or its ``train_dataset``."""
     if config.tasksets:
         return DrawnTasks(lambda: task_source(config))  # type: ignore[arg-type]
     rows = task_source(config)
@@ -238,6 +238,6 @@ def training_tasks(config: PPOConfig) -> DrawnTasks:
 
 
 def count_tasks(source: Iterable[list[Row]]) -> int:
-    """Tasks of one epoch."""
+    """Return the number of tasks of one epoch."""
     assert isinstance(source, TaskLoader | TaskMixture)
     return len(source) * source.batch_size

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import copy
 import math
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -59,14 +59,7 @@ def load_model(config: TrainEngineConfig, *, dtype: torch.dtype | None = None, d
         ConfigError: there is no model at ``config.path``, or it needs code that ``trust_remote_code`` does not allow.
     """
     device = device or resolve_device(config.device)
-    dtype = dtype or held_dtype(config, device)
-
-    def make(builder: Any, model_config: Any, arguments: dict[str, Any]) -> nn.Module:
-        if config.init_from_scratch:
-            return builder.from_config(model_config, **arguments)
-        return builder.from_pretrained(config.path, config=model_config, **arguments)
-
-    return _made(config, dtype, make).to(device).eval()
+    return _made(config, dtype or held_dtype(config, device)).to(device).eval()
 
 
 def empty_model(config: TrainEngineConfig, dtype: torch.dtype) -> nn.Module:
@@ -75,12 +68,7 @@ def empty_model(config: TrainEngineConfig, dtype: torch.dtype) -> nn.Module:
     Raises:
         ConfigError: as for ``load_model``.
     """
-
-    def make(builder: Any, model_config: Any, arguments: dict[str, Any]) -> nn.Module:
-        with _parameters_without_memory():
-            return builder.from_config(model_config, **arguments)
-
-    return _made(config, dtype, make).eval()
+    return _made(config, dtype, is_empty=True).eval()
 
 
 def empty_copy(model: Any, dtype: torch.dtype) -> nn.Module:
@@ -105,7 +93,7 @@ def held_dtype(config: TrainEngineConfig, device: torch.device) -> torch.dtype:
     return torch.float32 if config.optimizer is not None else resolve_dtype(config.dtype, device)
 
 
-def _made(config: TrainEngineConfig, dtype: torch.dtype, make: Callable[[Any, Any, dict[str, Any]], nn.Module]) -> nn.Module:
+def _made(config: TrainEngineConfig, dtype: torch.dtype, *, is_empty: bool = False) -> nn.Module:
     import transformers
 
     if not config.path:
@@ -114,8 +102,12 @@ def _made(config: TrainEngineConfig, dtype: torch.dtype, make: Callable[[Any, An
     try:
         model_config = transformers.AutoConfig.from_pretrained(config.path, **arguments)
         arguments |= {"dtype": dtype, **attention_arguments(config.attn_implementation)}
-        with without_progress_bars():
-            model = make(_auto_class(model_config), model_config, arguments)
+        builder = _auto_class(model_config)
+        with without_progress_bars(), _parameters_without_memory() if is_empty else nullcontext():
+            if is_empty or config.init_from_scratch:
+                model = builder.from_config(model_config, **arguments)
+            else:
+                model = builder.from_pretrained(config.path, config=model_config, **arguments)
     except (OSError, ValueError) as error:
         raise ConfigError(f"No model could be loaded from {config.path!r}: {error}") from error
     note_attention(model, config.attn_implementation)

@@ -243,10 +243,7 @@ def attend_in_blocks(
 
     if tree.block_mask is None:
         tree.block_mask = create_block_mask(sees, None, None, tree.tokens, tree.tokens, device=query_HTD.device)
-    global _compiled_flex_attention
-    if compiled and _compiled_flex_attention is None:
-        _compiled_flex_attention = torch.compile(flex_attention, dynamic=True)
-    kernel: Any = _compiled_flex_attention if compiled else flex_attention
+    kernel: Any = _compiled(flex_attention) if compiled else flex_attention
     out_1HTD = kernel(
         query_HTD[None],
         key_HTD[None],
@@ -259,7 +256,9 @@ def attend_in_blocks(
     return out_1HTD[0].transpose(0, 1)
 
 
-_compiled_flex_attention: Any = None
+@functools.cache
+def _compiled(kernel: Any) -> Any:
+    return torch.compile(kernel, dynamic=True)
 
 
 _NAME = "prefix_tree"

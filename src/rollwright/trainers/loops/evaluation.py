@@ -1,4 +1,4 @@
-"""Evaluation: run every task of a split and score the rewards, as means and pass@k, outside capacity and version accounting."""
+"""Evaluation: run every task of a split and report mean rewards and pass@k. Evaluation does not count as sampling for training."""
 
 from __future__ import annotations
 
@@ -30,10 +30,10 @@ def evaluate(
 ) -> EvaluationResult:
     """Run ``gconfig.n_samples`` samples of every task and average their rewards.
 
-    A :class:`TaskRunner` has its own generation arguments: those of its tasksets, or the ones that it was built with.
+    A :class:`TaskRunner` uses its own generation arguments, those of its tasksets or constructor.
 
     Raises:
-        RolloutError: a task gave no sample, so that the mean would be over other tasks than those asked for.
+        RolloutError: a task gave no sample, so the mean would not cover all tasks.
     """
     workflow, kwargs = evaluating(workflow, workflow_kwargs, gconfig)
     trajectory = rollout.rollout_batch(
@@ -59,36 +59,36 @@ def evaluate(
 def evaluating(
     workflow: Any, kwargs: dict[str, Any] | None, gconfig: GenerationHyperparameters
 ) -> tuple[Any, dict[str, Any] | None]:
-    """A workflow, and its constructor's arguments, as they evaluate: with ``gconfig``, one sample at a time."""
+    """Return a workflow and its constructor arguments for evaluation: with ``gconfig``, one sample at a time."""
     if inspect.isclass(workflow) or isinstance(workflow, str):
         return workflow, {**(kwargs or {}), "gconfig": gconfig.new(n_samples=1)}
-    if not isinstance(workflow, TaskRunner) and hasattr(workflow, "gconfig"):  # an instance: the same with other arguments
+    if not isinstance(workflow, TaskRunner) and hasattr(workflow, "gconfig"):  # an instance: copy it with other arguments
         workflow = copy.copy(workflow)
         workflow.gconfig = _with_stops_of(workflow.gconfig, gconfig.new(n_samples=1))
     return workflow, None
 
 
 def _with_stops_of(own: Any, gconfig: GenerationHyperparameters) -> GenerationHyperparameters:
-    """The arguments, with what ends a turn of the workflow besides: where its turns end is part of how its episodes go."""
+    """Return the arguments with the workflow's own stop strings and tokens added, because they define where its turns end."""
     stops = list(dict.fromkeys([*(getattr(own, "stop", None) or []), *(gconfig.stop or [])]))
     stop_token_ids = dict.fromkeys([*(getattr(own, "stop_token_ids", None) or []), *gconfig.stop_token_ids])
     return gconfig.new(stop=stops or None, stop_token_ids=list(stop_token_ids))
 
 
 def pass_at_k(samples: int, passed: int, k: int) -> float:
-    """Chance that one of ``k`` samples passes, unbiased from ``samples`` of which ``passed`` did (Chen et al. 2021, eq. 1)."""
+    """Unbiased estimate of the chance that one of ``k`` samples passes, if ``passed`` of ``samples`` did (Chen et al. 2021, eq. 1)."""
     if not 1 <= k <= samples:
         raise ConfigError(f"pass@{k} cannot be told from {samples} samples: k is between 1 and the number of samples.")
     return 1.0 - math.comb(samples - passed, k) / math.comb(samples, k)
 
 
 def scores_of(rewards: Sequence[Sequence[float]], pass_at: Sequence[int], pass_reward: float) -> dict[str, float]:
-    """``mean@n`` and each ``pass@k`` over tasks; every k above the number of samples is left out.
+    """Compute ``mean@n`` and each ``pass@k`` over tasks.
 
     Args:
-        rewards: the rewards of the samples of each task, as many for each.
-        pass_at: every k.
-        pass_reward: reward from which on a sample passes.
+        rewards: rewards of the samples of each task, equally many for each.
+        pass_at: values of k. Those above the number of samples are skipped.
+        pass_reward: smallest reward of a sample that passes.
     """
     samples = len(rewards[0])
     passed = [sum(reward >= pass_reward for reward in task) for task in rewards]
@@ -99,15 +99,15 @@ def scores_of(rewards: Sequence[Sequence[float]], pass_at: Sequence[int], pass_r
 
 
 def evaluate_model(config: EvalConfig, rollouts: Path | None = None) -> dict[str, Any]:
-    """Scores of a model on a split, with the built-in engine.
+    """Evaluate a model on a split with the built-in engine.
 
     Args:
-        config: what to evaluate, on what.
-        rollouts: directory for trajectories to read, ``stats_logger.dump_rollouts`` of each score.
+        config: the model, the split and the workflow.
+        rollouts: directory for readable samples, ``stats_logger.dump_rollouts`` for each score. None disables them.
 
     Returns:
-        ``greedy`` and ``mean@<samples>`` mean rewards (where asked for), ``tasks``, and a few ``completions``
-        (``prompt``, ``completion``, ``reward``, ``answer``).
+        Mean rewards ``greedy`` and ``mean@<samples>`` as configured, the number of ``tasks``, and a few ``completions`` (``prompt``,
+        ``completion``, ``reward``, ``answer``).
     """
     from rollwright.data.datasets import get_dataset
     from rollwright.data.tokenizer import load_tokenizer
@@ -140,7 +140,7 @@ def evaluate_model(config: EvalConfig, rollouts: Path | None = None) -> dict[str
 
 
 def _bar(rollout: RolloutEngine, samples: int, name: str) -> AbstractContextManager[Any]:
-    """A progress bar that follows how many samples have ended from now on."""
+    """Return a progress bar over the samples that end from now on."""
 
     def ended() -> float:
         counters = rollout.counters()

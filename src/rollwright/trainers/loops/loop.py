@@ -1,7 +1,7 @@
 """The training loop that every trainer shares: steps, evaluation, checkpoints, recovery, and an orderly end.
 
-A trainer opens what it trains and samples with, and says what a step is. When a step is due for evaluation or a
-checkpoint, how a run resumes, and how it ends on a signal are decided here.
+A trainer opens its model and engine and defines a step. This loop decides when to evaluate and save, how a run resumes, and how it ends on
+a signal.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ logger = getLogger("trainer")
 
 
 class Part(Protocol):
-    """What a recover checkpoint holds the state of."""
+    """A part of the run whose state is in a recovery checkpoint."""
 
     def state_dict(self) -> dict[str, Any]: ...
 
@@ -47,8 +47,8 @@ class Trainer(ABC):
 
     Args:
         config: the experiment.
-        model: the section of the model that is trained; its path names the tokenizer where ``tokenizer_path`` is empty.
-        directory: where the run writes.
+        model: section of the trained model. Its path names the tokenizer if ``tokenizer_path`` is empty.
+        directory: directory of the run.
     """
 
     spec: FinetuneSpec  #: length of the run; set by the subclass
@@ -67,42 +67,42 @@ class Trainer(ABC):
         #: The engines hold the weights of the last step. Only then can a step be evaluated or resumed from.
         self.is_published = True
 
-    # -- what a trainer says -------------------------------------------------------------------------------------------
+    # -- defined by subclasses ----------------------------------------------------------------------------------------
 
     def claim(self, opened: ExitStack) -> None:  # noqa: B027 - the caller may have done so
-        """Take what the run needs for itself, before anything is loaded."""
+        """Claim what the run needs for itself, before anything is loaded."""
 
     @abstractmethod
     def open(self, opened: ExitStack) -> None:
-        """Open what samples, beside ``self.ranks``, which train; whatever has to be closed goes on ``opened``."""
+        """Open the inference engine and other resources; ``self.ranks`` are open already. ``opened`` closes them."""
 
     @abstractmethod
     def parts(self) -> Mapping[str, Part]:
-        """What a recover checkpoint holds besides the trained engine, by name."""
+        """Return the parts in a recovery checkpoint besides the trained engine, by name."""
 
     def begin(self, resumed: bool) -> None:  # noqa: B027 - a trainer may have nothing to do
-        """Called when everything is open, after the newest checkpoint was loaded where there was one."""
+        """Called when everything is open and the newest checkpoint, if any, is loaded."""
 
     @abstractmethod
     def make_step(self, run: StageRun, stop: StopSignal) -> float | None:
         """Make step ``self.step + 1``, count it and report it.
 
         Returns:
-            The value of ``curve``; None where nothing is left to train on, or the signal came first.
+            The value of ``curve``; None if nothing is left to train on or the signal came first.
         """
 
     def evaluate(self) -> EvaluationResult:
-        """Run the held-out tasks with the present weights."""
+        """Run the held-out tasks with the current weights."""
         raise NotImplementedError
 
     def is_done(self, evaluation: float | None) -> bool:
-        """True where the evaluation of the last step ends the run."""
+        """Whether the evaluation of the last step ends the run."""
         return False
 
     def before_recover_visible(self) -> Callable[[], object] | None:
-        """What commits that which has to be in step with a recover checkpoint of the present step.
+        """Return a function that commits external state together with this step's recovery checkpoint.
 
-        It is called just before the checkpoint can be found: in the background (``recover.in_background``), beside later steps.
+        It is called just before the checkpoint becomes visible; with ``recover.in_background`` from a thread, during later steps.
         """
         return None
 
@@ -114,7 +114,7 @@ class Trainer(ABC):
         self._opened = ExitStack()
         if self._follows():
             return self
-        with ExitStack() as opened:  # closes what is open where something fails here
+        with ExitStack() as opened:  # closes everything if something fails
             self.claim(opened)
             self.ranks = self.placement.ranks(self.config, self.spec, self.directory, shares_weights=self.shares_weights)
             self.trained = self.ranks.engine
@@ -160,18 +160,17 @@ class Trainer(ABC):
         except Exception as failed:  # a CheckpointError, or what its callback raised
             if kind in (None, SystemExit):
                 raise
-            logger.error("the newest recover checkpoint was not written: %s", failed)  # what ended the run has its own error
+            logger.error("the newest recover checkpoint was not written: %s", failed)  # the error that ended the run is raised
 
     def _follows(self) -> bool:
-        """True in a process that was started beside the first one, whose trainer calls and has the run to itself."""
+        """True on all ranks but the first, which owns the run and calls the others."""
         return parallel.rank() > 0
 
     def train(self) -> dict[str, Any]:
         """Train to the last step, until ``is_done``, until nothing is left to train on, or until a signal asks to stop.
 
         Returns:
-            ``{"steps", "reward" (or "loss"), "eval": {step: reward}, "seconds": {...}, "checkpoint": path}``; in the processes
-            beside the first one, nothing.
+            ``{"steps", "reward" (or "loss"), "eval": {step: reward}, "seconds": {...}, "checkpoint": path}``; empty on other ranks.
         """
         if self._follows():
             follow_config(self.config)
@@ -216,7 +215,7 @@ class Trainer(ABC):
                     run.display.done(f"a reward of {evaluations[self.step]:.3f} held out, as asked for")
                     break
             if self.step != self._saved_step:
-                self._save_recover()  # to continue from after a signal, or when the run is made longer
+                self._save_recover()  # to resume from after a signal, or if the run is extended
             if stop.received is not None and self.step < total:
                 raise SystemExit(stop.exit_code)
             checkpoint = self.save(self.directory.checkpoints / "final")
@@ -231,7 +230,7 @@ class Trainer(ABC):
             }
 
     def save(self, path: Any) -> Any:
-        """Write weights, tokenizer and model card in Hugging Face form; returns the path."""
+        """Write weights, tokenizer and model card as a Hugging Face checkpoint; returns the path."""
         self.ranks.save(path, self.tokenizer)
         write_model_card(path, self.step)
         return path
@@ -261,11 +260,11 @@ class Trainer(ABC):
 
 
 class Schedule:
-    """Says after which steps an ``IntervalConfig`` is due.
+    """Decides after which steps an ``IntervalConfig`` is due.
 
     Args:
-        interval: steps, epochs or seconds between two; all None: never due.
-        steps_per_epoch: steps of one pass over the dataset.
+        interval: number of steps, epochs or seconds between two events. It is never due if all are None.
+        steps_per_epoch: number of steps of one pass over the dataset.
     """
 
     def __init__(self, interval: IntervalConfig, steps_per_epoch: int) -> None:
@@ -275,7 +274,7 @@ class Schedule:
         self._postponed = False
 
     def due(self, step: int) -> bool:
-        """True where it is due after ``step`` steps, counted from 1."""
+        """Whether it is due after ``step`` steps, counted from 1."""
         interval = self._interval
         by_steps = interval.every_steps is not None and step % interval.every_steps == 0
         by_epochs = interval.every_epochs is not None and step % (interval.every_epochs * self._steps_per_epoch) == 0
@@ -285,7 +284,7 @@ class Schedule:
         return by_steps or by_epochs or by_clock
 
     def due_by_now(self, step: int, possible: bool) -> bool:
-        """True where it is due after ``step`` steps, or was due after an earlier step where it was not possible."""
+        """Whether it is ``possible`` now and due after ``step`` steps, or has been due since a step at which it was not possible."""
         self._postponed = self.due(step) or self._postponed
         if not (self._postponed and possible):
             return False

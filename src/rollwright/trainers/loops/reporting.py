@@ -1,4 +1,4 @@
-"""What a training loop reports: its metrics, times, dumps and display, and what it says of each step."""
+"""Reports of a training loop: metrics, times, rollout dumps and the display, and the record of each step."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from rollwright.config.experiment import BaseExperimentConfig, PPOConfig
+from rollwright.config.experiment import BaseExperimentConfig
 from rollwright.config.loading import config_to_dict, save_config
 from rollwright.experience.journal.records import Phase, Published, Trained
 from rollwright.experience.journal.writing import Journal
@@ -35,17 +35,17 @@ logger = logging.getLogger("trainer")
 
 @dataclass
 class EvaluationResult:
-    """What an evaluation found; rewards are per sample, tasks as they were drawn."""
+    """Result of an evaluation. Rewards are per sample."""
 
     reward: float  # mean over samples
     tasks: int
     samples: int
     truncated: float  # share of samples cut by a length limit
     response_tokens: float  # mean sampled tokens of a sample
-    trajectory: Trajectory  # on a Ray cluster a packed batch
+    trajectory: Trajectory  # rows in the order of the tasks; a packed batch on a Ray cluster
 
     def as_metrics(self) -> dict[str, float]:
-        """The scalars, for a metrics sink."""
+        """Scalars for a metrics sink."""
         return {"reward": self.reward, "truncated": self.truncated, "response_tokens": self.response_tokens}
 
 
@@ -82,7 +82,7 @@ class StageRun:
         self.directory = directory
         self.timer = start_timer()
         self.tracker = get_tracker()
-        self.tracker.export(reset=True)  # what an earlier stage of this process reported and nobody took
+        self.tracker.export(reset=True)  # drop what an earlier stage of this process left
         self.value_name = value_name
         self._exit = ExitStack()
         logger_config = config.stats_logger
@@ -106,8 +106,8 @@ class StageRun:
             start_step=resume_step or 0,
             timer=self.timer,
         )
-        has_journal = isinstance(config, PPOConfig) and config.journal.enabled and config.mode == "both"
-        self.dumper = RolloutDumper(directory.rollouts, tokenizer, logger_config.dump_rollouts, for_programs=not has_journal)
+        rollouts = logger_config.dump_rollouts
+        self.dumper = RolloutDumper(directory.rollouts, tokenizer, rollouts, for_programs=journal is None)
         save_config(config, directory.path / "config.yaml")
 
     def __enter__(self) -> StageRun:
@@ -117,27 +117,27 @@ class StageRun:
     def __exit__(self, *error: object) -> None:
         try:
             self.timer.write_chrome_trace(self.directory.trace_file)
-        except OSError as failed:  # nothing depends on the trace, and the cause of the run's end has its own error
+        except OSError as failed:  # nothing depends on the trace, and the error that ended the run matters more
             logger.warning("%s cannot be written: %s", self.directory.trace_file, failed)
         self._exit.close()
 
     def facts(self, metrics: Mapping[str, float]) -> dict[str, float | str]:
-        """Metrics that ``stats_logger.show`` adds to the display."""
+        """Return the metrics that ``stats_logger.show`` adds to the display."""
         return {name: metrics.get(name, "–") for name in self.config.stats_logger.show}
 
     def report_evaluation(self, step: int, result: EvaluationResult, reported: Mapping[str, float] | None = None) -> None:
-        """Log an evaluation, with what else was ``reported`` while it ran, and show it."""
+        """Log and show an evaluation, together with the metrics ``reported`` while it ran."""
         self.metrics.log(step, {**(reported or {}), **{f"eval/{name}": value for name, value in result.as_metrics().items()}})
         self.display.evaluation(step, result.reward)
         self.dumper.dump(step, result.trajectory, "eval", unpacked)
 
     def curve(self, name: str) -> list[tuple[int, float]]:
-        """``(step, value)`` of one metric, as written so far."""
+        """Return ``(step, value)`` of one metric, as written so far."""
         records = read_metrics(self.directory.metrics_file)
         return [(record["step"], record[name]) for record in records if record.get(name) is not None]
 
     def plot(self, title: str) -> Path | None:
-        """Draw reward and held-out evaluations into ``reward.png``, where matplotlib is installed."""
+        """Plot reward and evaluations to ``reward.png``. Returns None if matplotlib is not installed."""
         return plot_reward_curve(
             self.directory.path / "reward.png",
             self.curve(self.value_name),
@@ -155,16 +155,16 @@ def report_step(
     sampling: Sequence[str],
     publication: Publication | None = None,
 ) -> float:
-    """Log and show a step that trained on ``batch``; returns the mean reward of the batch's samples.
+    """Log, journal and show a step; returns the mean reward of the batch's samples.
 
     Args:
-        run: the stage's records.
-        step: its number, from 1.
-        batch: what was trained on.
-        stats: of ``ppo_update``.
-        version: published after the step.
-        sampling: phases of the step in which tokens are sampled, by whose seconds they are counted.
-        publication: of ``version``; None: it was not published.
+        run: records of the stage.
+        step: number of the step, counted from 1.
+        batch: the batch that was trained on.
+        stats: metrics of ``ppo_update``.
+        version: version of the weights after the step.
+        sampling: phases of a step in which tokens are sampled; their seconds give the sampling rate.
+        publication: transfer of ``version`` to the engines. None if it was not published.
     """
     rewards = sample_means(batch, batch["rewards"])
     sampled = float(sampled_tokens(batch).sum())
@@ -215,7 +215,7 @@ def journal_step(
     version: int,
     publication: Publication | None = None,
 ) -> None:
-    """Write what a step trained on, with what the trainer computed of each token, and what was published after it."""
+    """Write the rows of a step with the trainer's scores of their tokens, and the publication after it."""
     of_row = (batch[key].tolist() for key in ("group_ids", "sample_ids", "rewards"))
     for *row, trained in zip(*of_row, trained_rows(batch), strict=True):
         journal.write(Trained(step, *row, *trained), may_hold_secrets=False)
@@ -228,7 +228,7 @@ def journal_step(
 
 
 def workflow_metrics(batch: Trajectory) -> dict[str, float]:
-    """Means of the numbers that experiences carry as ``metrics``, each over the rows that have it."""
+    """Average the ``metrics`` of experiences by name, over the rows that have them."""
     values: dict[str, list[float]] = defaultdict(list)
     for row in batch.get("details", ()):
         for name, value in row.get("metrics", {}).items():
@@ -237,7 +237,7 @@ def workflow_metrics(batch: Trajectory) -> dict[str, float]:
 
 
 def sample_means(trajectory: Trajectory, values_B: Tensor) -> Tensor:
-    """Mean of a row value over the rows of each sample, ``[samples]``: a sample of four rows does not count four times."""
+    """Average a value of each row over the rows of each sample, ``[samples]``, so that a sample of four rows counts once."""
     keys = torch.stack([trajectory["group_ids"], trajectory["sample_ids"]], dim=1)
     _, index_B = keys.unique(dim=0, return_inverse=True)
     count = int(index_B.max()) + 1

@@ -1,4 +1,4 @@
-"""Reinforcement learning: sample, compare within groups, take a step, publish the weights, again."""
+"""Reinforcement learning: sample a batch, compute advantages, take optimizer steps, publish the weights, repeat."""
 
 from __future__ import annotations
 
@@ -45,34 +45,36 @@ logger = getLogger("trainer")
 
 
 class PolicyTrainer(Trainer):
-    """Trains a policy on batches of samples, and publishes it. A subclass says where batches come from and weights go."""
+    """Trains a policy on batches of samples, and publishes it. Subclasses define where batches come from and where weights go.
 
-    waiting = "generate"  #: phase in which a batch comes
+    Attributes:
+        waiting: name of the phase in which the trainer waits for a batch.
+        sampling_phases: phases of a step in which tokens are sampled. If samples may be stale, sampling continues while the policy trains.
+    """
+
+    waiting = "generate"
 
     @property
     def actor(self) -> Any:
-        """The policy; with several processes, this one's part of it, whose calls all of them have to make."""
+        """The policy. With several processes, this process's part of it; every process has to make the same calls."""
         return self.trained
-
-    @property
-    def sampling_phases(self) -> tuple[str, ...]:
-        """Phases of a step in which tokens are sampled: where samples may be stale, also while others are trained on."""
-        return (self.waiting, "train", "publish") if self.config.rollout.max_head_offpolicyness else (self.waiting,)
 
     def __init__(self, config: PPOConfig, model: TrainEngineConfig, directory: RunDirectory) -> None:
         super().__init__(config, model, directory)
         self.learning = LearningWatch()
+        is_asynchronous = config.rollout.max_head_offpolicyness > 0
+        self.sampling_phases = (self.waiting, "train", "publish") if is_asynchronous else (self.waiting,)
 
     @abstractmethod
     def next_batch(self, stop: StopSignal) -> Trajectory | None:
-        """The batch of the next step; None where no more will come, or a signal asks to stop."""
+        """Return the batch of the next step, or None if no more will come or a signal asks to stop."""
 
     def publish(self) -> None:
-        """Give the present weights to whoever samples."""
+        """Publish the current weights to the engines."""
         self.ranks.call("publish")
 
     def samples_with_own_weights(self) -> bool:
-        """Tokens of the version just trained were sampled with this policy's weights, so that log-probabilities must agree."""
+        """Whether the tokens of the version just trained were sampled with this policy's weights, so that log-probabilities must agree."""
         return True
 
     def make_step(self, run: StageRun, stop: StopSignal) -> float | None:
@@ -103,7 +105,7 @@ class PolicyTrainer(Trainer):
 
 
 class PPOTrainer(PolicyTrainer):
-    """Trains a policy with a workflow; with a :class:`GRPOConfig` there is no critic.
+    """Trains a policy on samples of a workflow.
 
     ::
 
@@ -112,13 +114,13 @@ class PPOTrainer(PolicyTrainer):
 
     Args:
         config: the experiment.
-        train_dataset: tasks, a sequence of dicts, or tasksets drawn from as one.
-        valid_dataset: held-out tasks for evaluation on the way; None: no evaluation.
-        directory: where the run writes; None: ``<fileroot>/<experiment_name>/<trial_name>``, claimed here.
+        train_dataset: tasks as a sequence of dicts, or a mixture of tasksets.
+        valid_dataset: held-out tasks for evaluation during training. None disables evaluation.
+        directory: directory of the run, claimed by the caller. None claims ``<fileroot>/<experiment_name>/<trial_name>``.
 
     Raises:
-        ConfigError: a combination of settings that cannot be honoured.
-        DataError: fewer tasks than one batch.
+        ConfigError: settings contradict each other or cannot be honoured.
+        DataError: there are fewer tasks than one batch needs.
     """
 
     def __init__(
@@ -149,7 +151,7 @@ class PPOTrainer(PolicyTrainer):
             self.loader = task_loader(config, train_dataset)
             size = len(train_dataset)
         self.spec = FinetuneSpec(config.total_train_epochs, size, dataset.batch_size, config.total_train_steps)
-        self._taken: deque[Trajectory] = deque()  # batches that wait for their step
+        self._taken: deque[Trajectory] = deque()  # sampled batches, trained in later steps
 
     # -- from start to end ---------------------------------------------------------------------------------------------
 
@@ -160,7 +162,7 @@ class PPOTrainer(PolicyTrainer):
             opened.push(self._leave_directory)
 
     def open(self, opened: ExitStack) -> None:
-        """Start the engine, and connect the policy to it."""
+        """Start the inference engine and connect the policy to it."""
         config = self.placement.serve_models(self.config, self.ranks, self.directory, opened)
         self.services = opened.enter_context(TaskServices(config, self.tokenizer, self.directory.logs))
         self.rollout: RolloutEngine = self.placement.rollout(config, self.ranks, self.tokenizer, self.directory)
@@ -175,12 +177,12 @@ class PPOTrainer(PolicyTrainer):
         self.directory.release()
 
     def parts(self) -> dict[str, Part]:
-        """The order of the tasks, and the samples that are finished or under way."""
+        """Return the loader (order of tasks) and the rollout engine (finished and running samples)."""
         return {"loader": self.loader, "rollout": self.rollout}
 
     def begin(self, resumed: bool) -> None:
-        """Publish the weights, except to a fresh engine that shares them, and take up what was sampled before a stop."""
-        if resumed or self.config.rollout.backend != "builtin" or self.ranks.model is None:
+        """Publish the weights, except to a fresh engine that shares them, and replay episodes recorded before an interruption."""
+        if resumed or self.rollout.sampler.local_model is None or self.ranks.model is None:
             self.ranks.call("republish")
             self.rollout.set_version(self.actor.version)
         self.rollout.executor.while_waiting = self._publish_again
@@ -194,7 +196,7 @@ class PPOTrainer(PolicyTrainer):
             self.ranks.call("republish")
 
     def _recall(self, journal: Journal) -> None:
-        """Go on with the episodes that earlier processes recorded."""
+        """Continue the episodes that earlier processes of the run recorded."""
         executor, version = self.rollout.executor, self.actor.version
         past = executor.recall([journal.directory])
         for gap in past.lost:
@@ -211,7 +213,7 @@ class PPOTrainer(PolicyTrainer):
         journal.write(Resumed(self.step, version, executor.frontier, past.count, past.tokens, time.time()))
 
     def samples_with_own_weights(self) -> bool:
-        """False for a version that is made again: its tokens were sampled before the run was stopped."""
+        """Whether the version was not trained before an interruption; otherwise its tokens may come from the earlier weights."""
         return self.actor.version - 1 not in self.made_again
 
     def train(
@@ -221,14 +223,14 @@ class PPOTrainer(PolicyTrainer):
         eval_workflow: Any = None,
         eval_workflow_kwargs: dict[str, Any] | None = None,
     ) -> dict[str, Any]:
-        """Run the loop to its end, or until a signal asks to stop.
+        """Train to the last step, or until a signal asks to stop.
 
         Args:
-            workflow: class, instance, import string or registered name; None: the config's, or that of its tasksets.
-            workflow_kwargs: constructor arguments; ``reward_fn``, ``gconfig`` and ``tokenizer`` are filled in from the config
-                where the workflow takes them and they are left out.
-            eval_workflow: workflow of evaluation; None: the same.
-            eval_workflow_kwargs: its arguments; None: the same, with the evaluator's generation arguments.
+            workflow: class, instance, import string or registered name. None uses the workflow of the config or of its tasksets.
+            workflow_kwargs: constructor arguments. If the workflow takes ``reward_fn``, ``gconfig`` or ``tokenizer`` and they are not
+                given, they come from the config.
+            eval_workflow: workflow for evaluation. None uses the training workflow.
+            eval_workflow_kwargs: its constructor arguments. None uses those of training, with the evaluator's generation arguments.
 
         Returns:
             ``{"steps", "reward", "eval": {step: reward}, "seconds": {...}, "checkpoint": path}``.
@@ -261,22 +263,22 @@ class PPOTrainer(PolicyTrainer):
     # -- a step --------------------------------------------------------------------------------------------------------
 
     def before_recover_visible(self) -> Callable[[], object] | None:
-        """What the checkpoint builds on is in the journal, on the disk."""
+        """Write the journal to disk together with this step's recovery checkpoint."""
         journal = self.journal
         return None if journal is None else partial(journal.checkpoint, self.step, self.rollout.executor.frontier)
 
     def publish(self) -> None:
-        """Publish while nothing is sampled, and release the slots of the batch."""
+        """Publish while sampling is paused, and release the slots of the batch."""
         self.rollout.pause()
         super().publish()
         self.rollout.resume()
         self.rollout.set_version(self.actor.version)
 
     def next_batch(self, stop: StopSignal) -> Trajectory:
-        """The batch of the next step.
+        """Return the batch of the next step.
 
-        An engine that shares the trainer's weights cannot sample between a step and the next publication: it is asked for the
-        batches of all steps up to there before the first of them.
+        An engine that shares the trainer's weights cannot sample between a step and the next publication, so the batches of all steps
+        up to the publication are sampled before the first of them.
         """
         config = self.config
         every = config.rollout.weight_update_every_steps
@@ -298,12 +300,12 @@ class PPOTrainer(PolicyTrainer):
     def evaluate(
         self, workflow: Any = None, workflow_kwargs: dict[str, Any] | None = None, gconfig: Any = None
     ) -> EvaluationResult:
-        """Average reward on the held-out tasks.
+        """Run the held-out tasks and average their rewards.
 
         Args:
-            workflow: None: what ``train`` evaluates with.
-            workflow_kwargs: its arguments.
-            gconfig: generation arguments; None: the evaluator's.
+            workflow: workflow to run. None uses the one that ``train`` evaluates with.
+            workflow_kwargs: its constructor arguments.
+            gconfig: generation arguments. None uses those of the evaluator.
         """
         self._refuse_given("evaluate", workflow, workflow_kwargs, gconfig)
         if workflow is None:

@@ -1,4 +1,4 @@
-"""Training on rows that are there already, without sampling: worked completions (SFT) and pairs of replies (DPO)."""
+"""Training on datasets without sampling: supervised fine-tuning (SFT) on completions, and DPO on pairs of replies."""
 
 from __future__ import annotations
 
@@ -28,20 +28,20 @@ from rollwright.trainers.modes.published_weights import load_and_audit
 from rollwright.training.publish_and_audit import Publisher, publisher_for
 from rollwright.workflows.turns import BranchedSequence
 
-#: Columns of rows that the tokenizer's chat template does not render: episodes in segments, tokens, and images (for a processor).
+#: Columns of rows that need no chat template of the tokenizer: episodes in segments, tokens, and images (rendered by the processor).
 _WITHOUT_TEMPLATE = ("segments", "input_ids", "images")
 
 
 class SupervisedTrainer(Trainer):
-    """Trains a model on rows, to the end or until a workflow's mean reward on ``valid_dataset`` is high enough.
+    """Trains a model on rows, to the last step or until a workflow's mean reward on ``valid_dataset`` reaches ``stop_accuracy``.
 
-    A subclass says what a batch is and what an update of it does.
+    Subclasses define batches and updates.
 
     Args:
         config: the experiment.
         train_dataset: the rows.
-        valid_dataset: tasks that stop the training; a split of their own.
-        directory: where the run writes; claimed by the caller.
+        valid_dataset: tasks of another split, which decide when to stop.
+        directory: directory of the run, claimed by the caller.
     """
 
     curve = "loss"
@@ -74,14 +74,14 @@ class SupervisedTrainer(Trainer):
 
     @abstractmethod
     def make_batch(self, rows: Sequence[dict[str, Any]]) -> Trajectory:
-        """Rows in tensor form."""
+        """Convert rows to a batch."""
 
     @abstractmethod
     def update(self, batch: Trajectory) -> dict[str, float]:
-        """One step of the run on all ranks; returns metrics, ``loss`` among them."""
+        """Take one step on all ranks; returns metrics, including ``loss``."""
 
     def open(self, opened: ExitStack) -> None:
-        """Start the engine that evaluates the model, where there are tasks for it."""
+        """Start the engine that evaluates the model, if there are tasks to evaluate."""
         self.model: Any = self.trained
         self.rollout: RolloutEngine | None = None
         self.weights: Publisher | None = None
@@ -93,7 +93,7 @@ class SupervisedTrainer(Trainer):
             self.weights = publisher_for(self.model, rollout, None) if self.ranks.model is not None else None
 
     def parts(self) -> dict[str, Part]:
-        """The order of the rows."""
+        """Return the loader, which holds the order of the rows."""
         return {"loader": self.loader}
 
     def make_step(self, run: StageRun, stop: StopSignal) -> float:
@@ -117,7 +117,7 @@ class SupervisedTrainer(Trainer):
         return metrics["loss"]
 
     def evaluate(self) -> EvaluationResult:
-        """Publish the present weights to the engine and run the held-out tasks."""
+        """Publish the current weights to the engine and run the held-out tasks."""
         rollout = self.rollout
         assert rollout is not None
         self.model.version = max(self.model.version, rollout.get_version()) + 1  # ranks elsewhere count no evaluations
@@ -135,7 +135,7 @@ class SupervisedTrainer(Trainer):
         return evaluate(rollout, self.valid_dataset, config.workflow, kwargs, gconfig)
 
     def is_done(self, evaluation: float | None) -> bool:
-        """True where ``stop_accuracy`` is reached."""
+        """Whether ``stop_accuracy`` is reached."""
         wanted = self.config.stop_accuracy
         return evaluation is not None and wanted is not None and evaluation >= wanted
 
@@ -143,12 +143,12 @@ class SupervisedTrainer(Trainer):
 class SFTTrainer(SupervisedTrainer):
     """Trains a model on rows with ``messages`` and ``completion``; the loss covers the completion and its end-of-turn token.
 
-    Args: those of ``SupervisedTrainer``, with rows as :func:`supervised_batch` takes them.
+    It takes the arguments of ``SupervisedTrainer``; :func:`supervised_batch` documents the rows.
     """
 
     @cached_property
     def processor(self) -> Any:
-        """Of the images, where the rows have some."""
+        """Processor of the images; None if the rows have none."""
         sees = bool(self.loader.rows[0].get("images"))
         return load_processor(self.config.tokenizer_path or self.config.model.path, self.tokenizer) if sees else None
 
@@ -157,14 +157,14 @@ class SFTTrainer(SupervisedTrainer):
         return supervised_batch(rows, self.tokenizer, self.processor, **self.template_variables)
 
     def update(self, batch: Trajectory) -> dict[str, float]:
-        """The mean negative log-likelihood of the completions' tokens."""
+        """Take a step on the mean negative log-likelihood of the completions' tokens."""
         return self.ranks.call("supervised_step", batch)
 
 
 class DPOTrainer(SupervisedTrainer):
     """Trains a model on rows with ``messages``, ``chosen`` and ``rejected``.
 
-    The reference that it is pulled towards is ``config.ref``, or the model as it was before the first step, also after a resume.
+    The reference is ``config.ref``, or the model before the first step, also after a resume.
     """
 
     config: DPOConfig
@@ -174,7 +174,7 @@ class DPOTrainer(SupervisedTrainer):
         return preference_batch(rows, self.tokenizer, **self.template_variables)
 
     def update(self, batch: Trajectory) -> dict[str, float]:
-        """One step of DPO."""
+        """Take a step of DPO."""
         return self.ranks.call("preference_step", batch, beta=self.config.beta, label_smoothing=self.config.label_smoothing)
 
 
@@ -246,7 +246,7 @@ def _row_of(
 
 
 def _joined(segments: Sequence[dict[str, Any]], tokenizer: Any) -> tuple[list[int], list[int], dict[str, torch.Tensor]]:
-    """Ids, loss mask and, where segments name branches, the layout of a worked episode: ``[{"text", "train", "branch"}]``."""
+    """Return ids, loss mask and, if segments name branches, the layout of an episode ``[{"text", "train", "branch"}]``."""
     sequence = BranchedSequence([], isolated=any("branch" in part for part in segments))
     mask: list[int] = []
     current = 0
@@ -263,7 +263,7 @@ def _joined(segments: Sequence[dict[str, Any]], tokenizer: Any) -> tuple[list[in
 def _seen_prompt(
     row: dict[str, Any], tokenizer: Any, processor: Any, variables: dict[str, Any]
 ) -> tuple[list[int], dict[str, torch.Tensor]]:
-    """Prompt ids with every image token, and what the model takes of the images; as ``VisionRLVRWorkflow`` makes them."""
+    """Return prompt ids with all image tokens, and the model's image inputs, as ``VisionRLVRWorkflow`` makes them."""
     images = as_images(row.get("images") or [])
     messages = place_images(row["messages"], len(images), image_placeholder(processor))
     text = prompt_text(tokenizer, messages, row.get("tools"), **variables)

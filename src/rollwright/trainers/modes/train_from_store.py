@@ -40,11 +40,6 @@ class StoreTrainer(PolicyTrainer):
 
     waiting = "wait"
 
-    @property
-    def sampling_phases(self) -> tuple[str, ...]:
-        """All phases, because explorers sample all the time."""
-        return ("wait", "train", "publish")
-
     def __init__(self, config: PPOConfig, directory: RunDirectory) -> None:
         if config.recover.in_background:
             raise ConfigError(
@@ -52,6 +47,7 @@ class StoreTrainer(PolicyTrainer):
                 "waits for it: leave it off."
             )
         super().__init__(apply_recipe(config), config.actor, directory)
+        self.sampling_phases = ("wait", "train", "publish")  # explorers sample all the time
         size = 0 if config.total_train_steps is not None else count_tasks(training_tasks(config).source)
         self.spec = run_length(config, size)
 
