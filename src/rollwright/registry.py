@@ -157,17 +157,11 @@ class Registry(Generic[Entry]):
             RollwrightError: the registry's error class, if there is no such entry or it does not take these arguments.
         """
         factory: Any = self.get(name)
-        try:
-            signature = inspect.signature(factory)
-        except ValueError:  # built in C
-            return factory(*arguments, **keywords)
-        try:
-            signature.bind(*arguments, **keywords)
-        except TypeError as error:
+        if why := why_not_called(factory, *arguments, **keywords):
             given = ", ".join([*map(repr, arguments), *(f"{key}={value!r}" for key, value in keywords.items())])
             raise self.error(
-                f"{self.kind} {name!r} was given {given or 'no arguments'}, but {error}; it takes {signature}."
-            ) from None
+                f"{self.kind} {name!r} was given {given or 'no arguments'}, but {why}; it takes {inspect.signature(factory)}."
+            )
         return factory(*arguments, **keywords)
 
     def names(self) -> list[str]:
@@ -241,7 +235,7 @@ class Plugins:
         """Import a Python file, the files of a directory, or a module when a name is first not found.
 
         Args:
-            source: a path; or a module's name, where there is no such path.
+            source: a path, or the name of a module if there is no such path.
             relative_to: base directory of a relative path; by default the current one.
 
         Returns:
@@ -340,6 +334,15 @@ def import_path(path: str, what: str, error: type[RollwrightError] = ConfigError
     if found is None:
         raise error(f"{what} {path!r} was not found. Tried: {'; '.join(tried) or 'nothing: it is no import path'}.")
     return found
+
+
+def why_not_called(function: Callable[..., Any], /, *arguments: Any, **keywords: Any) -> str:
+    """Why a function cannot be called with these arguments; empty if it can, or if it is built in C and has no signature."""
+    try:
+        inspect.signature(function).bind(*arguments, **keywords)
+    except (TypeError, ValueError) as error:
+        return str(error) if isinstance(error, TypeError) else ""
+    return ""
 
 
 def missing_module_hint(error: BaseException) -> str:

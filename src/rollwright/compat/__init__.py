@@ -6,7 +6,7 @@ hints in messages. The other files hold public names that only ported code uses.
 
 #: Top-level packages whose names ``rollwright`` provides itself.
 PACKAGES = ("areal", "trinity", "sequence_processing", "rlp_datasets", "rlp_sequence_processing")
-#: Extras for ported files, and what each is for.
+#: Extras for ported files -> their purpose.
 EXTRAS = {"areal": "workflows from AReaL"}
 #: Import name of a package that ported files need -> what to install.
 PIP_NAMES = {"aiofiles": "'rollwright[areal]'"}

@@ -1,4 +1,4 @@
-"""Functions by the names and arguments that AReaL has, where those of this project differ."""
+"""Functions under AReaL's names and with its arguments, if those of this project differ."""
 
 from __future__ import annotations
 

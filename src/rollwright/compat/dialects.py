@@ -323,7 +323,7 @@ def _kl(work: Work) -> None:
             work.notes.append(f"{weight_key}: {weight} is the weight of no KL, as kl_loss_fn is none")
         return
     if name is not None:
-        estimator = [("actor.kl_estimator", name)] if weight != 0 else []  # of no KL where it weighs nothing
+        estimator = [("actor.kl_estimator", name)] if weight != 0 else []  # no estimator if the weight is 0
         work.put(name_key, *estimator, *([("actor.kl_ctl", KL_COEFFICIENT)] if weight is None else []))
     if weight is not None:
         work.put(weight_key, ("actor.kl_ctl", weight))

@@ -3,7 +3,7 @@
 ``source`` reads a file and merges ``key=value`` overrides; ``interpolation`` resolves ``${…}``; ``validation`` makes the
 dataclasses, ``schema`` their JSON Schema; ``rules`` is the table of combinations that are refused, and ``faults`` walks it; ``plan``
 describes what stages do; ``loading`` is the pipeline. A field carries ``metadata={"help": ..., "ge": ..., "le": ..., "choices": ...,
-"registry": ...}``. A key does what its help says; an unknown one is refused with the nearest known name.
+"registry": ...}``. An unknown key is refused with the nearest known name.
 """
 
 from __future__ import annotations

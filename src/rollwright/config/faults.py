@@ -78,10 +78,10 @@ class Rule:
 
     Attributes:
         of: class of the configs or sections that have the keys.
-        keys: dotted names as seen from the section; ``*`` stands for each element of a list, an empty name for the section.
+        keys: dotted names as seen from the section; ``*`` matches each element of a list, an empty name the section.
         find: yields the faults at one key, with paths as seen from the section.
         when: whether the rule applies to a section.
-        only_set: look only at keys that the user has set; a section's name then stands for all keys in it.
+        only_set: look only at keys that the user has set; the name of a section then includes all its keys.
     """
 
     of: type | UnionType
@@ -216,7 +216,7 @@ def _keys_of(rule: Rule, section: Any) -> Iterator[tuple[KeyPath, Any]]:
 
 
 def _matches(value: Any, default: Any, key: KeyPath, path: KeyPath = ()) -> Iterator[tuple[KeyPath, Any, Any]]:
-    """Path, value and default of everything that a key stands for."""
+    """Path, value and default of everything that a key matches."""
     if not key:
         yield path, value, default
         return

@@ -129,7 +129,7 @@ def _import_plugins(data: dict[str, Any], faults: Faults) -> None:
     """Import the plugins, and make their paths, which are relative to the config file, absolute."""
     listed = data.get("plugins")
     if not isinstance(listed, list) or not all(isinstance(source, str) for source in listed):
-        return  # not given, or told when it is validated
+        return  # not given, or reported by the validation
     for index, source in enumerate(listed):
         try:
             listed[index] = PLUGINS.add(source, faults.origins.directory(("plugins", index)))
@@ -360,7 +360,7 @@ class _File:
         """Refuse shared keys that no stage has, because they would do nothing."""
         kinds = [keys.get("kind") for keys in self.listed]
         if self.alone or not all(kind in STAGE_CLASSES for kind in kinds):
-            return  # its keys are validated; or a stage of unknown kind, which is told already, might have the key
+            return  # keys of a single stage are validated; a stage of unknown kind, which is reported already, might have the key
         known = {name for kind in kinds for name in _keys_of(STAGE_CLASSES[str(kind)])}
         given = [*(key for key in self.document.data if key != "stages"), *(str(override.path[0]) for override in self.shared)]
         for key in dict.fromkeys(given):

@@ -1,4 +1,4 @@
-"""Rules between several keys: a combination that cannot do what it says is refused.
+"""Rules between several keys, which refuse combinations that cannot work as written.
 
 ``RULES`` is the whole table, with the rules of ``unread_keys`` about keys that are not read.
 """

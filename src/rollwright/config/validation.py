@@ -38,13 +38,13 @@ def validated(cls: type, data: Any, faults: Faults) -> Any:
     """
     faults.root = cls
     named = _named(cls, data, (), None, faults)
-    told = {path for _, path, _ in faults.found}
+    reported = {path for _, path, _ in faults.found}
     try:
         return adapter_of(cls).validate_python(named)
     except pydantic.ValidationError as error:
         for problem in error.errors():
             path = tuple(part for part in problem["loc"] if part != "[key]")
-            if path not in told:
+            if path not in reported:
                 faults.add(path, _words(problem))
     return None
 
@@ -81,7 +81,7 @@ class _Section(dict):
     def __init__(self, cls: type, default: Any) -> None:
         super().__init__()
         self.cls = cls
-        self.default = default  # an instance whose fields stand in for the keys that are not given, or None
+        self.default = default  # an instance that provides the keys that are not given, or None
         self.lacks_keys = False
 
 
@@ -123,7 +123,7 @@ def _named(kind: Any, value: Any, path: KeyPath, default: Any, faults: Faults) -
     choices = choices_of(kind)
     sections = [choice for choice in choices if is_section(choice)]
     if value is None and sections and types.NoneType not in choices and faults.origins.raw(path) is not None:
-        value = {}  # an override that takes out what a file says of the section
+        value = {}  # an override that removes the section of the file
     if isinstance(value, dict) and sections:
         cls = max(sections, key=lambda each: (len(value.keys() & annotations_of(each).keys()), isinstance(default, each)))
         return _named_section(cls, value, path, default if isinstance(default, cls) else None, faults)

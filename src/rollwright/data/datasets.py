@@ -107,7 +107,7 @@ def get_dataset(config: DatasetConfig, tokenizer: Any = None, enable_thinking: b
 
 
 def dataset_rows(config: DatasetConfig) -> list[Row]:
-    """The rows that ``config`` names, at most ``limit``, as they are, without making tasks of them.
+    """The rows that ``config`` names, at most ``limit``, unchanged.
 
     Raises:
         DataError: there is nothing at ``path``, or its builder does not take ``kwargs``.

@@ -10,7 +10,6 @@ arguments, they are passed on unchanged.
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import functools
 import inspect
 import itertools
@@ -27,6 +26,7 @@ from rollwright.errors import BrokenRewardError, RewardError
 from rollwright.experience.durable import function_name, kept_calls, without_partials
 from rollwright.processes.pool import FunctionFailedError, WorkerCrashError, WorkerTimeoutError, shared_pool
 from rollwright.processes.sandbox import sandbox_name, sandboxed
+from rollwright.registry import why_not_called
 from rollwright.rewards.registry import REWARD_FUNCTIONS, RewardFn, SummedParts
 
 #: First, positional arguments of every reward function.
@@ -169,13 +169,9 @@ class AsyncRewardWrapper:
         raise AssertionError("unreachable")
 
     def _as_given(self, arguments: tuple[Any, ...], data: dict[str, Any]) -> dict[str, Any]:
-        with contextlib.suppress(ValueError):  # builtins without a signature accept anything
-            signature = inspect.signature(self.reward_fn)
-            try:
-                signature.bind(*arguments, **data)
-            except TypeError as error:
-                name = function_name(self.reward_fn)
-                raise RewardError(f"reward function {name}{signature} was not called as it is defined: {error}.") from None
+        if why := why_not_called(self.reward_fn, *arguments, **data):
+            called = f"{function_name(self.reward_fn)}{inspect.signature(self.reward_fn)}"
+            raise RewardError(f"reward function {called} was not called as it is defined: {why}.")
         return data
 
     async def _in_loop(self, arguments: tuple[Any, ...], keywords: dict[str, Any]) -> float:

@@ -94,8 +94,7 @@ class BatchedSequences:
     def share_changed(self, other: BatchedSequences) -> float:
         """The share of responses that differ from ``other``'s in any token.
 
-        With one seed, two batch sizes compute the same logits up to rounding; where two tokens are nearly tied the sample
-        flips. This is the share of such flips.
+        With one seed, two batch sizes compute the same logits up to rounding. If two tokens are nearly tied, the sample may flip.
 
         Raises:
             ConfigError: the numbers of prompts or responses differ.

@@ -43,7 +43,7 @@ class GenerationConfig:
     Attributes:
         temperature: softmax temperature; 0 means greedy.
         top_p: sample from the smallest set of tokens with this probability.
-        max_new_tokens: most tokens of a response, end token included.
+        max_new_tokens: maximum number of tokens of a response, including the end token.
         do_sample: False takes the most likely token.
         gen_batch_size: sequences decoded at once; when one ends, the next takes its place. ``"auto"`` chooses by free memory.
         tf_batch_size: sequences in one teacher-forced forward pass. ``"auto"`` chooses by free memory.
@@ -154,7 +154,7 @@ def _ids_of(prompt: Prompt, tokenizer: Any, enable_thinking: bool) -> list[int]:
 
 
 def context_of(model: Any) -> int | None:
-    """Most tokens of the model's context; None without a limit."""
+    """Maximum number of tokens of the model's context. None if there is no limit."""
     return getattr(model.config.get_text_config(), "max_position_embeddings", None)
 
 
@@ -244,8 +244,8 @@ class StopAfterAnswer(LogitsProcessor):
 
     ``SequenceProcessor`` needs no logits processor: its engine ends a response with the tag itself
     (``GenerationConfig.stop_after_answer``), so that it has only tokens that the policy sampled. This class is the
-    same rule for ``model.generate(logits_processor=[StopAfterAnswer(tokenizer)])``, where a row can only end with an end
-    token: there one token more follows the tag.
+    same rule for ``model.generate(logits_processor=[StopAfterAnswer(tokenizer)])``, in which a row can end only with an end
+    token, so one more token follows the tag.
 
     Args:
         tokenizer: decodes the newest tokens and names the end token.

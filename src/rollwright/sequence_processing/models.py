@@ -155,7 +155,7 @@ def generation_batch_size(model: Any, sequences: int, length: int) -> int:
     Args:
         model: the Hugging Face model.
         sequences: number of sequences.
-        length: most tokens of one, including its prompt.
+        length: maximum number of tokens of a sequence, including its prompt.
     """
     config, device = model.config.get_text_config(), model.device
     cache = cache_bytes(model, 1, length) or 4 * config.hidden_size * length * model.dtype.itemsize * 32

@@ -103,8 +103,7 @@ class ModelWrapper:
         """Answer a conversation ``n`` times.
 
         Args:
-            messages: ``{"role", "content"}`` messages, of which the last one is answered. If the last one is the assistant's, the reply
-                begins with it.
+            messages: ``{"role", "content"}`` messages; the last one is answered. If it is the assistant's, the reply begins with it.
             tools: tools offered through the chat template.
             reply_prefix: text that the reply begins with; it is not sampled.
             generation: as in ``generate_async``.

@@ -7,7 +7,7 @@ from collections.abc import Callable
 from typing import Any
 
 from rollwright.errors import WorkflowError
-from rollwright.registry import Registry
+from rollwright.registry import Registry, why_not_called
 
 WORKFLOWS: Registry[Any] = Registry(
     "workflow",
@@ -79,7 +79,12 @@ def resolve_workflow(workflow: Any, kwargs: dict[str, Any] | None = None) -> Any
     if inspect.isclass(workflow) and hasattr(workflow, "run") and not has_episode:
         raise _no_workflow(workflow)  # before its constructor asks for arguments that only a task runner has
     if inspect.isclass(workflow) or (callable(workflow) and not has_episode):
-        workflow = _build(workflow, kwargs or {})
+        if why := why_not_called(workflow, **(kwargs or {})):
+            raise WorkflowError(
+                f"{workflow.__module__}.{workflow.__qualname__} cannot be built from workflow_kwargs ({', '.join(kwargs or ()) or 'none'}): "
+                f"{why}. Its signature is {workflow.__name__}{inspect.signature(workflow)}."
+            )
+        workflow = workflow(**(kwargs or {}))
     elif kwargs:
         raise WorkflowError(
             f"workflow_kwargs ({', '.join(kwargs)}) were given with an instance of {type(workflow).__name__}, which is built "
@@ -98,21 +103,6 @@ def resolve_workflow(workflow: Any, kwargs: dict[str, Any] | None = None) -> Any
 def workflow_name(workflow: Any) -> str:
     """Name of a workflow in messages: the qualified name of its class, without the functions that enclose it."""
     return type(workflow).__qualname__.rsplit("<locals>.", 1)[-1]
-
-
-def _build(factory: Any, kwargs: dict[str, Any]) -> Any:
-    try:
-        signature = inspect.signature(factory)
-    except ValueError:  # built in C
-        return factory(**kwargs)
-    try:
-        signature.bind(**kwargs)
-    except TypeError as error:
-        raise WorkflowError(
-            f"{factory.__module__}.{factory.__qualname__} cannot be built from workflow_kwargs ({', '.join(kwargs) or 'none'}): "
-            f"{error}. Its signature is {factory.__name__}{signature}."
-        ) from error
-    return factory(**kwargs)
 
 
 def _no_workflow(kind: type) -> WorkflowError:

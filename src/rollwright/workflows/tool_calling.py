@@ -20,6 +20,7 @@ from rollwright.experience.durable import kept_calls
 from rollwright.experience.experience import Experience
 from rollwright.inference.server.tool_calls import ReadReply, tool_convention
 from rollwright.processes.sandbox import SandboxResult, run_python
+from rollwright.registry import why_not_called
 from rollwright.tracking.metrics import get_tracker
 from rollwright.workflows.registry import WORKFLOWS, resolve_function
 from rollwright.workflows.task import ResettableWorkflow, Task, TaskReward, with_reward
@@ -155,10 +156,8 @@ class ToolFunctions:
             return ToolResult(f"The arguments are no JSON ({error}).", False)
         if not isinstance(values, dict):
             return ToolResult("The arguments have to be a JSON object.", False)
-        try:
-            inspect.signature(function).bind(**values)
-        except TypeError as error:
-            return ToolResult(f"The arguments do not fit {name}: {error}.", False)
+        if why := why_not_called(function, **values):
+            return ToolResult(f"The arguments do not fit {name}: {why}.", False)
         function, journal = kept_calls(function, f"tool {name}")
         return ToolResult(*await journal.awaited(self._run, function, name, values))
 

@@ -30,10 +30,7 @@ def tasks(
     Args:
         split: train, valid or test.
         size: number of tasks. None gives all of the split.
-        seed: argument of the shop; the workflow needs the same.
-        products: likewise.
-        goals: likewise.
-        page_size: likewise.
+        seed, products, goals, page_size: arguments of the shop; the workflow needs the same ones.
         worked: add ``segments``, a worked episode, for supervised training.
         careless: share of the clerk's words, products and options that are drawn at random. A model that learns from such a clerk
             knows the shop but not yet its job.
