@@ -83,7 +83,9 @@ def test_the_server_says_what_the_client_has_to_know(server):
     assert not client.backend.crash_on_seeds
 
 
-def test_a_run_goes_on_when_its_only_vllm_is_killed(model_path, tmp_path, monkeypatch):
+def test_a_run_goes_on_when_its_only_vllm_is_killed(model_path, tmp_path, monkeypatch, request):
+    if request.config.getoption("--seeds") < 2:
+        pytest.skip("vLLM starts twice, which takes minutes: this is part of the long form (--seeds 2)")
     rows = [{"messages": [{"role": "user", "content": f"task {index}"}], "answer": "x"} for index in range(16)]
     config = PPOConfig(
         experiment_name="killed",

@@ -18,13 +18,13 @@ from typing import TYPE_CHECKING, Any
 
 from rollwright.errors import WeightUpdateError
 from rollwright.inference.request import ModelRequest, ModelResponse
+from rollwright.inference.weights.stream import WeightStream
 
 if TYPE_CHECKING:
     import torch
     from torch import Tensor, nn
 
     from rollwright.experience.recorder import Recorder
-    from rollwright.inference.weights.stream import WeightStream
     from rollwright.inference.weights.transfer import WeightUpdateMeta
 
 
@@ -99,6 +99,10 @@ class WeightReceiver:
         Raises:
             WeightUpdateError: no engine confirmed, or the engine does not support this transfer.
         """
+        self.receive_weights(WeightStream.of(weights), version, meta, config)
+
+    def receive_weights(self, weights: WeightStream, version: int, meta: WeightUpdateMeta | None, config: Any) -> None:
+        """Take new weights for ``update_weights``; an engine that can be given weights defines this."""
         raise takes_no_weights(self)
 
     def probe(self, request: ModelRequest) -> dict[str, ModelResponse] | None:

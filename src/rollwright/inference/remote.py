@@ -1,20 +1,29 @@
-"""An inference engine behind HTTP servers, made of parts: the servers, their requests, their weights, and a backend that knows their protocol."""
+"""An inference engine behind HTTP servers: it sends the requests, and has parts for the servers, their weights and their protocol.
+
+Invariants:
+
+* a token's version is the one that the server reports; if a server cannot report it, an update in flight is an error, not a guess;
+* a request is sent again only if its connection failed, or its server was given up, before a response began.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+import asyncio
+import math
+import time
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
-from torch import Tensor
 
 from rollwright.config.sections import RolloutConfig
-from rollwright.errors import ConfigError
+from rollwright.errors import ConfigError, EngineError, RequestAborted
 from rollwright.inference.backends.server_backend import ServerBackend
+from rollwright.inference.connections import ConnectionLostError, ServerRefusedError, refusal_of
 from rollwright.inference.engine import InferenceEngine
 from rollwright.inference.network import parse_addresses
-from rollwright.inference.remote_requests import RemoteRequests
 from rollwright.inference.request import ModelRequest, ModelResponse
+from rollwright.inference.router import Server
 from rollwright.inference.server_set import ServerSet
 from rollwright.inference.weights.publication import WeightPublication
 from rollwright.inference.weights.server_weights import ServerWeights
@@ -28,6 +37,11 @@ logger = getLogger("RemoteEngine")
 CONNECTED_ENGINES: list[RemoteInferenceEngine] = []
 #: Arguments of ``initialize`` in ported programs that say nothing about servers.
 _IGNORED_ARGUMENTS = {"engine_id", "train_data_parallel_size", "ft_spec"}
+#: Statuses of a server that is busy or restarting, rather than of a wrong request.
+_TRY_AGAIN_STATUSES = {429, 502, 503, 504}
+#: vLLM's value for a log-probability of minus infinity.
+_NO_LOGPROB = -9999.0
+_STOP_REASONS = ("stop", "length", "abort")
 
 
 class RemoteInferenceEngine(InferenceEngine):
@@ -38,7 +52,6 @@ class RemoteInferenceEngine(InferenceEngine):
         servers: finds, watches and calls the servers.
         backend: the servers' protocol.
         weights: which version the servers hold; pauses, restores and follows.
-        requests: sends requests and reads answers.
         publication: transfers new weights.
     """
 
@@ -62,7 +75,6 @@ class RemoteInferenceEngine(InferenceEngine):
         self.servers = ServerSet(self.config, backend.kind, addresses)
         self.backend = backend(self.config, self.servers)
         self.weights = ServerWeights(self.backend, self.servers, servers_are_replaced=servers_are_replaced, only_asks=only_asks)
-        self.requests = RemoteRequests(self.backend, self.servers, self.weights)
         self.publication = WeightPublication(self.backend, self.servers, self.weights)
 
     @property
@@ -145,16 +157,140 @@ class RemoteInferenceEngine(InferenceEngine):
         return self.backend.is_batch_invariant
 
     async def agenerate(self, request: ModelRequest) -> ModelResponse:
-        """See ``RemoteRequests.generate``."""
-        return await self.requests.generate(request)
+        """Sample one completion; see ``InferenceEngine.agenerate``.
 
-    def abort(self, rid: str | None = None) -> None:
-        """See ``RemoteRequests.abort``."""
-        self.requests.abort(rid)
+        A connection that fails before a response began is tried again, on another server if this one is gone. A server that is too
+        busy is asked again, for at most ``setup_timeout``.
+
+        Raises:
+            PromptTooLongError: the server has no room for the prompt and a new token.
+            RequestAborted: the engine was closed.
+            EngineError: a parameter cannot be honoured, the server refused, or no server is left.
+        """
+        kind, retries = self.backend.kind, self.config.request_retries
+        shifted = self.backend.check(request, f"the {kind} server at {self._addresses()}")
+        started, lost, busy = time.perf_counter(), 0, 0
+        while True:
+            server = await self._lease(request.rid)
+            router, version_when_sent = self.servers.router, self.weights.version
+            try:
+                async with router.send(request.rid, server) as wire_id:
+                    payload = self.backend.payload(request, wire_id, server)
+                    data = await self.servers.connections.post(server.url + self.backend.generate_path, payload)
+                break
+            except ConnectionLostError as error:
+                lost += 1
+                logger.debug("%s Trying again (%d of %d).", error, lost, retries)
+                await asyncio.to_thread(self.servers.suspect, server, str(error))
+                if lost > retries:
+                    raise EngineError(
+                        f"A request of conversation {request.rid!r} failed {lost} times (rollout.request_retries); servers: "
+                        f"{router.describe()}. Last: {error}"
+                    ) from error
+            except ServerRefusedError as error:
+                if error.status not in _TRY_AGAIN_STATUSES:
+                    raise refusal_of(error) from error
+                busy += 1
+                if time.perf_counter() - started > self.config.setup_timeout:
+                    raise EngineError(
+                        f"The {kind} servers have been too busy for {self.config.setup_timeout:g} s: lower "
+                        f"rollout.max_concurrent_samples, or use more servers. Last: {error}"
+                    ) from error
+                await asyncio.sleep(min(0.1 * 2 ** min(busy, 5), 2.0))
+            finally:
+                router.give_back(server)
+        response = self.read_answer(request, data, version_when_sent)
+        response.latency = time.perf_counter() - started
+        response.logprobs_shifted, response.server = shifted, server.address
+        return response
+
+    def read_answer(self, request: ModelRequest, data: dict[str, Any], version_when_sent: int) -> ModelResponse:
+        """Read and check a server's answer.
+
+        Raises:
+            EngineError: the answer contradicts itself, or is not in the protocol's form.
+        """
+        kind = self.backend.kind
+        try:
+            response = self.backend.response(request, data, version_when_sent)
+        except (KeyError, IndexError, TypeError, ValueError, AttributeError) as error:
+            raise EngineError(
+                f"An answer is not in the form of {kind}'s {self.backend.generate_path} ({type(error).__name__}: {error}): "
+                f"{str(data)[:200]!r}. See that the addresses are those of {kind} servers: {self._addresses()}."
+            ) from error
+        if len(response.output_logprobs) != len(response.output_tokens):
+            raise EngineError(
+                f"The {kind} server returned {len(response.output_tokens)} tokens and {len(response.output_logprobs)} "
+                "log-probabilities; a request needs both from one sampling."
+            )
+        if any(not math.isfinite(value) or value <= _NO_LOGPROB for value in response.output_logprobs):
+            raise EngineError(
+                f"The {kind} server returned log-probabilities that are not finite: {response.output_logprobs[:8]}."
+            )
+        response.rid, response.temperature = request.rid, request.gconfig.effective_temperature
+        if response.stop_reason not in _STOP_REASONS:
+            raise EngineError(
+                f"The {kind} server ended a request with finish_reason {response.stop_reason!r}; those that its tokens can be "
+                f"used with are {', '.join(_STOP_REASONS)}. See the server's log."
+            )
+        return response
 
     def probe(self, request: ModelRequest) -> dict[str, ModelResponse] | None:
-        """See ``RemoteRequests.probe``."""
-        return self.requests.probe(request)
+        """Sample one request on every server in service; see ``WeightReceiver.probe``."""
+        if self.weights.is_paused:
+            return None
+
+        def ask(server: Server) -> ModelResponse:
+            payload = self.backend.payload(request, self.servers.router.new_wire_id("audit-probe"), server)
+            limit = self.config.request_timeout
+            data = self.servers.ask(server, "POST", self.backend.generate_path, payload, timeout=limit)
+            return self.read_answer(request, data, self.weights.version)
+
+        answers = self.servers.each_in_service(ask, "answer the audit's probe")
+        if not answers:
+            logger.warning(
+                "No server is in service that could be compared with the trainer after version %d.", self.weights.version
+            )
+        return {f"The {self.backend.kind} server at {server.address}": answer for server, answer in answers.items()}
+
+    def _addresses(self) -> str:
+        return ", ".join(server.address for server in self.servers.router.servers)
+
+    async def _lease(self, conversation: str) -> Server:
+        deadline = time.monotonic() + self.config.setup_timeout
+        while True:
+            if not self.servers.is_open:
+                raise RequestAborted(
+                    f"The client of the {self.backend.kind} servers was closed or never connected; call initialize() first."
+                )
+            router = self.servers.router
+            if not self.weights.is_holding:
+                server = router.choose(conversation)
+                if server is not None:
+                    return server
+                self.servers.raise_if_all_ended()
+                if time.monotonic() > deadline:
+                    raise EngineError(
+                        f"No {self.backend.kind} server has been in service for {self.config.setup_timeout:g} s: {router.describe()}."
+                    )
+            await asyncio.sleep(0.05)
+
+    def abort(self, rid: str | None = None) -> None:
+        """End the requests of one conversation, or all requests of this engine; they return the tokens that they have.
+
+        On an event loop this does not wait for the servers, because the loop's other tasks would wait, too.
+        """
+        sent = self.servers.router.by_server(rid) if self.servers.is_open else []
+        asked = [self.servers.submit(self._abort_quietly, *entry) for entry in sent]
+        if asyncio._get_running_loop() is None:
+            for future in asked:
+                future.result()
+
+    def _abort_quietly(self, server: Server, wire_ids: list[str]) -> None:
+        try:
+            self.backend.abort_on_server(server, wire_ids)
+        except EngineError as error:  # its requests end with their connections, or are given up when it is taken out
+            logger.warning("The server at %s was asked to abort %d requests: %s", server.address, len(wire_ids), error)
 
     # -- weights -------------------------------------------------------------------------------------------------------
 
@@ -178,16 +314,9 @@ class RemoteInferenceEngine(InferenceEngine):
         """See ``ServerWeights.when_resumed``."""
         self.weights.when_resumed(action)
 
-    def update_weights(
-        self,
-        meta: WeightUpdateMeta | None = None,
-        *,
-        version: int,
-        weights: WeightStream | Mapping[str, Tensor] | Iterable[tuple[str, Tensor]],
-        config: Any = None,
-    ) -> None:
+    def receive_weights(self, weights: WeightStream, version: int, meta: WeightUpdateMeta | None, config: Any) -> None:
         """See ``WeightPublication.update``."""
-        self.publication.update(meta, version, WeightStream.of(weights), config)
+        self.publication.update(meta, version, weights, config)
 
     @property
     def weight_transport(self) -> str:

@@ -169,6 +169,12 @@ class ModelRequest:
         """A copy with ids and generation arguments of its own."""
         return replace(self, gconfig=self.gconfig.new(), metadata=dict(self.metadata))
 
+    def __copy__(self) -> ModelRequest:
+        """A shallow copy, as ``copy.copy`` makes it by default in six times the time; every sample's request is copied."""
+        request = object.__new__(type(self))
+        request.__dict__ = vars(self).copy()
+        return request
+
     def seeded(self, seed: int | None) -> ModelRequest:
         """The same request with another seed; everything else is shared, and the ids are not checked again."""
         request = copy.copy(self)

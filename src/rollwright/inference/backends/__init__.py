@@ -11,7 +11,7 @@ import path such as ``my_package.my_module:MyServers``.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -49,3 +49,19 @@ class ServerLaunch:
     sections: Mapping[str, Any] = field(default_factory=dict)
     key_file: Path | None = None
     deterministic: bool = False
+
+    def section(self, backend: str, default: Any, context: str) -> Any:
+        """The section that describes servers of a backend, completed from the ``rollout`` section.
+
+        Args:
+            backend: name of the section.
+            default: the section if the experiment has none.
+            context: the section's name for the context length.
+        """
+        section = self.sections.get(backend) or default
+        return replace(
+            section,
+            model_path=section.model_path or self.model_path,
+            dtype=self.rollout.dtype if section.dtype == "auto" else section.dtype,
+            **{context: getattr(section, context) or self.rollout.context_length},
+        )

@@ -118,32 +118,26 @@ class SGLangBackend(BroadcastBackend):
     @classmethod
     def command(cls, launch: ServerLaunch) -> list[str]:
         """See ``SGLangConfig.build_cmd``; ``sglang.implementation: builtin`` is ``rollwright serve-model``."""
-        section: SGLangConfig = launch.sections.get("sglang") or SGLangConfig()
-        section = dataclasses.replace(
-            section,
-            model_path=section.model_path or launch.model_path,
-            context_length=section.context_length or launch.rollout.context_length,
-            dtype=launch.rollout.dtype if section.dtype == "auto" else section.dtype,
-        )
-        if not launch.rollout.prefix_cache:
-            off = "no-prefix-cache" if section.implementation == "builtin" else "disable-radix-cache"
-            section = dataclasses.replace(section, extra_args={off: True, **section.extra_args})
+        section: SGLangConfig = launch.section("sglang", SGLangConfig(), "context_length")
+        is_builtin, given = section.implementation == "builtin", section.extra_args
+        defaults: dict[str, Any] = {}
         if launch.deterministic:
-            mode = "batch-invariant" if section.implementation == "builtin" else "enable_deterministic_inference"
-            section = dataclasses.replace(section, extra_args={mode: True, **section.extra_args})
-        if section.implementation == "builtin":
-            given = section.extra_args
-            extra = {**given, "weights-root": [*given.get("weights-root", []), *launch.weights_roots]}
+            defaults["batch-invariant" if is_builtin else "enable_deterministic_inference"] = True
+        if not launch.rollout.prefix_cache:
+            defaults["no-prefix-cache" if is_builtin else "disable-radix-cache"] = True
+        extra = defaults | given
+        if is_builtin:
+            extra["weights-root"] = [*given.get("weights-root", []), *launch.weights_roots]
             if launch.threads is not None:
                 extra.setdefault("threads", launch.threads)
-            section = dataclasses.replace(section, extra_args=extra)
         elif launch.key_file is not None:  # SGLang reads its key from its command line, which everybody can see, or from a file
-            if "config" in section.extra_args:
+            if "config" in given:
                 raise ConfigError(
                     "sglang.extra_args.config takes the place of the file that gives SGLang its key: write the settings of that file "
                     "into sglang.extra_args instead."
                 )
-            section = dataclasses.replace(section, extra_args={**section.extra_args, "config": str(launch.key_file)})
+            extra["config"] = str(launch.key_file)
+        section = dataclasses.replace(section, extra_args=extra)
         return SGLangConfig.build_cmd(section, launch.gpus, launch.first_gpu, host=launch.host, port=launch.port)
 
     @property

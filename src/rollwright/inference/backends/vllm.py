@@ -123,19 +123,12 @@ class VLLMBackend(BroadcastBackend):
     @classmethod
     def command(cls, launch: ServerLaunch) -> list[str]:
         """See ``VLLMConfig.build_cmd``."""
-        section: VLLMConfig = launch.sections.get("vllm") or VLLMConfig()
-        section = dataclasses.replace(
-            section,
-            model_path=section.model_path or launch.model_path,
-            max_model_len=section.max_model_len or launch.rollout.context_length,
-            dtype=launch.rollout.dtype if section.dtype == "auto" else section.dtype,
-        )
+        section: VLLMConfig = launch.section("vllm", VLLMConfig(), "max_model_len")
+        extra = _TRANSFERS if launch.rollout.weight_update == "xccl" else {}
         if not launch.rollout.prefix_cache:
-            section = dataclasses.replace(section, extra_args={"no-enable-prefix-caching": True, **section.extra_args})
-        if launch.rollout.weight_update == "xccl":
-            section = dataclasses.replace(section, extra_args={**_TRANSFERS, **section.extra_args})
-        if launch.deterministic:
-            section = dataclasses.replace(section, env={"VLLM_BATCH_INVARIANT": "1", **section.env})
+            extra = {**extra, "no-enable-prefix-caching": True}
+        environment = {"VLLM_BATCH_INVARIANT": "1"} if launch.deterministic else {}
+        section = dataclasses.replace(section, extra_args=extra | section.extra_args, env=environment | section.env)
         return VLLMConfig.build_cmd(section, launch.gpus, launch.first_gpu, launch.host, launch.port)
 
     @property

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -24,6 +24,7 @@ from rollwright.inference.weights.files import (
     remove_later,
     write_weights,
 )
+from rollwright.inference.weights.stream import WeightStream
 from rollwright.rollout.engines import RolloutEngine
 from rollwright.tracking.logging import getLogger
 from rollwright.training.logprobs import TokenScorer
@@ -52,14 +53,7 @@ class PublishedWeights(WeightReceiver):
         self.announcements = announcements
         self.keep = keep
 
-    def update_weights(
-        self,
-        meta: Any = None,
-        *,
-        version: int,
-        weights: Mapping[str, Tensor] | Iterable[tuple[str, Tensor]],
-        config: Any = None,
-    ) -> None:
+    def receive_weights(self, weights: WeightStream, version: int, meta: Any, config: Any) -> None:
         """Write and announce weights.
 
         Later versions were left behind by an earlier trainer. They are removed, because ``keep`` would prefer them to these.

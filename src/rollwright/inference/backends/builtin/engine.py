@@ -15,7 +15,7 @@ import contextlib
 import threading
 import weakref
 from collections import deque
-from collections.abc import AsyncGenerator, Callable, Iterable, Iterator, Mapping
+from collections.abc import AsyncGenerator, Callable, Iterable, Iterator
 from concurrent.futures import Future
 from typing import Any, Literal
 
@@ -410,23 +410,17 @@ class BuiltinEngine(InferenceEngine):
                     self._stepper.scheduler.holding = False
                     self._state.notify_all()
 
-    def update_weights(
-        self,
-        meta: WeightUpdateMeta | None = None,
-        *,
-        version: int,
-        weights: WeightStream | Mapping[str, Tensor] | Iterable[tuple[str, Tensor]],
-        config: Any = None,
-    ) -> None:
-        """Copy weights into the model and publish them as ``version``; see ``WeightReceiver.update_weights``.
+    def receive_weights(self, weights: WeightStream, version: int, meta: WeightUpdateMeta | None, config: Any) -> None:
+        """Copy weights into the model and publish them as ``version``.
 
         Args:
             weights: tensors under their names in the model's ``state_dict`` or in its checkpoints; tied tensors may be omitted.
+            version, meta, config: as for ``update_weights``; the weights are copied whatever ``meta`` says.
 
         Raises:
             WeightUpdateError: a name or shape does not match the model; no weight has changed.
         """
-        self.publish(version, paired(self.model, WeightStream.of(weights)))
+        self.publish(version, paired(self.model, weights))
 
     def go_back(self, version: int, *, finish: bool = False) -> None:
         """Give the current weights an earlier version; all requests end, because versions only grow within a request.
