@@ -345,8 +345,16 @@ class Collector:
         change = f"UPDATE samples SET is_damaged = 1 WHERE ordinal IN ({of}) AND NOT is_eval AND NOT is_undone"
         self._connection.execute(change, (number, writer))
 
-    def _find(self, writer: int, step: int, number: int, trained: list[tuple[int, float, float]]) -> bool:
+    def _find(
+        self, writer: int, step: int, number: int, trained: list[tuple[int, float, float]], *, has_read_all: bool = False
+    ) -> bool:
         """Assign trained rows to their samples: a batch has the rows of a group in the order of its samples.
+
+        Args:
+            writer, step, number: process, step and group of the rows.
+            trained: place, reward and advantage of each row.
+            has_read_all: the journals of all processes have been read. Before that, samples from before a resume are not assigned,
+                because workers of the resumed process may have run them again, and their journals are read after its own.
 
         Returns:
             False if samples of other processes have not been read yet.
@@ -358,12 +366,15 @@ class Collector:
         # Samples of processes from the next resume on belong to later steps.
         resumed = min((each for each in self._resumes if each > writer), default=1 << 31)
         own = self._connection.execute(
-            "SELECT max(id) AS id, rows, step, step_writer, trained FROM samples WHERE ordinal = ? AND is_eval = 0 "
+            "SELECT max(id) AS id, writer, rows, step, step_writer, trained FROM samples WHERE ordinal = ? AND is_eval = 0 "
             "AND status = 'accepted' AND writer < ? GROUP BY idx ORDER BY idx",  # the newest of each sample
             (group["ordinal"], resumed),
         ).fetchall()
         if self._has_gaps and sum(sample["rows"] for sample in own) != len(trained):
             self._mark_damaged(writer, number)  # a sample is lost, so which rows belong to which is unknown
+            return False
+        resumed_here = max((each for each in self._resumes if each <= writer), default=0)
+        if not has_read_all and any(sample["writer"] < resumed_here for sample in own):
             return False
         is_undone = any(other > writer and first <= step for other, first in self._first_steps.items())
         left, updates = iter(trained), []
@@ -375,7 +386,10 @@ class Collector:
             places = b"".join(_packed(place) for place, _, _ in rows)
             times = (sample["trained"] or 0) + self._counts(sample, writer, step)
             several = json.dumps(advantages) if len(rows) > 1 else None
-            updates.append((step, writer, times, sum(advantages) / len(advantages), several, places, is_undone, sample["id"]))
+            if (sample["step_writer"] or 0) <= writer:
+                updates.append(
+                    (step, writer, times, sum(advantages) / len(advantages), several, places, is_undone, sample["id"])
+                )
         self._connection.executemany(_TRAINED, updates)
         change = "UPDATE groups SET state = 'trained', step = ?, has_variance = ? WHERE id = ?"
         self._connection.execute(change, (step, len({reward for _, reward, _ in trained}) > 1, group["id"]))
@@ -385,7 +399,7 @@ class Collector:
         """Look again for samples that were missing, only for the last groups because a file may be gone for good."""
         for row in self._connection.execute("SELECT * FROM waiting ORDER BY step DESC LIMIT ?", (_WAITING_KEPT,)).fetchall():
             trained = [tuple(each) for each in msgspec.msgpack.decode(row["trained"])]
-            if self._find(row["writer"], row["step"], row["number"], trained):
+            if self._find(row["writer"], row["step"], row["number"], trained, has_read_all=True):
                 self._connection.execute("DELETE FROM waiting WHERE number = ? AND writer = ?", (row["number"], row["writer"]))
             self._connection.execute(_COUNT, {"step": row["step"], "writer": row["writer"]})
 

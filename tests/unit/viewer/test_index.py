@@ -369,3 +369,23 @@ def test_an_evaluation_that_workers_ran_belongs_to_its_version_whoever_is_read_f
         for version in (1, 2):
             (group,) = run.step(version)["evaluations"]
             assert (group["version"], [sample["reward"] for sample in group["samples"]]) == (version, [0.5])
+
+
+def test_samples_that_workers_run_again_after_a_resume_are_those_that_were_trained(tmp_path):
+    """The journal of a resumed controller is read before those of its workers, which record finished episodes again."""
+    for begins in (Checkpoint(0, 0, 0.0), Resumed(0, 0, 0, 2, 6, 9.0)):
+        controller, worker = Journal(tmp_path / "journal"), Journal(tmp_path / "journal")
+        controller.write(begins)
+        write_step(controller, 1, 0, 0, with_samples=False)
+        for index, reward in enumerate((0.0, 1.0)):
+            write_sample(worker, 0, index, reward=reward)
+        controller.close()
+        worker.close()
+    with Run(tmp_path) as run:
+        run.refresh()
+        assert {(each["key"], each["process"]) for each in run.search(step=1)["samples"]} == {("0/0@3", 3), ("0/1@3", 3)}
+        assert [(sample["trained"], sample["advantage"]) for sample in run.step(1)["groups"][0]["samples"]] == [
+            (1, -0.5),
+            (1, 0.5),
+        ]
+        assert run.steps()[0]["samples"] == 2
