@@ -38,7 +38,7 @@ def linear_decay_use_count_control_randomization(
     return version - decay * uses + (generator.gauss(0.0, sigma) if sigma else 0.0)
 
 
-DRAWN_COLUMNS = (groups.c.id, groups.c.rows, groups.c.version, groups.c.uses)
+DRAWN_COLUMNS = (groups.c.id, groups.c.state, groups.c.rows, groups.c.version, groups.c.uses)
 #: Orders that the database sorts by itself.
 _SORTED_BY = {
     "fifo": (groups.c.sequence,),
@@ -97,7 +97,7 @@ class Sampling:
         return cls(seed=seed, **{each.name: getattr(config, each.name) for each in fields(cls) if each.name != "seed"})
 
     def eligible(self, now: float, min_version: int | None) -> Select:
-        """Statement for the groups that may be drawn: ``id, rows, version, uses``."""
+        """Statement that selects ``DRAWN_COLUMNS`` of the groups that may be drawn."""
         statement = select(*DRAWN_COLUMNS).where(groups.c.state == READY)
         if self.uses is not None:
             statement = statement.where(groups.c.uses == 0 if self.uses == 1 else groups.c.uses < self.uses)
@@ -108,7 +108,7 @@ class Sampling:
         return statement
 
     def draw(self, connection: Connection, limit: int, batch: int, now: float, min_version: int | None) -> list[Any]:
-        """The first ``limit`` groups in order, or all there are: rows with ``id`` and ``rows``."""
+        """Up to ``limit`` groups in order, as rows with ``DRAWN_COLUMNS``."""
         statement = self.eligible(now, min_version)
         if self.order in _SORTED_BY:
             return list(connection.execute(statement.order_by(*_SORTED_BY[self.order]).limit(limit)))

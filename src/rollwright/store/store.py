@@ -314,10 +314,9 @@ class ExperienceStore(TrainingStore):
         if not drawn or not (enough or partial_batch):
             return []
         ids = [group.id for group in drawn]
-        if request.partial_groups:
-            still_open = select(groups.c.id).where(groups.c.id.in_(ids), groups.c.state == OPEN).order_by(groups.c.id)
-            for group_id in connection.scalars(still_open).all():
-                mark_complete(connection, group_id)
+        for group in drawn:
+            if group.state == OPEN:
+                mark_complete(connection, group.id)
         add_to(connection, "batch")
         connection.execute(insert(uses), [{"group_id": group_id, "batch": batch, "published": False} for group_id in ids])
         available_at = now(connection) + request.sampling.cooldown_seconds

@@ -51,10 +51,8 @@ def _uses_sandbox(config: Any) -> bool:
     if isinstance(config, PPOConfig) and config.mode not in _SAMPLING_MODES:
         return False
     tasksets = [*config.tasksets, *config.eval_tasksets] if isinstance(config, PPOConfig) else []
-    workflows = [(config.workflow, config.workflow_kwargs)]
-    if isinstance(config, PPOConfig):
-        kwargs = config.workflow_kwargs if config.eval_workflow_kwargs is None else config.eval_workflow_kwargs
-        workflows += [(config.eval_workflow, kwargs), *((each.workflow, each.workflow_args) for each in tasksets)]
+    workflows = [(name, kwargs) for _, name, kwargs, _ in _workflows(config)]
+    workflows += [(each.workflow, each.workflow_args) for each in tasksets]
     with contextlib.suppress(RollwrightError):  # an unknown name is a fault of its own
         for reward_fn in (config.reward_fn, *(each.reward_fn for each in tasksets)):
             if isinstance(reward_fn, str) and getattr(REWARD_FUNCTIONS.get(reward_fn), "uses_sandbox", False):
@@ -85,23 +83,21 @@ def _try_loss(config: PPOActorConfig) -> bool:
     return True
 
 
-def _training_workflows(look: Look) -> Iterator[Fault]:
-    """The workflows of a policy's run without tasksets."""
-    config: PPOConfig = look.section
-    evaluates = config.valid_dataset is not None
-    has_own = config.eval_workflow is not None or config.eval_workflow_kwargs is not None
+def _workflows(config: Any) -> Iterator[tuple[str, Any, Mapping[str, Any], bool]]:
+    """Key, name and arguments of each workflow outside tasksets, and whether evaluation uses it."""
+    evaluates = config.valid_dataset is not None if isinstance(config, PPOConfig) else True
+    own = (config.eval_workflow, config.eval_workflow_kwargs) if isinstance(config, PPOConfig) else (None, None)
     if config.workflow is not None:
-        yield from _workflow(config, "workflow", config.workflow, config.workflow_kwargs, evaluates=evaluates and not has_own)
-    if evaluates and has_own:
-        kwargs = config.workflow_kwargs if config.eval_workflow_kwargs is None else config.eval_workflow_kwargs
-        key = "workflow" if config.eval_workflow is None else "eval_workflow"
-        yield from _workflow(config, key, config.eval_workflow or config.workflow, kwargs, evaluates=True)
+        yield "workflow", config.workflow, config.workflow_kwargs, evaluates and own == (None, None)
+    if evaluates and own != (None, None):
+        kwargs = config.workflow_kwargs if own[1] is None else own[1]
+        yield "workflow" if own[0] is None else "eval_workflow", own[0] or config.workflow, kwargs, True
 
 
-def _evaluation_workflow(look: Look) -> Iterator[Fault]:
-    """The workflow of an evaluation, or of the evaluations of supervised training."""
-    config: EvalConfig | SFTConfig = look.section
-    yield from _workflow(config, "workflow", config.workflow, config.workflow_kwargs, evaluates=True)
+def _workflow_faults(look: Look) -> Iterator[Fault]:
+    """The workflows outside tasksets, and the reward function that they are given."""
+    for key, name, kwargs, evaluates in _workflows(look.section):
+        yield from _workflow(look.section, key, name, kwargs, evaluates=evaluates)
 
 
 def _workflow(config: Any, key: str, name: Any, kwargs: Mapping[str, Any], *, evaluates: bool) -> Iterator[Fault]:
@@ -208,14 +204,14 @@ NAMES: tuple[Rule, ...] = (
     Rule(PPOConfig, ("actor.policy_loss",), _loss),
     must_be_found(PPOConfig, ["actor.adv_estimator"], lambda config, _: find_estimator(config.actor)),
     Rule(PPOConfig, ("tasksets.*", "eval_tasksets.*"), _taskset, lambda config: config.mode in _SAMPLING_MODES),
-    Rule(PPOConfig, ("",), _training_workflows, lambda config: config.mode in _SAMPLING_MODES and not config.tasksets),
+    Rule(PPOConfig, ("",), _workflow_faults, lambda config: config.mode in _SAMPLING_MODES and not config.tasksets),
     must_be_found(PPOConfig, ["store.operators.*"], lambda _, each: OPERATORS.build(each.name, **each.args)),
     must_be_found(PPOConfig, ["store.priority_fn"], _known_priority, lambda config: config.store.order == "priority"),
-    Rule(EvalConfig, ("",), _evaluation_workflow),
+    Rule(EvalConfig, ("",), _workflow_faults),
     Rule(
         SFTConfig,
         ("",),
-        _evaluation_workflow,
+        _workflow_faults,
         lambda config: config.workflow is not None and config.valid_dataset is not None,
     ),
     must_be_found(RunConfig, ["rollout.sandbox"], _usable_sandbox),

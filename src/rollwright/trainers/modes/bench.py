@@ -79,7 +79,7 @@ def bench(config: PPOConfig, directory: RunDirectory) -> dict[str, Any]:
     file = directory.path / "bench.json"
     write_json(file, {"samples": config.bench.samples, "benchmarks": results})
     logging.console().print(checkpoint_table([(each.label, each.scores) for each in benchmarks]))
-    picture = draw(directory.path / "bench.png", benchmarks, config)
+    picture = plot_scores(directory.path / "bench.png", benchmarks, config)
     return {"benchmarks": results, "table": str(file), "plot": None if picture is None else str(picture)}
 
 
@@ -168,7 +168,7 @@ def _rewards_by_task(trajectory: Trajectory) -> list[list[float]]:
     return sample_means(trajectory, trajectory["rewards"]).view(len(counts), -1).tolist()
 
 
-def draw(path: Path, benchmarks: Sequence[Benchmark], config: PPOConfig) -> Path | None:
+def plot_scores(path: Path, benchmarks: Sequence[Benchmark], config: PPOConfig) -> Path | None:
     """Plot the scores over steps, one curve for each score and taskset. Checkpoints without a step follow the last step."""
     last = max((each.step for each in benchmarks if each.step is not None), default=0)
     curves: dict[str, list[tuple[float, float]]] = defaultdict(list)

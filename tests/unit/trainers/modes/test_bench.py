@@ -15,7 +15,7 @@ from rollwright.config.tasksets import DatasetConfig, TasksetConfig
 from rollwright.errors import ConfigError
 from rollwright.tracking.run_directory import RunDirectory
 from rollwright.tracking.summary import checkpoint_table
-from rollwright.trainers.modes.bench import Benchmark, bench, draw, find_checkpoints, step_of
+from rollwright.trainers.modes.bench import Benchmark, bench, find_checkpoints, plot_scores, step_of
 
 
 def config_of(tmp_path) -> GRPOConfig:
@@ -98,7 +98,7 @@ def test_the_table_and_the_plot_show_every_score(tmp_path):
         "pass@1",
         "pass@2",
     ]
-    assert draw(tmp_path / "bench.png", benchmarks, config_of(tmp_path)).stat().st_size > 1000
+    assert plot_scores(tmp_path / "bench.png", benchmarks, config_of(tmp_path)).stat().st_size > 1000
 
 
 def test_no_checkpoint_s_name_is_cut_in_the_table():
