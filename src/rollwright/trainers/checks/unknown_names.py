@@ -85,13 +85,17 @@ def _try_loss(config: PPOActorConfig) -> bool:
 
 def _workflows(config: Any) -> Iterator[tuple[str, Any, Mapping[str, Any], bool]]:
     """Key, name and arguments of each workflow outside tasksets, and whether evaluation uses it."""
-    evaluates = config.valid_dataset is not None if isinstance(config, PPOConfig) else True
-    own = (config.eval_workflow, config.eval_workflow_kwargs) if isinstance(config, PPOConfig) else (None, None)
+    if not isinstance(config, PPOConfig):
+        yield "workflow", config.workflow, config.workflow_kwargs, True
+        return
+    evaluates = config.valid_dataset is not None
+    has_own = config.eval_workflow is not None or config.eval_workflow_kwargs is not None
     if config.workflow is not None:
-        yield "workflow", config.workflow, config.workflow_kwargs, evaluates and own == (None, None)
-    if evaluates and own != (None, None):
-        kwargs = config.workflow_kwargs if own[1] is None else own[1]
-        yield "workflow" if own[0] is None else "eval_workflow", own[0] or config.workflow, kwargs, True
+        yield "workflow", config.workflow, config.workflow_kwargs, evaluates and not has_own
+    if evaluates and has_own:
+        kwargs = config.workflow_kwargs if config.eval_workflow_kwargs is None else config.eval_workflow_kwargs
+        key = "workflow" if config.eval_workflow is None else "eval_workflow"
+        yield key, config.eval_workflow or config.workflow, kwargs, True
 
 
 def _workflow_faults(look: Look) -> Iterator[Fault]:
