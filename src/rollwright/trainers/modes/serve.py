@@ -205,13 +205,10 @@ class RunBook:
             limit = time.monotonic() - self.config.service.feedback_seconds
             for run in [run for run in self._runs.values() if run.touched < limit]:
                 try:
-                    run.journal.end("cut", f"no feedback in {self.config.service.feedback_seconds:g} s")
+                    self._forget(run, "cut", f"no feedback in {self.config.service.feedback_seconds:g} s")
                 except JournalError as error:  # a full disk; tried again soon
                     logger.warning("the run %s could not be dropped: %s", run.name, error)
                     return
-                run.episode.close()
-                del self._runs[run.name]
-                self.counts["dropped"] += 1
 
     def end(self) -> None:
         """Complete the groups that wait for further runs of their task."""
@@ -252,13 +249,18 @@ class RunBook:
         if rows:
             self.store.append(result.samples, name=group, index=index, group_size=size)
         self.store.count_drops(result.drops)
-        run.journal.end("accepted" if rows else "rejected", "" if rows else "operators left nothing of it")
-        run.episode.close()
-        del self._runs[run.name]  # after it is stored; if that fails, the same feedback may be sent again
+        # after it is stored; if that fails, the same feedback may be sent again
+        self._forget(run, *(("accepted", "") if rows else ("rejected", "operators left nothing of it")))
         self._remember(run.name, run.last_word)
-        self.counts["stored" if rows else "dropped"] += 1
         self.counts["experiences"] += len(rows)
         return len(rows)
+
+    def _forget(self, run: OpenRun, outcome: str, reason: str) -> None:
+        """End an open run in the journal, and close its endpoint."""
+        run.journal.end(outcome, reason)
+        run.episode.close()
+        del self._runs[run.name]
+        self.counts["stored" if outcome == "accepted" else "dropped"] += 1
 
     def _take_place(self, task: str, group: str, index: int) -> None:
         number = int(group.rpartition("/")[2])
@@ -320,10 +322,7 @@ class RunBook:
             run.episode.restore(past)
         except RollwrightError as error:
             logger.error("the run %s cannot go on, and is dropped: %s", run.name, error)
-            run.episode.close()
-            run.journal.end("failed", str(error))
-            del self._runs[run.name]
-            self.counts["dropped"] += 1
+            self._forget(run, "failed", str(error))
             return
         words = [result.value for episode in past for result in episode.results if result.name == _LAST_WORD]
         if words and words[-1] is not None:
