@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import enum
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -27,14 +27,11 @@ class ReduceType(enum.Enum):
 
 
 class StatsTracker(MetricsTracker):
-    """Also averages tensors over masks, and times blocks."""
+    """A view of a tracker that also averages tensors over masks, and times blocks."""
 
-    _masks: dict[str, Any]
-
-    def get(self, scope: str = "") -> StatsTracker:
-        """Return a tracker of the same numbers whose names begin with ``scope/``."""
-        child = super().get(scope)
-        return child if isinstance(child, StatsTracker) else _with_masks(child, self._masks)
+    def __init__(self, tracker: MetricsTracker) -> None:
+        vars(self).update(vars(tracker))
+        self._masks: dict[str, Any] = {}
 
     def denominator(self, **masks: Any) -> None:
         """Set the masks that ``stat`` averages over: bool tensors of one shape, kept by name until replaced. Their counts are reported as sums."""
@@ -89,10 +86,8 @@ class StatsTracker(MetricsTracker):
         finally:
             get_tracker("timeperf").scalar(**{key: time.perf_counter() - started})
 
-    def scope_func_wrapper(self, name: str) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
-        """Return a decorator that prefixes the function's reports with ``name/``."""
-
-        return self.scope(name)
+    #: As a decorator: prefixes the function's reports with ``name/``.
+    scope_func_wrapper = MetricsTracker.scope
 
     def export(self, reset: bool = True, reduce_group: Any = None) -> dict[str, float]:
         """Like ``MetricsTracker.export``. A ``reduce_group`` may have only one member, because a trainer reduces over its ranks itself."""
@@ -108,14 +103,7 @@ class StatsTracker(MetricsTracker):
         return super().export(reset)
 
 
-def _with_masks(tracker: MetricsTracker, masks: dict[str, Any]) -> StatsTracker:
-    view = object.__new__(StatsTracker)
-    view.__dict__.update(tracker.__dict__)
-    view._masks = masks
-    return view
-
-
-_default = _with_masks(get_tracker(), {})
+_default = StatsTracker(get_tracker())
 get = _default.get
 scalar, stat, denominator = _default.scalar, _default.stat, _default.denominator
 scope, scope_func_wrapper, record_timing = _default.scope, _default.scope_func_wrapper, _default.record_timing

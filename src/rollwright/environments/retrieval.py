@@ -85,11 +85,7 @@ class RetrievalClient:
 
     async def search(self, query: str, topk: int) -> list[dict[str, Any]]:
         """See ``SearchTool``."""
-        return (await self.retrieve([query], topk))[0]
-
-    async def retrieve(self, queries: list[str], topk: int | None = None, return_scores: bool = False) -> list[list[Any]]:
-        """``POST /retrieve``: documents for each query, with their scores if ``return_scores``."""
-        return await self._post("/retrieve", {"queries": queries, "topk": topk, "return_scores": return_scores})
+        return (await self._post("/retrieve", {"queries": [query], "topk": topk, "return_scores": False}))[0]
 
     async def access(self, url: str) -> dict[str, str] | None:
         """See ``SearchTool``."""

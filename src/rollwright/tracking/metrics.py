@@ -25,7 +25,7 @@ from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 from rollwright.errors import RollwrightError
 
@@ -100,13 +100,12 @@ class MetricsTracker:
         self._entries: dict[str, _Entry] = {}
         self._scopes: contextvars.ContextVar[tuple[str, ...]] = contextvars.ContextVar("scopes", default=())
 
-    def get(self, scope: str = "") -> MetricsTracker:
+    def get(self, scope: str = "") -> Self:
         """Return a tracker of the same numbers whose names begin with ``scope/``."""
         if not scope:
             return self
-        child = object.__new__(MetricsTracker)
-        child._prefix = f"{self._prefix}{scope.strip('/')}/"
-        child._lock, child._entries, child._scopes = self._lock, self._entries, self._scopes
+        child = object.__new__(type(self))
+        vars(child).update(vars(self), _prefix=f"{self._prefix}{scope.strip('/')}/")
         return child
 
     @contextmanager
