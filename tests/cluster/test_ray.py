@@ -82,7 +82,7 @@ def kill_in_turn(grpo: Path, directory: Path, process) -> None:
     log = directory / "logs" / "server-1.log"
     wait_until(grpo, process, lambda said: log.exists() and "is process" in log.read_text())
     os.kill(process_of(directory, "server-1"), signal.SIGKILL)  # while it starts
-    wait_until(grpo, process, lambda said: re.search(r"server 1 was lost.*; it is placed again", said) is not None)
+    wait_until(grpo, process, lambda said: re.search(r"server 1 was lost.*; trying again", said) is not None)
     replaced = []
     for step, name, words in (
         (4, "rank-1", "the run goes on from its newest recover checkpoint and its journal"),

@@ -49,11 +49,11 @@ def config_of(tmp_path: Path, init_from_scratch: bool = False, **rollout) -> PPO
     )
 
 
-#: Where a server is killed, by how weights travel.
+#: Where a server is killed, by how weights travel, and how often.
 DURING_PUBLICATIONS = [
-    ("auto", SGLangBackend, "load_from_disk"),
-    ("disk", ServerWeights, "confirm"),
-    ("xccl", WeightGroup, "send"),
+    ("auto", SGLangBackend, "load_from_disk", 1),
+    ("disk", ServerWeights, "confirm", 2),
+    ("xccl", WeightGroup, "send", 1),
 ]
 ROWS = [{"messages": [{"role": "user", "content": f"task {index}"}], "answer": "x"} for index in range(16)]
 
@@ -173,13 +173,13 @@ def test_a_run_goes_on_when_one_of_its_servers_is_killed_or_its_only_one(tmp_pat
     wait_gone(servers_of_this_process())
 
 
-@pytest.mark.parametrize(("transport", "target", "method"), DURING_PUBLICATIONS)
-def test_a_run_goes_on_when_its_only_server_is_killed_during_publications(tmp_path, monkeypatch, transport, target, method):
+@pytest.mark.parametrize(("transport", "target", "method", "count"), DURING_PUBLICATIONS)
+def test_a_run_goes_on_when_its_only_server_is_killed_a_publication(tmp_path, monkeypatch, transport, target, method, count):
     """The restarted server is waited for and given the version, also if it is lost again."""
     path = str(tmp_path / "weights") if transport == "disk" else None
     config = config_of(tmp_path, weight_update=transport, weight_update_path=path)
     config.total_train_steps = 4
-    kills, transfer = [2, 1], getattr(target, method)
+    kills, transfer = ["kill"] * count, getattr(target, method)
 
     with PPOTrainer(config, ROWS) as trainer:
         client = trainer.rollout.client

@@ -7,6 +7,7 @@ import threading
 import time
 from collections.abc import Callable, Iterable
 from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
 from typing import Any, TypeVar
 
 from rollwright.config.sections import RolloutConfig
@@ -20,12 +21,20 @@ from rollwright.tracking.logging import getLogger
 logger = getLogger("RemoteEngine")
 
 Result = TypeVar("Result")
-Part = TypeVar("Part")
 
 #: Longest wait for a health check.
 CHECK_SECONDS = 10.0
 #: Time between two looks at the servers that are out of service.
 _LOOK_SECONDS = 1.0
+
+
+@dataclass(frozen=True)
+class _Open:
+    """What a server set has between ``open`` and ``close``."""
+
+    router: Router
+    connections: Connections
+    threads: ThreadPoolExecutor
 
 
 class ServerSet:
@@ -51,9 +60,7 @@ class ServerSet:
         self.check_interval = 15.0
         self.strikes = 3
         self._given_addresses = None if addresses is None else list(addresses)
-        self._connections: Connections | None = None
-        self._router: Router | None = None
-        self._threads: ThreadPoolExecutor | None = None
+        self._open: _Open | None = None
         self._watch: threading.Thread | None = None
         self._closed = threading.Event()
 
@@ -72,42 +79,41 @@ class ServerSet:
         found = self._given_addresses if addresses is None else list(addresses)
         router = Router(find_server_addresses(self.config.addresses) if found is None else found)
         api_key = self.config.api_key or os.environ.get("ROLLWRIGHT_API_KEY")
-        self._connections = Connections(api_key=api_key, timeout=self.config.request_timeout)
-        self._threads = ThreadPoolExecutor(max(4, len(router.servers)), thread_name_prefix=f"{self.kind}-control")
-        self._router = router
+        connections = Connections(api_key=api_key, timeout=self.config.request_timeout)
+        threads = ThreadPoolExecutor(max(4, len(router.servers)), thread_name_prefix=f"{self.kind}-control")
+        self._open = _Open(router, connections, threads)
         return router
 
     def close(self) -> None:
         """Stop watching and close every connection. Servers keep running unless this engine launched them."""
         self.stop_watching()
-        if self._threads is not None:
-            self._threads.shutdown(wait=False, cancel_futures=True)
-            self._threads = None
-        if self._connections is not None:
-            self._connections.close()
-        self._router = None
+        closed, self._open = self._open, None
+        if closed is not None:
+            closed.threads.shutdown(wait=False, cancel_futures=True)
+            closed.connections.close()
         while self.launched:
             self.launched.pop().close()
 
-    def _connected(self, part: Part | None) -> Part:
-        if part is None:
+    @property
+    def _opened(self) -> _Open:
+        if self._open is None:
             raise EngineError(f"The client of the {self.kind} servers is not connected: call initialize() first.")
-        return part
+        return self._open
 
     @property
     def is_open(self) -> bool:
         """True between ``open`` and ``close``."""
-        return self._router is not None
+        return self._open is not None
 
     @property
     def connections(self) -> Connections:
         """HTTP connections to the servers."""
-        return self._connected(self._connections)
+        return self._opened.connections
 
     @property
     def router(self) -> Router:
         """The servers and their load."""
-        return self._connected(self._router)
+        return self._opened.router
 
     # -- health --------------------------------------------------------------------------------------------------------
 
@@ -166,16 +172,16 @@ class ServerSet:
 
     def suspect(self, server: Server, reason: str) -> None:
         """Check a server at once after a failed request, and take it out unless it answers. A burst of failures checks once."""
-        router = self._router
+        opened = self._open
         with server.suspicion:
-            if router is None or not server.in_service or time.monotonic() - server.suspected_at < 0.5:
+            if opened is None or not server.in_service or time.monotonic() - server.suspected_at < 0.5:
                 return
             healthy = self.is_healthy(server)
             server.suspected_at = time.monotonic()
         if healthy:
             logger.warning("%s The server answers its health check; the request is sent again.", reason)
         else:
-            router.take_out(server, f"it does not answer: {reason}")
+            opened.router.take_out(server, f"it does not answer: {reason}")
 
     def _run_watch(
         self, router: Router, closed: threading.Event, bring_back: Callable[[Server], None], is_paused: Callable[[], bool]
@@ -258,7 +264,7 @@ class ServerSet:
 
     def submit(self, function: Callable[..., Result], *arguments: Any) -> Future[Result]:
         """Start one call in a thread of this engine."""
-        return self._connected(self._threads).submit(function, *arguments)
+        return self._opened.threads.submit(function, *arguments)
 
     def settled(
         self, action: Callable[[Server], Result], servers: Iterable[Server], alongside: Callable[[], object] = lambda: None

@@ -85,7 +85,7 @@ def retry_lost(
             furthest = max(furthest, reached)
             if losses > RESTARTS:
                 raise type(error)(f"{lost_words.format(losses)}; the last time: {error}") from error
-            logger.warning("%s; it is placed again", error)
+            logger.warning("%s; trying again", str(error).rstrip("."))
         restart()
 
 

@@ -41,6 +41,7 @@ class ServerBackend(ABC):
         finds_servers: servers that are already running are used. If False, every run starts its own.
         pauses_running_requests: a pause interrupts requests even under ``on_weight_update: wait``, so the engine waits for its own
             requests before it pauses.
+        ask: makes one synchronous call to a server; see ``ServerSet.ask``.
         checkpoint_names: names of the weights in the checkpoint that each server was started with, by address, if known.
     """
 
@@ -68,11 +69,8 @@ class ServerBackend(ABC):
     def __init__(self, config: RolloutConfig, servers: ServerSet) -> None:
         self.config = config
         self.servers = servers
+        self.ask = servers.ask
         self.checkpoint_names: dict[str, frozenset[str]] = {}
-
-    def ask(self, server: Server, method: str, path: str, body: Any = None, *, timeout: float | None = None) -> dict[str, Any]:
-        """Make one synchronous call to a server; see ``ServerSet.ask``."""
-        return self.servers.ask(server, method, path, body, timeout=timeout)
 
     # -- servers -------------------------------------------------------------------------------------------------------
 

@@ -21,7 +21,7 @@ from rollwright.errors import EngineError, WeightUpdateError
 from rollwright.inference.backends.server_backend import ServerBackend
 from rollwright.inference.connections import ConnectionLostError, LostServersError, UpdateRefusedError
 from rollwright.inference.router import Server
-from rollwright.inference.server_set import CHECK_SECONDS, ServerSet
+from rollwright.inference.server_set import ServerSet
 from rollwright.processes.supervisor import retry_lost
 from rollwright.tracking.logging import getLogger
 
@@ -161,7 +161,7 @@ class ServerWeights:
             self.publisher = lambda: (0, [])
             return
         if self._servers_are_replaced:
-            labels = self._first_labels()
+            labels = self._labels_of_answering()
         else:
             self.servers.wait_healthy()
             self.servers.each(self.backend.on_connected, router.servers)
@@ -178,19 +178,14 @@ class ServerWeights:
             else:
                 server.reason = f"it holds version {number}, and another one version {self.version}"
 
-    def _first_labels(self) -> dict[Server, str | None]:
+    def _labels_of_answering(self) -> dict[Server, str | None]:
         """Version labels of the servers that answer, as soon as one does."""
-
-        def label(server: Server) -> str | None:
-            self.servers.ask(server, "GET", "/health", timeout=CHECK_SECONDS)
-            self.backend.on_connected(server)
-            return self.backend.read_version(server)
-
-        router, deadline = self.servers.router, time.monotonic() + self.config.setup_timeout
-        while not (labels := self.servers.settled(label, router.servers)[0]):
+        deadline = time.monotonic() + self.config.setup_timeout
+        while not (labels := self.servers.settled(self.backend.read_version, self.answering_servers())[0]):
             if time.monotonic() > deadline:
                 raise EngineError(
-                    f"No {self.backend.kind} server was healthy within {self.config.setup_timeout:g} s: {router.describe()}."
+                    f"No {self.backend.kind} server was healthy within {self.config.setup_timeout:g} s: "
+                    f"{self.servers.router.describe()}."
                 )
             time.sleep(0.2)
         return labels
@@ -291,7 +286,7 @@ class ServerWeights:
                 failures = self._update_each(chosen, version, give, alongside)
                 confirmed = [server for server in chosen if server not in failures]
                 if not confirmed:
-                    causes = " ".join(dict.fromkeys(map(str, failures.values()))) or self.servers.router.describe()
+                    causes = " ".join(dict.fromkeys(map(str, failures.values()))).rstrip(".") or self.servers.router.describe()
                     raise self.failure(f"No {self.backend.kind} server took version {version}: {causes}.", failures)
                 self.version, self.restore = version, restore
                 for server in confirmed:
