@@ -1,7 +1,7 @@
-"""Products that a small model cannot work out in its head, but can copy into a line of Python.
+"""Products that a small model cannot compute itself, but can copy into a line of Python.
 
 products(size=2)   # the dataset products: tasks: {"question": "347*286=", "answer": "99242", "messages", "query_id"}
-episode(task)      # the worked episode of a task with a script; ``episode(task, script=False)``: answered outright
+episode(task)      # a worked episode with a script; ``episode(task, script=False)`` answers outright
 """
 
 from __future__ import annotations
@@ -61,7 +61,7 @@ def products(
 
 @FUNCTIONS.register("product_question")
 def question(task: dict[str, Any]) -> str:
-    """The prompt of a task: its question, in no chat template."""
+    """The prompt of a task: its question, without a chat template."""
     return task["question"]
 
 

@@ -1,4 +1,4 @@
-"""Pictures made on the spot: how many squares are there?"""
+"""Generated pictures whose squares are to be counted."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from rollwright.data.arithmetic import SPLIT_SHARES, split_of
 from rollwright.data.datasets import DATASET_REGISTRY
 from rollwright.errors import DataError
 
-#: Colours that stand out from the dark ground.
+#: Colours that contrast with the dark background.
 _COLOURS = ((230, 60, 60), (60, 200, 80), (80, 120, 240), (240, 200, 60), (220, 110, 220), (240, 240, 240))
 _GROUND = (16, 16, 24)
 
@@ -25,7 +25,7 @@ def counting_squares(
 ) -> list[dict[str, Any]]:
     """Dark pictures with 1 to ``most`` squares of several colours and sizes, each in a cell of its own.
 
-    A picture belongs to its split by a hash of what is on it, so no two splits share one.
+    A hash of its content assigns a picture to a split, so the splits are disjoint.
 
     Args:
         split: train, valid or test.

@@ -1,4 +1,4 @@
-"""A procedural little encyclopedia: made-up people, towns and works, and questions that only searching can answer.
+"""A small generated encyclopedia: invented people, towns and works, and questions that can only be answered by searching.
 
 Every name is three syllables, such as ``baloki``. An article states a few facts about its subject, and an answer is a name in
 an article; a two-hop question names neither the article that holds the answer nor the answer itself. A seed makes a world,
@@ -27,7 +27,7 @@ from rollwright.environments.retrieval import SEARCH_TOOLS, LocalSearchTool
 from rollwright.errors import DataError
 
 SYLLABLES = tuple(consonant + vowel for consonant in "bdfgklmnprstvz" for vowel in "aeiou")
-#: Worlds whose names cannot meet: each has a part of the name space to itself.
+#: Number of worlds without common names: each has its own part of the name space.
 DISJOINT_WORLDS = 80
 _NAMES = len(SYLLABLES) ** 3
 _NAMES_PER_WORLD = _NAMES // DISJOINT_WORLDS
@@ -126,7 +126,7 @@ class World:
         return rows
 
     def questions(self, count: int, two_hop_share: float = 0.5, seed: int | str = 1) -> list[dict[str, Any]]:
-        """Distinct tasks, of which ``two_hop_share`` need two searches, spread evenly.
+        """Distinct tasks. A share of ``two_hop_share``, spread evenly, needs two searches.
 
         Raises:
             DataError: the world has fewer questions, or the share is not between 0 and 1.
@@ -188,7 +188,7 @@ def _article_text(subject: str, facts: dict[str, str]) -> str:
 def episode(task: dict[str, Any]) -> list[dict[str, Any]]:
     """The worked episode of a task, as ``segments``: ``[{"text", "train"}]``, in the form that the search agent runs.
 
-    The thought says how many articles are still to be read; the search copies a name, from the question or the last article.
+    The thought states how many articles remain to be read; the search copies a name from the question or from the last article.
     """
     segments = [{"text": PROMPT_TEMPLATE.format(question=task["question"]), "train": False}]
     steps = len(task["searches"])
@@ -227,7 +227,7 @@ def questions(
     """A taskset over one or several worlds.
 
     Args:
-        split: named in the seed of the drawing only; keep splits apart by giving them different ``worlds``.
+        split: only part of the random seed; to keep splits disjoint, give them different ``worlds``.
         size: number of tasks, shared evenly among the worlds.
         worlds: the worlds' seeds; see ``world_seeds``. Many small worlds teach copying, one large world can be learned by heart.
         world_size: articles of each kind in a world.
