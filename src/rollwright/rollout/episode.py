@@ -169,11 +169,11 @@ class EpisodeRunner:
 
     def cancel(self, group: Group, because: str) -> None:
         """Cancel a group's episodes. A workflow that ignores the cancellation gets no further answers."""
-        tasks = self._running.get(group, {})
-        for task, sample in tasks.items():
-            sample.close(because)
-            task.cancel()
-        self._abandon_later(group, list(tasks))
+        if tasks := dict(self._running.get(group, {})):
+            for task, sample in tasks.items():
+                sample.close(because)
+                task.cancel()
+            self._loop.call_later(GRACE_SECONDS, self._abandon, group, list(tasks))
 
     def stop(self, error: BaseException) -> None:
         """Stop for good: cancel every episode."""
@@ -210,7 +210,7 @@ class EpisodeRunner:
             sample.close(f"ran out of its {limit:g} s")
             if task is not None:
                 task.cancel()
-                self._abandon_later(group, [task])
+                self._loop.call_later(GRACE_SECONDS, self._abandon, group, [task])
 
         if limit is not None:  # a worker process enforces its own limit and knows the uncounted time
             look(limit + (START_SECONDS if self.workers is not None else 0.0))
@@ -248,24 +248,16 @@ class EpisodeRunner:
         else:
             outcome = task.exception() or task.result()
         with self.faults_stop():
-            self._stop_without_journal(outcome)
+            failure = outcome if isinstance(outcome, JournalError) else None if self.journal is None else self.journal.failure
+            if failure is not None and self.stopped_by is None:  # even if the caller's code swallowed the error
+                self.stop(failure)
             is_cut = group.is_over or self.stopped_by is not None
             if is_cut and not isinstance(self.stopped_by, JournalError):  # the journal would raise again
                 sample.episode.end("cut", group.reason or "its group is over")
             self._ended(group, sample, outcome, is_cut)
 
-    def _stop_without_journal(self, outcome: Outcome) -> None:
-        """Stop the run if the journal could not be written, even if the caller's code swallowed the error."""
-        failure = outcome if isinstance(outcome, JournalError) else None if self.journal is None else self.journal.failure
-        if failure is not None and self.stopped_by is None:
-            self.stop(failure)
-
-    def _abandon_later(self, group: Group, tasks: list[asyncio.Task[Outcome]]) -> None:
-        """Abandon cancelled episodes that do not end within the grace period."""
-        if tasks:
-            self._loop.call_later(GRACE_SECONDS, self._abandon, group, tasks)
-
     def _abandon(self, group: Group, tasks: list[asyncio.Task[Outcome]]) -> None:
+        """Abandon the episodes that did not end within the grace period after their cancellation."""
         for task in tasks:
             sample = self._running.get(group, {}).get(task)
             if sample is None or self.stopped_by is not None:

@@ -279,13 +279,11 @@ class RolloutExecutor:
         if not tasks:
             raise RolloutError("rollout_batch was given no tasks: give at least one.")
         self._start()
+        batch = Batch(len(tasks))
         groups = [
-            self._factory.make(data, workflow, workflow_kwargs, should_accept_fn, group_size, is_eval, place=place)
+            self._factory.make(data, workflow, workflow_kwargs, should_accept_fn, group_size, is_eval, place, batch)
             for place, data in enumerate(tasks)
         ]
-        batch = Batch(len(groups))
-        for group in groups:
-            group.batch = batch
 
         def take() -> list[Group] | None:
             if batch.missing:
@@ -331,7 +329,9 @@ class RolloutExecutor:
         self._start()
         scheduler, caller = self._scheduler, threading.get_ident()
         with self._prepare_lock:
-            source = self._sources.setdefault(id(dataloader), TaskSource(dataloader, self._restored))
+            source = self._sources.get(id(dataloader))
+            if source is None:
+                source = self._sources[id(dataloader)] = TaskSource(dataloader, self._restored)
             count = batch_size or source.batch_size
             if count < 1:
                 raise DatasetEnded("prepare_batch: the dataloader has ended and no group is left.")
@@ -353,11 +353,11 @@ class RolloutExecutor:
             while True:
                 rows = scheduler.replay.draw(source, self._call(scheduler.wanted))
                 groups = [
-                    self._past.give(
-                        self._factory.make(self._past.row(row), workflow, workflow_kwargs, should_accept_fn, group_size)
-                    )
+                    self._factory.make(self._past.row(row), workflow, workflow_kwargs, should_accept_fn, group_size)
                     for row in rows
                 ]
+                for group in groups:
+                    group.past = self._past.episodes.pop(group.ordinal, {})
                 is_over = source.is_over and not scheduler.replay.deferred
                 taken = self._await(Waiter(take, caller), None, "prepare_batch", groups)
                 if taken:
@@ -406,7 +406,7 @@ class RolloutExecutor:
     @property
     def frontier(self) -> int:
         """Every task with a lower ordinal is done: trained, rejected, dropped or given up."""
-        return self._scheduler.frontier
+        return self._scheduler.frontier.first_open
 
     def release_batch(self) -> None:
         """Release the slots of the batches that were taken, though no version was published (a skipped step)."""
@@ -483,7 +483,7 @@ class RolloutExecutor:
             directories: of their journals.
         """
         scheduler, journal = self._scheduler, self._episodes.journal
-        past = read_past(directories, lambda ordinal: not scheduler.is_done(ordinal), journal)
+        past = read_past(directories, lambda ordinal: not scheduler.frontier.is_done(ordinal), journal)
         if journal is not None:
             journal.goes_on_to = max([*past.episodes, *past.order, *past.rejected, *past.failed], default=-1)
         for ordinal in scheduler.complete_ordinals():  # the checkpoint has their rows
@@ -517,10 +517,10 @@ class RolloutExecutor:
 
     def _start(self) -> None:
         self._thread.start()
-        if self.stopped_by is not None:
-            raise self.stopped_by
+        if self._episodes.stopped_by is not None:
+            raise self._episodes.stopped_by
         version = self.engine.get_version()
-        if version != self.version:  # published by whoever holds the engine itself
+        if version != self._scheduler.version:  # published directly through the engine
             self.set_version(version)
 
     def _change(self, change: Callable[..., None], *arguments: Any) -> None:
@@ -538,7 +538,7 @@ class RolloutExecutor:
     def _wait_for_groups(self, waiter: Waiter, timeout: float | None, what: str, groups: Sequence[Group] = ()) -> list[Group]:
         """Queue ``groups`` and wait until ``waiter`` is answered."""
         self._start()
-        self._call(self._add_waiter, waiter, groups)
+        self._call(self._enqueue, groups, waiter)
         release_workers()  # this thread trains; while it waits the engine in this process has the cores
         left, warned = math.inf if timeout is None else timeout, time.monotonic()
         try:
@@ -561,16 +561,14 @@ class RolloutExecutor:
 
     # -- inside: the loop --------------------------------------------------------------------------------------------------
 
-    def _enqueue(self, groups: Sequence[Group]) -> None:
+    def _enqueue(self, groups: Sequence[Group], waiter: Waiter | None = None) -> None:
+        stopped_by = self._episodes.stopped_by
+        if waiter is not None and stopped_by is None:
+            self._waiters.append(waiter)
+        elif waiter is not None and stopped_by is not None:
+            waiter.fail(stopped_by)
         self._scheduler.enqueue(groups)
         self._react()
-
-    def _add_waiter(self, waiter: Waiter, groups: Sequence[Group]) -> None:
-        if self.stopped_by is None:
-            self._waiters.append(waiter)
-        else:
-            waiter.fail(self.stopped_by)
-        self._enqueue(groups)
 
     def _forget(self, waiter: Waiter) -> None:
         """A caller gave up waiting."""
@@ -601,7 +599,7 @@ class RolloutExecutor:
                 )
             )
         elif not is_cut:
-            is_final = scheduler.is_last_attempt(name)
+            is_final = name.attempt >= self.config.max_sample_retries
             ended = record_end(sample, outcome, scheduler.failures, group.data, is_final=is_final)
             if diverged is not None:
                 logger.warning("%s It begins anew.", diverged)
@@ -611,7 +609,9 @@ class RolloutExecutor:
             else:
                 scheduler.end_sample(group, name, ended)
                 self._after_group(group)
-        self._react_soon()
+        if not self._reaction_is_due:  # once for all samples that end in the same step of the loop
+            self._reaction_is_due = True
+            self._thread.loop.call_soon(self._react, context=contextvars.Context())
 
     def _after_group(self, group: Group) -> None:
         """Act at once if a group is over, before other samples of this step of the loop are reported."""
@@ -623,31 +623,23 @@ class RolloutExecutor:
         if group.state is GroupState.FAILED and (error := self._scheduler.failures.too_many()):
             self._episodes.stop(error)
 
-    def _react_soon(self) -> None:
-        """React once for all samples that end in the same step of the loop."""
-        if not self._reaction_is_due:
-            self._reaction_is_due = True
-            self._thread.loop.call_soon(self._react, context=contextvars.Context())
-
     def _react(self) -> None:
-        """Act on what the scheduler decided: end what is over, start what there is room for, and answer callers."""
+        """Carry out the scheduler's decisions: cancel groups that are over, start samples, and answer callers."""
         self._reaction_is_due = False
         with self._episodes.faults_stop():
-            may_start_more = True
+            scheduler, episodes, may_start_more = self._scheduler, self._episodes, True
             while may_start_more:
                 self._end_groups()
-                self._start_samples()
+                while episodes.stopped_by is None and (sample := scheduler.next_sample()) is not None:
+                    episodes.start(*sample, scheduler.version)
                 self._answer()
-                may_start_more = self._scheduler.may_start_more and self.stopped_by is None
+                may_start_more = scheduler.may_start_more and episodes.stopped_by is None
 
     def _end_groups(self) -> None:
-        for group, state in self._scheduler.pop_ended():
+        while self._scheduler.ended:
+            group, state = self._scheduler.ended.popleft()
             group.note_end(self._episodes.journal, state)
             self._episodes.cancel(group, f"belongs to a group that has come to its end ({group.reason})")
-
-    def _start_samples(self) -> None:
-        while self.stopped_by is None and (sample := self._scheduler.next_sample()) is not None:
-            self._episodes.start(*sample, self.version)
 
     def _answer(self) -> None:
         """Answer the waiters that can be."""

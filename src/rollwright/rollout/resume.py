@@ -91,12 +91,6 @@ class PastEpisodes:
         logger.info("task %d is the one that it was before the stop, though another was drawn for it now", ordinal)
         return {**recorded, "ordinal": ordinal}
 
-    def give(self, group: Group) -> Group:
-        """Let the group's samples go on from their pasts, once. Returns the group."""
-        if group.in_stream and group.ordinal in self.episodes:
-            group.past = self.episodes.pop(group.ordinal)
-        return group
-
 
 def read_past(
     directories: Iterable[str | Path],
@@ -205,7 +199,8 @@ class ReplayOrder:
         rejected: ends of the groups that were rejected or filtered, by ordinal.
 
     Attributes:
-        deferred: failed tasks that were drawn, and wait until the batches have been replayed.
+        remaining: ordinals of the groups that are still to be delivered again, in order (its keys).
+        deferred: failed tasks, held back until the interrupted batches have been replayed.
     """
 
     def __init__(
@@ -213,19 +208,9 @@ class ReplayOrder:
     ) -> None:
         self.rejected = dict(rejected or {})
         self.deferred: list[dict[str, Any]] = []
-        self._delivered = dict.fromkeys(delivered)
+        self.remaining = dict.fromkeys(delivered)
         self._failed = set(failed)
         self._awaits_version = False  # the last batch was taken, and its version is not published yet
-
-    @property
-    def is_active(self) -> bool:
-        """True while a batch is still to be replayed."""
-        return bool(self._delivered)
-
-    @property
-    def ordinals(self) -> Set[int]:
-        """Ordinals of the groups that are still to be delivered again."""
-        return self._delivered.keys()
 
     def next_batch(
         self, count: int, ready: Set[int], living: Set[int], is_done: Callable[[int], bool], no_more: bool
@@ -239,11 +224,11 @@ class ReplayOrder:
             is_done: says whether a task is done.
             no_more: no further group can start.
         """
-        wanted = list(islice((ordinal for ordinal in self._delivered if not is_done(ordinal)), count))
+        wanted = list(islice((ordinal for ordinal in self.remaining if not is_done(ordinal)), count))
         if len(wanted) == count and ready >= set(wanted):
             for ordinal in wanted:
-                del self._delivered[ordinal]
-            self._awaits_version = not self._delivered
+                del self.remaining[ordinal]
+            self._awaits_version = not self.remaining
             return wanted
         cannot_come = no_more and not living >= set(wanted)
         if cannot_come:
@@ -251,12 +236,12 @@ class ReplayOrder:
                 "batches that were taken after the checkpoint cannot be taken again as they were; they are formed anew"
             )
         if len(wanted) < count or cannot_come:
-            self._delivered = {}
+            self.remaining = {}
         return None
 
     def holds(self, group: Group, index: int, version: int) -> bool:
         """True if a sample must wait for a version that the trainer has not made again yet."""
-        if not (self._delivered or self._awaits_version) or group.ordinal in self._delivered:
+        if not (self.remaining or self._awaits_version) or group.ordinal in self.remaining:
             return False
         return index in group.past and group.past[index].newest_version > version
 
@@ -267,12 +252,11 @@ class ReplayOrder:
 
     def draw(self, source: TaskSource, count: int) -> list[dict[str, Any]]:
         """Draw up to ``count`` tasks of a source; failed ones are deferred until the batches have been replayed."""
-        is_active = self.is_active
-        if self.deferred and (source.is_over or not is_active):
+        if self.deferred and (source.is_over or not self.remaining):
             source.put_back(self.deferred)
             self.deferred, self._failed = [], set()
         rows = source.draw(count)
-        if is_active and self._failed:
+        if self.remaining and self._failed:
             self.deferred += [row for row in rows if row.get("ordinal") in self._failed]
             rows = [row for row in rows if row.get("ordinal") not in self._failed]
         return rows

@@ -1,21 +1,20 @@
-"""Which group starts, ends and leaves for training: a rule over slots and versions, without threads or an event loop.
+"""Decides which group starts, ends and leaves for training: a rule over slots and versions, without threads or an event loop.
 
 A group is admitted while
 
-    running + ready + in_training < (max_head_offpolicyness + 1) * batch        (and the extra groups of over-sampling)
+    running + ready + in_training < (max_head_offpolicyness + 1) * batch        (plus the extra groups of over-sampling)
 
-A group in training releases its slot when the next version is published. Nothing counts over the life of the run, so a
-rejection, a drop or a resume can neither starve nor flood it. Each batch in training counts as a version to come.
+A group in training releases its slot when the next version is published. Nothing is counted over the life of the run, so a rejection, a
+drop or a resume can neither starve nor flood it. Each batch in training counts as a version to come.
 
-A group admitted at version ``s`` must be trained at version ``s + max_head_offpolicyness`` at the latest. Batches take the
-oldest ready groups first. Under ``on_stale: wait`` a batch leaves only if the groups that stay behind can still all meet their
-deadline (earliest deadline first). The admission rule makes that possible, so "wait" drops nothing for its age. Evaluation and
-``rollout_batch`` are not counted.
+A group admitted at version ``s`` must be trained at version ``s + max_head_offpolicyness`` at the latest. Batches take the oldest ready
+groups first. With ``on_stale: wait`` a batch leaves only if all groups that stay behind can still meet their deadlines (earliest deadline
+first). The admission rule makes that possible, so "wait" drops nothing for its age. Evaluation and ``rollout_batch`` are not counted.
 
-``Staleness`` is the rule; ``GroupScheduler`` applies it to groups. It calls nobody: its owner starts the samples that
-``next_sample`` returns, reports how they ended, and cancels the samples of the groups in ``pop_ended``. Invariants:
+``Staleness`` is the rule, and ``GroupScheduler`` applies it to groups. The scheduler calls nobody: its owner starts the samples that
+``next_sample`` returns, reports how they ended, and cancels the samples of the groups in ``ended``. Invariants:
 
-* a group is delivered once, and no group that is older than ``max_head_offpolicyness`` allows;
+* a group is delivered once, and never if it is older than ``max_head_offpolicyness`` allows;
 * a group reaches exactly one end (delivered, dropped, failed), and releases its slot at that moment.
 """
 
@@ -41,28 +40,43 @@ RESULTS_KEPT = 65_536  # reasons of dropped tasks, kept for wait_for_task
 
 
 class Staleness:
-    """Counts groups by state, and decides on admission and on departure.
+    """Counts groups by state, and decides which may be admitted and when a batch may leave.
 
     Args:
         max_head_offpolicyness: most versions between a group's admission and its training.
-        batch: groups in a training batch; None: not known yet, and admission is not limited.
-        over_sampling: share of extra groups that are started and cut when their batch is complete.
+        batch: groups in a training batch. None does not limit admission.
+        over_sampling: share of extra groups that are started, and cut when their batch is complete.
+
+    Attributes:
+        version: the version that was published last.
+        groups: number of groups that are running, ready, or delivered and in training.
     """
 
     def __init__(self, max_head_offpolicyness: int, batch: int | None = None, over_sampling: float = 0.0) -> None:
         self.limit = max_head_offpolicyness
         self.batch = batch
         self.over_sampling = over_sampling
-        self.version = 0  # that was last published
-        self.running = 0
-        self.ready = 0
-        self.in_training = 0
+        self.version = 0
+        self.groups: Counter[GroupState] = Counter()
         self._living: Counter[int] = Counter()  # version of admission -> groups that run or are ready
+
+    def move(self, admitted: int, before: GroupState, after: GroupState) -> None:
+        """A group that was admitted at version ``admitted`` changes its state."""
+        for state, change in ((before, -1), (after, 1)):
+            self.groups[state] += change
+            if state is GroupState.RUNNING or state is GroupState.READY:
+                self._living[admitted] += change
+
+    def publish(self, version: int) -> None:
+        """A version was published: the groups in training are trained and release their slots."""
+        self.version = version
+        self._living = +self._living  # removes versions without living groups
+        self.groups[GroupState.DELIVERED] = 0
 
     @property
     def head(self) -> int:
-        """Version of the weights that the next batch will be trained from, those in training being trained by then."""
-        return self.version if not self.batch else self.version + self.in_training // self.batch
+        """Version of the weights that the next batch will be trained from, once the batches in training are trained."""
+        return self.version if not self.batch else self.version + self.groups[GroupState.DELIVERED] // self.batch
 
     @property
     def oldest(self) -> int:
@@ -70,71 +84,32 @@ class Staleness:
         return self.head - self.limit
 
     @property
-    def places(self) -> float:
-        """Groups that may live at once; infinite while the batch is not known."""
+    def slots(self) -> float:
+        """Groups that may be alive at once; infinite while the batch size is unknown."""
         if self.batch is None:
             return math.inf
         return (self.limit + 1) * self.batch + math.ceil(self.over_sampling * self.batch)
 
     @property
     def capacity(self) -> float:
-        """Groups that may be admitted now; 0 or less: none."""
-        return self.places - self.running - self.ready - self.in_training
+        """Groups that may be admitted now. Zero or less admits none."""
+        groups = self.groups
+        return self.slots - groups[GroupState.RUNNING] - groups[GroupState.READY] - groups[GroupState.DELIVERED]
 
     @property
     def surplus(self) -> int:
-        """Living groups beyond the rule without over-sampling's extras: what is cut when a batch leaves."""
+        """Groups beyond the rule without over-sampling's extras; they are cut when a batch leaves."""
         if self.batch is None:
             return 0
-        return max(0, self.running + self.ready + self.in_training - (self.limit + 1) * self.batch)
-
-    def admit(self, version: int | None = None) -> int:
-        """A group begins to run; returns the version that it is admitted at: an earlier one where it began before a stop."""
-        version = self.version if version is None else min(version, self.version)
-        self.running += 1
-        self._living[version] += 1
-        return version
-
-    def finish(self) -> None:
-        """A running group is complete and accepted."""
-        self.running -= 1
-        self.ready += 1
-
-    def restore(self, admitted: int) -> None:
-        """A complete group came with a checkpoint."""
-        self.ready += 1
-        self._living[admitted] += 1
-
-    def drop_running(self, admitted: int) -> None:
-        """A running group was rejected, failed, filtered or cut."""
-        self.running -= 1
-        self._living[admitted] -= 1
-
-    def drop_ready(self, admitted: int) -> None:
-        """A complete group was found stale or cut."""
-        self.ready -= 1
-        self._living[admitted] -= 1
-
-    def train(self, admitted: Iterable[int]) -> None:
-        """Complete groups, named by the versions they were admitted at, leave for training."""
-        for version in admitted:
-            self.ready -= 1
-            self.in_training += 1
-            self._living[version] -= 1
-
-    def publish(self, version: int) -> None:
-        """A version was published: what was in training is trained."""
-        self.version = version
-        self._living = +self._living  # without the versions of which no group lives
-        self.in_training = 0
+        return max(0, math.ceil(self.over_sampling * self.batch) - int(self.capacity))
 
     def must_wait(self, leaving: Iterable[int], batch: int) -> bool:
-        """True where a batch would leave groups behind that can no longer all be trained in time.
+        """True if a batch would leave groups behind that cannot all be trained in time.
 
-        All are in time if at most ``batch * (d - head)`` of them have a deadline up to ``d``, for every ``d``.
+        They can if, for every ``d``, at most ``batch * (d - head)`` of them have a deadline up to ``d``.
 
         Args:
-            leaving: versions of admission of the groups that are in the batch, or are cut when it leaves.
+            leaving: versions of admission of the groups in the batch and of those that are cut when it leaves.
             batch: groups in a batch.
         """
         left = self._living.copy()
@@ -154,12 +129,15 @@ class GroupScheduler:
     Args:
         config: limits and policies.
         deterministic: batches leave in the order of their ordinals.
-        batch_size: groups in a training batch. None: not known yet.
+        batch_size: groups in a training batch. None if it is not known yet.
         version: version of the weights.
 
     Attributes:
         tasks: groups of ``submit`` and ``prepare_batch`` that were not taken yet, by task id; ``submit`` adds to it from its own thread.
         reasons: task id -> why its group never became ready.
+        ended: groups that ended without being delivered, each with the name that it is counted by; the owner empties it.
+        may_start_more: something changed since ``next_sample`` last returned None, so that it may return a sample now.
+        frontier: the ordinals that are done.
         taken_by: the thread that took the groups in training.
         samples: number of samples that were accepted, rejected, failed, retried and cut.
         groups: number of groups that were accepted, rejected and failed, and ``dropped/<policy>``.
@@ -174,6 +152,9 @@ class GroupScheduler:
         self.groups: Counter[str] = Counter()
         self.tasks: dict[int, Group] = {}
         self.reasons: dict[int, str] = {}
+        self.ended: deque[tuple[Group, str]] = deque()
+        self.may_start_more = False
+        self.frontier = Frontier()
         self.taken_by: int | None = None
         self.is_paused = False
         self._config = config
@@ -181,7 +162,6 @@ class GroupScheduler:
         self._waits_for_old = config.on_stale == "wait"
         self._staleness = Staleness(config.max_head_offpolicyness, batch_size, config.over_sampling)
         self._staleness.version = version
-        self._frontier = Frontier()
         self._stream: deque[Group] = deque()  # groups of submit and prepare_batch that are not admitted yet
         self._direct: deque[Group] = deque()  # groups of rollout_batch and evaluation: not subject to admission
         self._waiting: deque[tuple[Group, int, int]] = deque()  # samples of admitted groups: index and attempt
@@ -190,8 +170,6 @@ class GroupScheduler:
         self._ready: dict[Group, None] = {}  # in order of completion; includes submitted evaluation tasks
         self._in_training: list[Group] = []
         self._running_samples = 0
-        self._ended: list[tuple[Group, str]] = []
-        self._may_start_more = False
 
     # -- groups in -----------------------------------------------------------------------------------------------------
 
@@ -225,20 +203,23 @@ class GroupScheduler:
                 group = self._stream.popleft()
             else:
                 break
-            if not group.is_over:
-                self._admit(group)
+            if group.is_over:
+                continue
+            past = group.past if group.in_stream else {}  # a group that began before a restart is as old as its samples
+            group.admitted = min([self.version, *(each.begin.version for each in past.values())])
+            self._move(group, GroupState.RUNNING)
+            self._waiting.extend((group, index, group.first_attempt(index)) for index in range(len(group.runs)))
         self._waiting.extendleft(reversed(self._held))
         self._held = []
-        self._may_start_more = False
+        self.may_start_more = False
         return None
 
-    def _admit(self, group: Group) -> None:
-        group.state = GroupState.RUNNING
-        group.admitted = self.version
+    def _move(self, group: Group, state: GroupState) -> None:
+        """Change the state of a group, and where it is counted."""
         if group.in_stream:
-            group.admitted = self._staleness.admit(min((past.begin.version for past in group.past.values()), default=None))
-            self._running.add(group)
-        self._waiting.extend((group, index, group.first_attempt(index)) for index in range(len(group.runs)))
+            self._staleness.move(group.admitted, group.state, state)
+            (self._running.add if state is GroupState.RUNNING else self._running.discard)(group)
+        group.state = state
 
     # -- samples out ---------------------------------------------------------------------------------------------------
 
@@ -246,10 +227,6 @@ class GroupScheduler:
         """A sample has ended and releases its place; ``is_cut`` is True if its group was over before."""
         self._running_samples -= 1
         self.samples["cut"] += is_cut
-
-    def is_last_attempt(self, name: SampleName) -> bool:
-        """True if the group is given up when this attempt fails."""
-        return name.attempt >= self._config.max_sample_retries
 
     def repeat(self, group: Group, name: SampleName) -> None:
         """Run a sample again from the beginning, as the same attempt."""
@@ -293,15 +270,12 @@ class GroupScheduler:
         if policy is not None:
             self.drop(group, policy, f"refused by {policy}")
             return
-        group.state = GroupState.READY
+        self._move(group, GroupState.READY)
         self.groups["accepted"] += 1
         if group.batch is not None:
             group.batch.missing -= 1
-            return
-        if group.in_stream:
-            self._running.discard(group)
-            self._staleness.finish()
-        self._ready[group] = None
+        else:
+            self._ready[group] = None
 
     # -- the end of a group --------------------------------------------------------------------------------------------
 
@@ -315,16 +289,11 @@ class GroupScheduler:
         self._end(group, GroupState.FAILED, "failed", reason)
 
     def _end(self, group: Group, state: GroupState, count: str, reason: str) -> None:
-        if group.in_stream:
-            if group.state is GroupState.READY:
-                self._staleness.drop_ready(group.admitted)
-            elif group.state is GroupState.RUNNING:
-                self._staleness.drop_running(group.admitted)
-            self._running.discard(group)
+        self._move(group, state)
         if not group.is_eval:
-            self._frontier.done(group.ordinal)
+            self.frontier.done(group.ordinal)
         self._ready.pop(group, None)
-        group.state, group.reason = state, reason
+        group.reason = reason
         group.rows = []
         self.groups[count] += 1
         if group.batch is not None:
@@ -334,18 +303,8 @@ class GroupScheduler:
             self.reasons[group.task_id] = reason
             if len(self.reasons) > RESULTS_KEPT:
                 del self.reasons[next(iter(self.reasons))]
-        self._ended.append((group, count))
-        self._may_start_more = True
-
-    def pop_ended(self) -> list[tuple[Group, str]]:
-        """The groups that ended without being delivered since the last call, each with the name it is counted by."""
-        ended, self._ended = self._ended, []
-        return ended
-
-    @property
-    def may_start_more(self) -> bool:
-        """True if something changed since ``next_sample`` last returned None, so that it may now return a sample."""
-        return self._may_start_more
+        self.ended.append((group, count))
+        self.may_start_more = True
 
     # -- groups out ----------------------------------------------------------------------------------------------------
 
@@ -359,30 +318,36 @@ class GroupScheduler:
         Returns:
             None if the groups are not ready, or must not leave yet (``on_stale: wait``).
         """
-        if self.replay.is_active:
-            return self._take_replayed(count, final)
-        if self.replay.release():  # a further batch is asked for before the version of the last one
-            self._may_start_more = True
-        return self._take_next(count, final)
+        picked = None
+        if self.replay.remaining:
+            picked = self._next_replayed(count, final)
+            if picked is None and self.replay.remaining:
+                return None
+            self.may_start_more |= picked is None
+        else:  # a further batch is requested before the version of the last replayed one is published
+            self.may_start_more |= self.replay.release()
+        if picked is None:
+            picked = self._next(count, final)
+        if picked is None:
+            return None
+        cut = self._surplus(picked)
+        self.deliver(picked)
+        for group in cut:
+            self.drop(group, "over_sampling", "cut: its batch was complete")
+        return picked
 
-    def _take_replayed(self, count: int, final: bool) -> list[Group] | None:
-        """The batch that was delivered next before the restart; if it cannot be formed any more, a new one."""
+    def _next_replayed(self, count: int, final: bool) -> list[Group] | None:
+        """The batch that was delivered next before the restart. None if it is not ready, or can no longer be formed."""
         ready = {group.ordinal: group for group in self._ready if not group.is_eval}
         living = ready.keys() | {group.ordinal for group in self._running}
         no_more = final or self._staleness.capacity < 1
-        ordinals = self.replay.next_batch(count, ready.keys(), living, self._frontier.is_done, no_more)
-        if ordinals is not None:
-            picked = [ready[ordinal] for ordinal in ordinals]
-            self._deliver_and_cut(picked, self._surplus(picked))
-            return picked
-        if self.replay.is_active:
-            return None
-        self._may_start_more = True
-        return self._take_next(count, final)
+        ordinals = self.replay.next_batch(count, ready.keys(), living, self.frontier.is_done, no_more)
+        return None if ordinals is None else [ready[ordinal] for ordinal in ordinals]
 
-    def _take_next(self, count: int, final: bool) -> list[Group] | None:
+    def _next(self, count: int, final: bool) -> list[Group] | None:
+        """The batch that the rule gives. None if its groups are not ready, or must not leave yet."""
         state = self._staleness
-        if state.ready < count and not final:
+        if state.groups[GroupState.READY] < count and not final:
             return None
         self._drop_stale()
         ready = [group for group in self._ready if not group.is_eval]
@@ -396,13 +361,12 @@ class GroupScheduler:
         picked = ready[:count]
         if not picked or (len(picked) < count and not final):
             return None
-        cut = self._surplus(picked)
         if self._waits_for_old and state.batch is not None:
+            cut = self._surplus(picked)
             youngest = max(group.admitted for group in picked)
             older_runs = any(group.admitted < youngest for group in self._running.difference(cut))
             if older_runs and state.must_wait([group.admitted for group in (*picked, *cut)], state.batch):
                 return None
-        self._deliver_and_cut(picked, cut)
         return picked
 
     def take_evaluation(self, count: int) -> list[Group] | None:
@@ -431,20 +395,14 @@ class GroupScheduler:
         for group in groups:
             self._ready.pop(group, None)  # those of rollout_batch were never in it
             self.tasks.pop(group.task_id, None)
-            group.state = GroupState.DELIVERED
-        self._staleness.train(group.admitted for group in groups if group.in_stream)
+            self._move(group, GroupState.DELIVERED)
         self._in_training.extend(group for group in groups if not group.is_eval)
 
-    def _deliver_and_cut(self, picked: list[Group], cut: list[Group]) -> None:
-        self.deliver(picked)
-        for group in cut:
-            self.drop(group, "over_sampling", "cut: its batch was complete")
-
     def _surplus(self, picked: list[Group]) -> list[Group]:
-        """The groups that over-sampling started in excess: those that run longest, then the youngest that are ready."""
+        """The extra groups of over-sampling to cut: those that have run longest, then the youngest ready ones."""
         if not self._staleness.over_sampling:
             return []
-        kept = {group.ordinal for group in picked} | self.replay.ordinals
+        kept = {group.ordinal for group in picked} | self.replay.remaining.keys()
         running = [group for group in self._running if group.ordinal not in kept]
         spare = [group for group in self._ready if group.ordinal not in kept and not group.is_eval]
         cut = sorted(running, key=lambda group: (group.admitted, group.task_id)) + spare[::-1]
@@ -489,11 +447,11 @@ class GroupScheduler:
     def finish_training(self) -> None:
         """Groups in training are done and release their slots."""
         for group in self._in_training:
-            self._frontier.done(group.ordinal)
+            self.frontier.done(group.ordinal)
         self._in_training = []
         self.taken_by = None
         self.replay.release()
-        self._staleness.in_training = 0
+        self._staleness.groups[GroupState.DELIVERED] = 0
 
     def use_batch_size(self, groups: int) -> None:
         """Set how many groups a training batch has."""
@@ -502,24 +460,14 @@ class GroupScheduler:
     # -- what callers ask ----------------------------------------------------------------------------------------------
 
     @property
-    def frontier(self) -> int:
-        """Every task with a lower ordinal is done: trained, rejected, dropped or given up."""
-        return self._frontier.frontier
-
-    def is_done(self, ordinal: int) -> bool:
-        """True if the task was trained, rejected, dropped or given up."""
-        return self._frontier.is_done(ordinal)
-
-    @property
     def is_settled(self) -> bool:
         """True if every admitted group has ended, and no queued one can be admitted before the next version."""
-        state = self._staleness
-        return state.running == 0 and (not self._stream or state.capacity < 1)
+        return not self._running and (not self._stream or self._staleness.capacity < 1)
 
     @property
     def has_work(self) -> bool:
         """True while a group of the stream is queued or runs."""
-        return bool(self._stream) or self._staleness.running > 0
+        return bool(self._stream or self._running)
 
     @property
     def is_idle(self) -> bool:
@@ -545,38 +493,37 @@ class GroupScheduler:
             RolloutError: waiting would never end; ``what`` begins the message.
         """
         state = self._staleness
-        if self.is_paused or state.running > 0 or state.capacity >= 1:
+        in_training = state.groups[GroupState.DELIVERED]
+        if self.is_paused or self._running or state.capacity >= 1 or (in_training and self.taken_by != caller):
             return
-        if state.in_training and self.taken_by != caller:
-            return
-        rule = f"max_head_offpolicyness={state.limit} and batches of {state.batch} groups let {state.places:.0f} groups live at once"
-        if state.in_training:
+        rule = f"max_head_offpolicyness={state.limit} and batches of {state.batch} groups let {state.slots:.0f} groups live at once"
+        if in_training:
             raise RolloutError(
-                f"{what} {state.in_training} are still in training: {rule}, and places are released when the next version is "
+                f"{what} {in_training} are still in training: {rule}, and places are released when the next version is "
                 "published. Call update_weights (or set_version) first, or release_batch() for a batch that is not trained."
             )
         raise RolloutError(
-            f"{what} {state.ready} complete groups hold all places: {rule}. Take them with wait or prepare_batch, in batches of "
+            f"{what} {state.groups[GroupState.READY]} complete groups hold all places: {rule}. Take them with wait or prepare_batch, in batches of "
             "that size."
         )
 
     def describe(self) -> str:
-        """How the tasks so far ended, in words."""
-        state = self._staleness
+        """Describes in words how the tasks so far ended."""
+        in_training = self._staleness.groups[GroupState.DELIVERED]
         ends = ", ".join(f"{count} {name}" for name, count in sorted(self.groups.items())) or "no task has ended"
-        return f"{ends}; {state.running} running, {len(self._stream)} queued, {state.in_training} in training"
+        return f"{ends}; {len(self._running)} running, {len(self._stream)} queued, {in_training} in training"
 
     def counters(self) -> dict[str, float]:
         """How samples and groups ended, and the number of groups in each state."""
-        state = self._staleness
+        in_state = self._staleness.groups
         return {
             **{f"samples/{name}": self.samples[name] for name in ("accepted", "rejected", "failed", "retried", "cut")},
             **{f"groups/{name}": count for name, count in {"accepted": 0, "rejected": 0, "failed": 0, **self.groups}.items()},
             "running_samples": self._running_samples,
             "queued": len(self._stream),
-            "running": state.running,
-            "ready": state.ready,
-            "in_training": state.in_training,
+            "running": in_state[GroupState.RUNNING],
+            "ready": in_state[GroupState.READY],
+            "in_training": in_state[GroupState.DELIVERED],
         }
 
     # -- checkpoints ---------------------------------------------------------------------------------------------------
@@ -593,8 +540,8 @@ class GroupScheduler:
         return {
             "version": self.version,
             "failed_lately": list(self.failures.outcomes),
-            "frontier": self.frontier,
-            "beyond": self._frontier.beyond,
+            "frontier": self.frontier.first_open,
+            "beyond": self.frontier.beyond,
             "pending": [group.task for group in sorted(untrained, key=lambda group: group.ordinal)],
             "finished": [
                 {"task": group.task, "trajectory": group.join(), "admitted": group.admitted, "size": group.size}
@@ -606,12 +553,11 @@ class GroupScheduler:
         """Continue from ``state_dict``; ``finished`` are its complete groups."""
         self.failures.outcomes.extend(state.get("failed_lately", ()))
         self._staleness.publish(state["version"])
-        self._frontier = Frontier(state["frontier"], state["beyond"])
+        self.frontier = Frontier(state["frontier"], state["beyond"])
         for group in finished:
-            group.state = GroupState.READY
             group.complete()
+            self._move(group, GroupState.READY)
             self._ready[group] = None
-            self._staleness.restore(group.admitted)
 
     def complete_ordinals(self) -> list[int]:
         """Ordinals of the groups that are ready."""
@@ -619,28 +565,28 @@ class GroupScheduler:
 
 
 class Frontier:
-    """Which ordinals are done: a frontier and the few beyond it, so that a resumed run trains each task once.
+    """The ordinals that are done: all below ``first_open``, and a few beyond it. A resumed run therefore trains each task once.
 
     An ordinal is done when its group was trained, rejected, dropped or given up.
     """
 
-    def __init__(self, frontier: int = 0, beyond: Iterable[int] = ()) -> None:
-        self.frontier = frontier  # every ordinal below it is done
+    def __init__(self, first_open: int = 0, beyond: Iterable[int] = ()) -> None:
+        self.first_open = first_open
         self._beyond = set(beyond)
 
     @property
     def beyond(self) -> list[int]:
-        """Ordinals at or above the frontier that are done, ascending."""
+        """Ordinals above ``first_open`` that are done, ascending."""
         return sorted(self._beyond)
 
     def is_done(self, ordinal: int) -> bool:
-        """True where the ordinal was marked as done."""
-        return ordinal < self.frontier or ordinal in self._beyond
+        """True if the ordinal was marked as done."""
+        return ordinal < self.first_open or ordinal in self._beyond
 
     def done(self, ordinal: int) -> None:
         """Mark an ordinal as done. Idempotent."""
-        if ordinal >= self.frontier:
+        if ordinal >= self.first_open:
             self._beyond.add(ordinal)
-            while self.frontier in self._beyond:
-                self._beyond.remove(self.frontier)
-                self.frontier += 1
+            while self.first_open in self._beyond:
+                self._beyond.remove(self.first_open)
+                self.first_open += 1

@@ -63,7 +63,8 @@ class Group:
     runs: list[int]  # the samples that each run of the workflow is asked for
     is_eval: bool = False
     should_accept: AcceptFunction | None = None
-    batch: Batch | None = None  # the rollout_batch call that it belongs to; None: submit, wait and prepare_batch
+    batch: Batch | None = None  # the rollout_batch call that it belongs to, if any
+    in_stream: bool = field(init=False)  # the admission rule counts it: neither evaluation nor of a rollout_batch call
     state: GroupState = GroupState.QUEUED
     admitted: int = 0  # version at which it was admitted
     size: int = 0  # samples that make it complete
@@ -76,17 +77,13 @@ class Group:
     past: dict[int, RecordedEpisode] = field(default_factory=dict)  # of its samples, which an earlier process ran
 
     def __post_init__(self) -> None:
+        self.in_stream = self.batch is None and not self.is_eval
         self.size = sum(self.runs)
         self.rows = [None] * len(self.runs)
 
     @property
-    def in_stream(self) -> bool:
-        """True where the admission rule counts the group: not evaluation, and not of a ``rollout_batch`` call."""
-        return self.batch is None and not self.is_eval
-
-    @property
     def is_over(self) -> bool:
-        """True where no sample of the group has anything left to do."""
+        """True if no sample of the group has anything left to do."""
         return self.state is not GroupState.QUEUED and self.state is not GroupState.RUNNING
 
     @property
@@ -222,9 +219,9 @@ def _layout(rows: Trajectory) -> dict[str, Any]:
 
 @dataclass
 class Batch:
-    """The groups of one ``rollout_batch`` call."""
+    """One ``rollout_batch`` call."""
 
-    missing: int  # that are not at an end
+    missing: int  # groups that have not ended
 
 
 class TaskSource:
@@ -325,6 +322,7 @@ class GroupFactory:
         group_size: int = 1,
         is_eval: bool = False,
         place: int | None = None,
+        batch: Batch | None = None,
     ) -> Group:
         """A group of ``group_size`` samples of the task ``data``.
 
@@ -333,7 +331,8 @@ class GroupFactory:
         make ``n_samples`` samples itself: it is copied with 1.
 
         Args:
-            place: ordinal of an evaluation task that carries none; None: counted.
+            place: ordinal of an evaluation task that has none. None counts them.
+            batch: the ``rollout_batch`` call that the group belongs to.
         """
         instance, name = self._instance(workflow, workflow_kwargs)
         own_size: Any = getattr(instance, "group_size", None)
@@ -366,7 +365,7 @@ class GroupFactory:
                 self.next_ordinal = max(self.next_ordinal, ordinal + 1)
         accept = None if should_accept_fn is None else resolve_function(should_accept_fn, "should_accept_fn")
         runs = instance.first_runs(data) if isinstance(instance, TaskRunner) else [1] * group_size
-        return Group(self._number(), ordinal, data, instance, name, runs, is_eval, accept)
+        return Group(self._number(), ordinal, data, instance, name, runs, is_eval, accept, batch)
 
     def restored(self, entry: dict[str, Any]) -> Group:
         """A complete group from a checkpoint."""

@@ -797,13 +797,13 @@ def test_a_part_of_a_workflow_that_exits_does_not_take_the_loop_with_it(make):
 def test_a_fault_of_ours_reaches_those_who_wait(make, monkeypatch, deterministic):
     executor = make(deterministic=deterministic)
     executor.rollout_batch(tasks(1), OneTurn)
-    monkeypatch.setattr(executor._scheduler, "_admit", lambda group: 1 / 0)
+    monkeypatch.setattr(executor._scheduler, "_move", lambda group, state: 1 / 0)
     executor.pause()
     executor.submit({"id": 1}, OneTurn)
     with pytest.raises(TimeoutError):
         executor.wait(1, timeout=0.01)
     executor._scheduler.is_paused = False
-    executor._call(executor._react_soon)
+    executor._call(executor._react)
     with pytest.raises(ZeroDivisionError):
         executor.wait(1, timeout=60)
 

@@ -1,4 +1,4 @@
-"""The admission rule, over random schedules: nothing too old is trained, and nothing waits for ever."""
+"""The admission rule in the executor, over random schedules: nothing too old is trained, and nothing waits for ever."""
 
 import asyncio
 import random
@@ -11,93 +11,6 @@ from hypothesis import given, settings
 from rollwright.config.sections import RolloutConfig
 from rollwright.errors import DatasetEnded
 from rollwright.rollout.executor import RolloutExecutor
-from rollwright.rollout.scheduler import Frontier, Staleness
-
-
-@settings(max_examples=200, deadline=None)
-@given(
-    limit=st.integers(0, 4),
-    batch=st.integers(1, 5),
-    over_sampling=st.sampled_from([0.0, 0.5]),
-    schedule=st.lists(st.sampled_from(["finish", "reject", "train", "drop ready"]), max_size=120),
-    seed=st.integers(0, 1000),
-)
-def test_living_groups_keep_the_rule_and_every_deadline_can_be_met(limit, batch, over_sampling, schedule, seed):
-    """A model of the executor: oldest ready first, a batch leaves unless somebody could no longer be in time."""
-    state = Staleness(limit, batch, over_sampling)
-    draw = random.Random(seed)
-    running, ready = [], []
-
-    def admit():
-        while state.capacity >= 1:
-            running.append(state.admit())
-            assert state.running + state.ready + state.in_training <= (limit + 1) * batch + -(-over_sampling * batch // 1)
-
-    def try_train():
-        picked = sorted(ready)[:batch]
-        if len(picked) < batch:
-            return False
-        spare = sorted(ready)[batch:]
-        cut_running = sorted(running)[: state.surplus]
-        cut_ready = spare[: max(0, state.surplus - len(cut_running))]
-        if state.must_wait([*picked, *cut_running, *cut_ready], batch):
-            return False
-        for admitted in picked:
-            assert state.version - admitted <= limit
-            ready.remove(admitted)
-        assert min(picked) >= state.oldest
-        state.train(picked)
-        for admitted in cut_running:
-            running.remove(admitted)
-            state.drop_running(admitted)
-        for admitted in cut_ready:
-            ready.remove(admitted)
-            state.drop_ready(admitted)
-        state.publish(state.version + 1)
-        return True
-
-    admit()
-    for step in schedule:
-        if step == "finish" and running:
-            ready.append(running.pop(draw.randrange(len(running))))
-            state.finish()
-        elif step == "reject" and running:
-            state.drop_running(running.pop(draw.randrange(len(running))))
-        elif step == "drop ready" and ready:
-            state.drop_ready(ready.pop(draw.randrange(len(ready))))
-        elif step == "train":
-            try_train()
-        admit()
-        assert (state.running, state.ready, state.in_training) == (len(running), len(ready), 0)
-    # However it went: when all that runs finishes, a batch can leave.
-    while running:
-        ready.append(running.pop())
-        state.finish()
-    assert try_train()
-
-
-def test_zero_is_exactly_synchronous():
-    state = Staleness(0, 2)
-    first = [state.admit(), state.admit()]
-    assert state.capacity == 0
-    state.finish()
-    state.finish()
-    state.train(first)
-    assert state.capacity == 0  # training, and nothing runs beside it
-    state.publish(1)
-    assert state.capacity == 2
-
-
-@given(st.permutations(list(range(30))), st.integers(0, 30))
-def test_the_frontier_is_the_first_ordinal_that_is_not_done(order, count):
-    frontier = Frontier()
-    for ordinal in order[:count]:
-        frontier.done(ordinal)
-        frontier.done(ordinal)
-    done = set(order[:count])
-    assert frontier.frontier == next(n for n in range(31) if n not in done)
-    assert frontier.beyond == sorted(n for n in done if n > frontier.frontier)
-    assert all((n < frontier.frontier or n in frontier.beyond) == (n in done) for n in range(30))
 
 
 class Scheduled:
@@ -209,38 +122,3 @@ def test_the_executor_never_hangs_and_never_trains_what_is_too_old(
             assert set(trained) == answered  # nothing was dropped for its age
     finally:
         executor.destroy()
-
-
-@settings(max_examples=100, deadline=None)
-@given(
-    every=st.integers(1, 4),
-    offset=st.integers(0, 3),
-    batch=st.integers(1, 4),
-    order=st.lists(st.integers(0, 1000), min_size=1, max_size=200),
-)
-def test_several_batches_between_two_publications_keep_the_bound(every, offset, batch, order):
-    """Weights published every so many steps, groups that finish in any order: nothing is trained too old, nothing waits for ever."""
-    limit = every - 1 + offset
-    state = Staleness(limit, batch)
-    running, ready, step, oldest = [], [], 0, 0
-    picks = iter(order * 10)
-    while step < 12 * every:
-        while state.capacity >= 1:
-            running.append(state.admit())
-        picked = sorted(ready)[:batch]
-        may_leave = len(picked) == batch and not state.must_wait(picked, batch)
-        if not may_leave:
-            assert running, "nothing runs that could be waited for"
-            ready.append(running.pop(next(picks, 0) % len(running)))
-            state.finish()
-            continue
-        assert state.head == step
-        for admitted in picked:
-            ready.remove(admitted)
-        state.train(picked)
-        oldest = max(oldest, step - min(picked))
-        step += 1
-        if step % every == 0:
-            state.publish(step)
-    assert oldest <= limit
-    assert state.version == step
