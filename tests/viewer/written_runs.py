@@ -152,7 +152,7 @@ class WrittenRun:
         self.journal.write(
             Begin(number, ordinal, index, 0, is_eval, version, "worlds.sums.SumWorkflow", GROUP, pack_value(task), "", began)
         )
-        gconfig = self.journal.arguments(GCONFIG, _arguments())
+        gconfig = self.journal.arguments(GCONFIG)
         prompt = self._ids(f"<|im_start|>user\nWhat is {left} + {right}?<|im_end|>\n<|im_start|>assistant\n")
         asked = self._ids(
             f'<tool_call>\n{{"name": "add", "arguments": {{"numbers": [{left}, {right}]}}}}\n</tool_call><|im_end|>'
@@ -223,12 +223,6 @@ class WrittenRun:
         self.journal.close()
         marker = json.loads((self.path / "run.json").read_text())
         (self.path / "run.json").write_text(json.dumps({**marker, "finished": True}))
-
-
-def _arguments() -> type:
-    from rollwright.experience.journal.records import Arguments
-
-    return Arguments
 
 
 def _byte_tokens() -> list[str]:

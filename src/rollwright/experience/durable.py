@@ -16,7 +16,6 @@ call.
 
 from __future__ import annotations
 
-import builtins
 import functools
 import inspect
 import sys
@@ -283,7 +282,7 @@ def _value_of(result: DurableResult) -> Any:
         return unpack_value(result.value)
     name, message = result.error
     module, _, attribute = name.partition(":")
-    kind = getattr(builtins, attribute, None) if module == "builtins" else _known_error(module, attribute)
+    kind = getattr(sys.modules.get(module), attribute, None)  # only if it is loaded: a file never causes an import
     if isinstance(kind, type) and issubclass(kind, Exception):
         try:
             raise kind(message)
@@ -291,8 +290,3 @@ def _value_of(result: DurableResult) -> Any:
             if kind is TypeError:
                 raise
     raise ReplayError(f"durable call {result.name} raised {name.replace(':', '.')} when it was recorded: {message}")
-
-
-def _known_error(module: str, attribute: str) -> Any:
-    """The class, if its module is already loaded: a file never causes an import."""
-    return getattr(sys.modules.get(module), attribute, None)

@@ -31,7 +31,7 @@ import torch
 from rollwright.errors import TrajectoryError
 from rollwright.experience.contract import COLUMNS, Origin, Trajectory
 from rollwright.experience.experience import Experience
-from rollwright.experience.recorder import TOKEN_TYPE, Recorder, RequestRecord, TokenPrefix
+from rollwright.experience.recorder import TOKEN_TYPE, Recorder, RequestRecord, TokenPrefix, common_length
 from rollwright.experience.trajectory import concat_padded_tensors, tensor_form
 
 
@@ -296,7 +296,7 @@ class RowMatcher:
         """Choose for each token the response that extends furthest; a response ends where a longer one begins."""
         by_start: dict[int, list[RecordMatch]] = {}
         for record in self.records:
-            start = len(record.prompt)
+            start = record.prompt.length
             is_behind_its_prompt = start < len(row.ids) and start <= row.shared_with(record.prompt)
             if is_behind_its_prompt and (agreed := row.agreement(start, record.output_bytes)):
                 by_start.setdefault(start, []).append(RecordMatch(record, start, start + agreed))
@@ -388,21 +388,18 @@ class _Row:
         """Length of the common prefix with the prompt's conversation, computed once for all its prompts."""
         key = id(prompt.buffer)
         if key not in self._shared:
-            self._shared[key] = TokenPrefix(prompt.buffer, len(prompt.buffer.objects)).shared_with(self.ids)
+            self._shared[key] = common_length(TokenPrefix(prompt.buffer, len(prompt.buffer.objects)).array, self.ids)
         return self._shared[key]
 
     def agreement(self, start: int, output: bytes) -> int:
         """Number of tokens from ``start`` on that agree with ``output``."""
         if output and self.bytes.startswith(output, start * _WIDTH):
             return len(output) // _WIDTH
-        other = np.frombuffer(output, dtype=TOKEN_TYPE)
-        count = min(len(self.ids) - start, len(other))
-        return _count_until(self.ids[start : start + count] != other[:count])
+        return common_length(self.ids[start:], np.frombuffer(output, dtype=TOKEN_TYPE))
 
     def context_agreement(self, start: int, prompt: np.ndarray) -> int:
         """Number of tokens before ``start`` that agree with the end of the prompt."""
-        count = min(start, len(prompt))
-        return _count_until(self.ids[start - count : start][::-1] != prompt[len(prompt) - count :][::-1])
+        return common_length(self.ids[:start][::-1], prompt[::-1])
 
     def logprob_gap(self, match: RecordMatch) -> float:
         """Largest difference from the workflow's log-probabilities; 0 if it returned none."""

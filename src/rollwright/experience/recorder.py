@@ -82,14 +82,19 @@ class _Mark:
     __hash__ = None  # type: ignore[assignment]
 
 
+def common_length(one: np.ndarray, other: np.ndarray) -> int:
+    """Length of the common prefix of two arrays of tokens."""
+    count = min(len(one), len(other))
+    differs = one[:count] != other[:count]
+    return int(differs.argmax()) if differs.any() else count
+
+
+@dataclass(eq=False, repr=False, slots=True)
 class TokenPrefix:
     """The first ``length`` tokens of a buffer. Immutable."""
 
-    __slots__ = ("buffer", "length")
-
-    def __init__(self, buffer: TokenBuffer, length: int) -> None:
-        self.buffer = buffer
-        self.length = length
+    buffer: TokenBuffer
+    length: int
 
     @classmethod
     def of(cls, ids: list[int]) -> TokenPrefix:
@@ -130,12 +135,6 @@ class TokenPrefix:
         """True if these tokens begin with ``prompt`` followed by the packed tokens ``output``."""
         end = prompt.length + len(output) // TOKEN_TYPE.itemsize
         return self.length >= end and self.buffer.array[prompt.length : end].tobytes() == output and self.begins_with(prompt)
-
-    def shared_with(self, other: np.ndarray) -> int:
-        """Length of the common prefix with ``other``."""
-        count = min(self.length, len(other))
-        differs = self.array[:count] != other[:count]
-        return int(differs.argmax()) if differs.any() else count
 
 
 _BUFFERS: weakref.WeakValueDictionary[str, TokenBuffer] = weakref.WeakValueDictionary()
@@ -291,6 +290,7 @@ class Recorder:
                 "token that it sampled."
             )
         finished = time.time() if finished is None else finished
+        logprobs, versions = _packed(response.output_logprobs, list(response.output_versions))
         conversation, turn = self.open_turn(request.rid) if place is None else place
         record = RequestRecord(
             index=-1,
@@ -299,8 +299,8 @@ class Recorder:
             turn=turn,
             prompt=response.prompt(request),
             output_bytes=np.array(response.output_tokens, dtype=TOKEN_TYPE).tobytes(),
-            output_logprobs=_packed_logprobs(response.output_logprobs),
-            output_versions=_packed_versions(list(response.output_versions)),
+            output_logprobs=logprobs,
+            output_versions=versions,
             temperature=float(response.temperature),
             stop_reason=response.stop_reason,
             stop_match=response.stop_match,
@@ -324,15 +324,11 @@ class Recorder:
         return record
 
 
-def _packed_logprobs(logprobs: list[float]) -> np.ndarray:
-    """Pack as float32 if that is exact, as for an engine that computes in it, otherwise as float64."""
+def _packed(logprobs: list[float], versions: list[int]) -> tuple[np.ndarray, np.ndarray]:
+    """Pack log-probabilities as float32 if that is exact, otherwise as float64; equal versions share one int32 in memory."""
     whole = np.array(logprobs, dtype=np.float64)
     single = whole.astype(np.float32)
-    return single if single.astype(np.float64).tobytes() == whole.tobytes() else whole
-
-
-def _packed_versions(versions: list[int]) -> np.ndarray:
-    """Pack as int32; equal versions share one number in memory."""
+    exact = single if single.astype(np.float64).tobytes() == whole.tobytes() else whole
     if versions and versions.count(versions[0]) == len(versions):
-        return np.broadcast_to(np.array(versions[0], dtype=np.int32), (len(versions),))
-    return np.array(versions, dtype=np.int32)
+        return exact, np.broadcast_to(np.array(versions[0], dtype=np.int32), (len(versions),))
+    return exact, np.array(versions, dtype=np.int32)

@@ -1,7 +1,7 @@
-"""Recorded episodes run again: the workflow's own code, answered from the journal, and its rows compared with the recorded ones.
+"""Runs recorded episodes again: the workflow's code is answered from the journal, and its rows are compared with the recorded ones.
 
-No model is loaded and nothing is sampled: a request that the journal does not have is an error that names task, call and the first
-differing token.
+No model is loaded and nothing is sampled. A request that the journal does not contain is an error that names the task, the call and the
+first token that differs.
 """
 
 from __future__ import annotations
@@ -19,23 +19,25 @@ from rollwright.experience.contract import Trajectory
 from rollwright.experience.journal.episodes import RecordedEpisode
 from rollwright.experience.journal.records import ImageDigest, with_images
 from rollwright.experience.journal.writing import EpisodeWriter, row_digests
+from rollwright.experience.recorder import common_length
 from rollwright.inference.engine import InferenceEngine
 from rollwright.inference.request import ModelRequest, ModelResponse
 from rollwright.rollout.episode import run
 from rollwright.rollout.sample_engine import SampleEngine, SampleName
 from rollwright.rollout.task_group import GroupFactory
 
-AT_ONCE = 64  # episodes that run side by side
+AT_ONCE = 64  # episodes that run concurrently
 
 
 @dataclass
 class Replayed:
-    """How an episode ran again.
+    """Result of running an episode again.
 
     Attributes:
-        verdict: equal; differs (``why`` says in what); or failed (``error`` was raised).
-        rewards: of its rows now; ``recorded_rewards``: then.
-        repeats: it was sampled again, to the recorded tokens.
+        verdict: ``equal``, ``differs`` (see ``why``) or ``failed`` (see ``error``).
+        rewards: rewards of its rows.
+        recorded_rewards: rewards of the recorded rows.
+        repeats: True if it was sampled again and the tokens equal the recorded ones.
     """
 
     name: str
@@ -48,7 +50,7 @@ class Replayed:
 
 
 class NoModel(InferenceEngine):
-    """The engine of an episode that is answered from the journal alone."""
+    """Engine of an episode that is answered only from the journal."""
 
     def __init__(self, version: int) -> None:
         self._version = version
@@ -58,7 +60,7 @@ class NoModel(InferenceEngine):
         raise ReplayError("a replay has no model: this request did not go through the sample's engine.")
 
     def get_version(self) -> int:
-        """Of the weights when the episode began."""
+        """Version of the weights when the episode began."""
         return self._version
 
     def set_version(self, version: int) -> None: ...
@@ -74,14 +76,13 @@ class Replayer:
     """Runs recorded episodes again.
 
     Args:
-        workflow, workflow_kwargs: as for ``RolloutExecutor.submit``; called with an episode where they depend on it.
-        group_size: samples of a task, as in the run.
-        seed: of the run.
+        choose: returns the workflow, its arguments and the group size for a recorded episode.
+        seed: the run's seed.
         sandbox: where Python that the model wrote runs.
-        engine: samples again, in place of the journal's answers; None: nothing is sampled.
-        fresh: what the names of durable calls begin with that are made again.
-        compares_rewards: rewards have to be the recorded ones, too.
-        find_image: the image of a task, by its digest.
+        engine: samples again instead of using the journal's answers. None samples nothing.
+        fresh: prefixes of the names of durable calls that are made again.
+        compares_rewards: rewards must equal the recorded ones, too.
+        find_image: returns the image of a task by its digest.
     """
 
     def __init__(
@@ -105,7 +106,7 @@ class Replayer:
         self._factory = GroupFactory()
 
     def replay(self, episodes: Iterable[RecordedEpisode]) -> Iterator[Replayed]:
-        """Each episode, in order; some run side by side."""
+        """Yield the result of each episode, in order; up to ``AT_ONCE`` run concurrently."""
         waiting = iter(episodes)
         with asyncio.Runner() as runner:
             while some := list(islice(waiting, AT_ONCE)):
@@ -121,7 +122,7 @@ class Replayer:
         except Exception as error:  # whatever the workflow raises, the others go on
             return Replayed(recorded.name, "failed", f"{type(error).__name__}: {error}", [], then, error)
         now = [] if rows is None else rows["rewards"].tolist()
-        if self.engine is not None:  # of the version that sampled it there may be no weights any more
+        if self.engine is not None:  # the weights that sampled it may no longer exist
             return Replayed(recorded.name, "equal", "", now, then, repeats=_repeats(recorded, rows))
         why = self._difference(recorded, rows, now, then)
         return Replayed(recorded.name, "differs" if why else "equal", why, now, then)
@@ -154,7 +155,7 @@ class Replayer:
                 raise episode.diverged
 
     def _difference(self, recorded: RecordedEpisode, rows: Trajectory | None, now: list[float], then: list[float]) -> str:
-        """In what the rows are others than the recorded ones; empty where they are the same."""
+        """How the replayed rows differ from the recorded ones; empty if equal."""
         if recorded.end is None:
             return ""
         if len(now) != len(then):
@@ -168,7 +169,7 @@ class Replayer:
 
 
 def _repeats(recorded: RecordedEpisode, rows: Trajectory | None) -> bool:
-    """True where the rows have the recorded tokens."""
+    """True if the rows have the recorded tokens."""
     if recorded.end is None or rows is None or len(recorded.end.rows) != len(rows["rewards"]):
         return False
     lengths = rows["attention_mask"].sum(1).tolist()
@@ -184,9 +185,7 @@ def _first_difference(rows: Trajectory, number: int, recorded: RecordedEpisode) 
         ("token", rows["input_ids"][number, :length].numpy(), recorded.row_ids(entry)),
         ("loss_mask", rows["loss_mask"][number, :length].numpy().astype(bool), recorded.row_mask(entry)),
     ):
-        count = min(len(now), len(then))
-        differs = np.flatnonzero(now[:count] != then[:count])
-        if len(differs) or len(now) != len(then):
-            at = int(differs[0]) if len(differs) else count
+        at = common_length(now, then)
+        if at < max(len(now), len(then)):
             return f"{name} {at} is the first that differs ({len(now)} tokens, and {len(then)} were recorded)"
     return "its log-probabilities or versions are not the recorded ones"

@@ -25,7 +25,7 @@ import numpy as np
 from rollwright.errors import EngineError, PromptTooLongError, ReplayError, RequestAborted
 from rollwright.experience.journal.episodes import RecordedCall
 from rollwright.experience.journal.writing import EpisodeWriter
-from rollwright.experience.recorder import Recorder
+from rollwright.experience.recorder import Recorder, common_length
 from rollwright.inference.engine import InferenceEngine
 from rollwright.inference.request import ModelRequest, ModelResponse
 from rollwright.processes.child import UncountedTime
@@ -244,10 +244,8 @@ def answer_of(request: ModelRequest, kept: RecordedCall) -> ModelResponse:
 
 
 def _first_difference(prompt: np.ndarray, kept: RecordedCall, tokenizer: Any) -> str:
-    """Which token of a request is the first that is not the recorded one."""
-    count = min(len(prompt), len(kept.prompt))
-    differs = prompt[:count] != kept.prompt[:count]
-    at = int(differs.argmax()) if differs.any() else count
+    """Describes the first token of a request that differs from the recorded one."""
+    at = common_length(prompt, kept.prompt)
 
     def shown(ids: np.ndarray) -> str:
         if at >= len(ids):

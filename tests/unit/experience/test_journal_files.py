@@ -18,7 +18,7 @@ from rollwright.config.sections import JournalConfig
 from rollwright.errors import JournalError
 from rollwright.experience.journal import writing
 from rollwright.experience.journal.reading import journal_files, read_records
-from rollwright.experience.journal.records import Arguments, Begin, DurableResult, End, Phase, encode, pack_value
+from rollwright.experience.journal.records import Begin, DurableResult, End, Phase, encode, pack_value
 from rollwright.experience.journal.writing import Journal
 
 
@@ -224,7 +224,7 @@ def test_a_file_whose_mark_could_not_be_written_takes_no_records(tmp_path, monke
 def test_arguments_are_written_once_and_those_in_memory_are_bounded(tmp_path, monkeypatch):
     monkeypatch.setattr(writing, "_ARGUMENTS_KEPT", 3)
     journal = Journal(tmp_path)
-    numbers = [journal.arguments({"seed": seed}, Arguments) for seed in (0, 0, 1, 2, 3, 4, 0)]
+    numbers = [journal.arguments({"seed": seed}) for seed in (0, 0, 1, 2, 3, 4, 0)]
     assert len(journal._arguments) <= 3
     journal.close()
     written = {record.number: record.gconfig["seed"] for _, record in read_records(tmp_path)}
@@ -285,10 +285,9 @@ def test_files_of_the_process_before_stay_until_its_episodes_are_done(tmp_path):
 def test_generation_arguments_may_hold_text_of_the_environment(tmp_path):
     from rollwright import GenerationHyperparameters
     from rollwright.config.secrets import Secret
-    from rollwright.experience.journal.records import Arguments
 
     journal = Journal(tmp_path, secrets={"s3cr3t-key"})
-    assert journal.arguments(GenerationHyperparameters(stop=[Secret("s3cr3t-key"), "end"]), Arguments) == 0
+    assert journal.arguments(GenerationHyperparameters(stop=[Secret("s3cr3t-key"), "end"])) == 0
     journal.close()
     (file,) = tmp_path.glob("*.journal")
     assert b"s3cr3t-key" not in file.read_bytes()

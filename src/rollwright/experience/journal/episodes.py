@@ -151,11 +151,7 @@ class RecordedEpisode:
 
     def row_ids(self, row: Row) -> np.ndarray:
         """``[L]`` ids of a row of ``end``."""
-        added = np.frombuffer(row.added, dtype=TOKEN_TYPE)
-        if row.base < 0:
-            return added
-        base = self.calls[row.base]
-        return np.concatenate([base.prompt[: row.kept], base.output[: max(0, row.kept - len(base.prompt))], added])
+        return self._completed(row)
 
     def row_mask(self, row: Row) -> np.ndarray:
         """``[L]`` bool mask of the trained tokens of a row of ``end``."""
@@ -172,11 +168,15 @@ class RecordedEpisode:
         """
         if call.index != len(self.calls):
             raise JournalError(f"{self.name}: call {call.index} follows call {len(self.calls) - 1}: those between are lost.")
-        added = np.frombuffer(call.added, dtype=TOKEN_TYPE)
-        if call.base >= 0:
-            base = self.calls[call.base]
-            added = np.concatenate([base.prompt[: call.kept], base.output[: max(0, call.kept - len(base.prompt))], added])
-        self.calls.append(RecordedCall(call, added, gconfig))
+        self.calls.append(RecordedCall(call, self._completed(call), gconfig))
+
+    def _completed(self, delta: ModelCall | Row) -> np.ndarray:
+        """Tokens of a delta: those shared with an earlier call's prompt and output, and the added ones."""
+        added = np.frombuffer(delta.added, dtype=TOKEN_TYPE)
+        if delta.base < 0:
+            return added
+        base = self.calls[delta.base]
+        return np.concatenate([base.prompt[: delta.kept], base.output[: max(0, delta.kept - len(base.prompt))], added])
 
 
 #: Predicate on the number of an episode's writer and its begin: whether to read it.

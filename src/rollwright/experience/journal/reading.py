@@ -94,17 +94,15 @@ class RecordPosition:
 
 def journal_files(directory: str | Path) -> list[Path]:
     """Files of a journal by writer and number."""
-    if not Path(directory).is_dir():
-        return []
-    found = [(numbers, path) for path in Path(directory).iterdir() if (numbers := _numbers(path))]
-    return [path for _, path in sorted(found)]
+    paths = Path(directory).iterdir() if Path(directory).is_dir() else ()
+    return sorted((path for path in paths if _NAME.fullmatch(path.name)), key=file_numbers)
 
 
 def file_numbers(path: Path) -> tuple[int, int]:
     """Number of the process that wrote a journal file, and number of the file among those of this process."""
-    numbers = _numbers(path)
-    assert numbers is not None
-    return numbers
+    match = _NAME.fullmatch(path.name)
+    assert match is not None
+    return int(match[1]), int(match[2])
 
 
 def read_records(directory: str | Path, files: Iterable[Path] | None = None) -> Iterator[tuple[RecordPosition, AnyRecord]]:
@@ -129,8 +127,7 @@ def read_all(directory: str | Path, files: Iterable[Path] | None = None) -> Iter
 
 def read_file(path: Path) -> Iterator[tuple[RecordPosition, AnyRecord | Gap]]:
     """Yield the records and gaps of one file; see ``read_all``. A gap is yielded once the next record is found."""
-    numbers = _numbers(path)
-    writer = numbers[0] if numbers else 0
+    writer = file_numbers(path)[0] if _NAME.fullmatch(path.name) else 0
     end, begin, step = len(VERSION), -1, None
     while end != begin:  # also read what was written meanwhile
         begin = end
@@ -172,11 +169,6 @@ def lost_files(directory: Path, listed: Files) -> list[Gap]:
             )
             found.append(Gap(path, max(0, left), size, note=lost))
     return found
-
-
-def _numbers(path: Path) -> tuple[int, int] | None:
-    match = _NAME.fullmatch(path.name)
-    return (int(match[1]), int(match[2])) if match else None
 
 
 # -- the records of one file -------------------------------------------------------------------------------------------

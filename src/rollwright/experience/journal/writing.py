@@ -46,7 +46,7 @@ from rollwright.experience.journal.records import (
     pack_versions,
     tokens_in,
 )
-from rollwright.experience.recorder import TOKEN_TYPE, RequestRecord, TokenPrefix
+from rollwright.experience.recorder import TOKEN_TYPE, RequestRecord, TokenPrefix, common_length
 from rollwright.tracking.logging import getLogger
 
 if TYPE_CHECKING:
@@ -105,8 +105,8 @@ class Journal:
             body = encode(record)
         except UnicodeEncodeError:  # the message of a workflow's exception may contain any text
             body = encode(type(record)(*map(_as_unicode, msgspec.structs.astuple(record))))
-        if may_hold_secrets and self._secrets:
-            body = self._redacted(body)
+        if may_hold_secrets:
+            body = self.redacted(body)
         packed = frame(body)
         with self._lock:
             if self._is_closed or self._process != os.getpid():
@@ -125,12 +125,11 @@ class Journal:
         """Reserve a number for an episode."""
         return next(self._episodes)
 
-    def arguments(self, gconfig: object, make: type) -> int:
+    def arguments(self, gconfig: object) -> int:
         """Number of these generation arguments; they are written first if the current file does not have them.
 
         Args:
             gconfig: a dataclass.
-            make: class of the record.
         """
         packed = pack_value(gconfig)
         # Without the lock: the file may end meanwhile, but a number is used once per process, and its file is read together with this one.
@@ -145,7 +144,7 @@ class Journal:
                     self._arguments.clear()
                 number = self._arguments[packed] = self._next_arguments
                 self._next_arguments += 1
-                self.write(make(number, msgspec.msgpack.decode(packed)))
+                self.write(Arguments(number, msgspec.msgpack.decode(packed)))
             return number
 
     def _append(self, packed: bytes) -> None:
@@ -171,13 +170,8 @@ class Journal:
 
     def redacted(self, packed: bytes) -> bytes:
         """Packed values with secrets redacted, as in a record."""
-        return self._redacted(packed) if self._secrets else packed
-
-    def _redacted(self, body: bytes) -> bytes:
-        found = [secret for secret in self._secrets if secret in body]
-        if not found:
-            return body
-        return encode(_without(msgspec.msgpack.decode(body), found))
+        found = [secret for secret in self._secrets if secret in packed]
+        return encode(_without(msgspec.msgpack.decode(packed), found)) if found else packed
 
     # -- files -----------------------------------------------------------------------------------------------------------
 
@@ -420,7 +414,7 @@ class EpisodeWriter:
                 record.stop_reason,
                 record.stop_match,
                 record.seed,
-                journal.arguments(record.gconfig, Arguments),
+                journal.arguments(record.gconfig),
                 record.started,
                 record.finished,
                 record.latency,
@@ -439,7 +433,7 @@ class EpisodeWriter:
         kept = None if self.past is None else self.past.call_at(place)
         prompt, now = request.tokens, time.time()
         times = (now, now) if kept is None else (kept.call.started, kept.call.finished)
-        arguments = self._journal.arguments(request.gconfig, Arguments)
+        arguments = self._journal.arguments(request.gconfig)
         nothing = (b"", b"", b"", 1.0, "refused", None, request.seed, arguments, *times, 0.0, 0.0)
         with self._lock:
             base, kept, added = self._delta(prompt, place[0])
@@ -460,7 +454,7 @@ class EpisodeWriter:
             best, kept = last, before.length + tokens_in(output)
         elif self._calls:
             for index in {last, len(self._calls) - 1, 0} - {-1}:
-                if (shared := _shared(prompt, *self._calls[index])) > kept:
+                if (shared := _shared(prompt.array, *self._calls[index])) > kept:
                     best, kept = index, shared
         return best, kept, prompt.buffer.array[kept : prompt.length].tobytes()
 
@@ -487,17 +481,12 @@ class EpisodeWriter:
             self._journal.write(End(self._number, outcome, reason, entries, time.time(), traceback))
 
 
-def _shared(prompt: TokenPrefix, before: TokenPrefix, output: bytes) -> int:
-    """Length of the common prefix of a prompt with an earlier call's prompt and output."""
-    end = len(before)
-    shared = min(len(prompt), end) if prompt.buffer is before.buffer else prompt.shared_with(before.array)
-    return shared if shared < end else end + _shared_with_output(prompt.array[end:], output)
-
-
-def _shared_with_output(ids: np.ndarray, output: bytes) -> int:
-    said = np.frombuffer(output, dtype=TOKEN_TYPE)[: len(ids)]
-    differs = ids[: len(said)] != said
-    return int(differs.argmax()) if differs.any() else len(said)
+def _shared(ids: np.ndarray, prompt: TokenPrefix, output: bytes) -> int:
+    """Length of the common prefix of tokens with the prompt and output of an earlier call."""
+    shared = common_length(prompt.array, ids)
+    if shared < prompt.length:
+        return shared
+    return shared + common_length(np.frombuffer(output, dtype=TOKEN_TYPE), ids[shared:])
 
 
 def _packable(metadata: Mapping[str, Any]) -> dict[str, Any]:
@@ -539,17 +528,11 @@ def _last_call(ids: bytes, calls: list[tuple[TokenPrefix, bytes]]) -> tuple[int,
             base, kept = index, end
             if output:
                 break
-        elif (shared := _shared_with_row(ids, prompt, output)) > kept:
+        elif (shared := _shared(np.frombuffer(ids, dtype=TOKEN_TYPE), prompt, output)) > kept:
             base, kept = index, shared
         if kept == length:
             break
     return base, kept
-
-
-def _shared_with_row(packed: bytes, prompt: TokenPrefix, output: bytes) -> int:
-    ids = np.frombuffer(packed, dtype=TOKEN_TYPE)
-    shared = prompt.shared_with(ids)
-    return shared if shared < len(prompt) else shared + _shared_with_output(ids[shared:], output)
 
 
 def row_digests(rows: Trajectory) -> list[bytes]:
