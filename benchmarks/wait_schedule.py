@@ -18,6 +18,7 @@ from async_training import tool_wait
 from report import Report
 
 from rollwright.rollout.scheduler import Staleness
+from rollwright.rollout.task_group import GroupState
 
 
 def seconds_a_step(
@@ -51,16 +52,18 @@ def seconds_a_step(
             elif rule.capacity >= 1:
                 missing[len(admitted)] = group
                 waiting.extend((len(admitted), index) for index in range(group))
-                admitted.append(rule.admit())
+                admitted.append(rule.version)
+                rule.move(rule.version, GroupState.QUEUED, GroupState.RUNNING)
             else:
                 break
-        if not rule.in_training and len(ready) >= prompts:
+        if not rule.groups[GroupState.DELIVERED] and len(ready) >= prompts:
             picked = sorted(ready, key=admitted.__getitem__)[:prompts]
             ages = [admitted[ordinal] for ordinal in picked]
             older_runs = any(admitted[ordinal] < max(ages) for ordinal in missing)
             if not (older_runs and rule.must_wait(ages, prompts)):
                 ready = [ordinal for ordinal in ready if ordinal not in set(picked)]
-                rule.train(ages)
+                for age in ages:
+                    rule.move(age, GroupState.READY, GroupState.DELIVERED)
                 heapq.heappush(events, (now + train, -1, 0))
         now, ordinal, _ = heapq.heappop(events)
         if ordinal < 0:
@@ -71,7 +74,7 @@ def seconds_a_step(
         missing[ordinal] -= 1
         if not missing[ordinal]:
             del missing[ordinal]
-            rule.finish()
+            rule.move(admitted[ordinal], GroupState.RUNNING, GroupState.READY)
             ready.append(ordinal)
     return (published[-1] - published[skip]) / (steps - skip)
 

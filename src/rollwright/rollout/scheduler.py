@@ -84,7 +84,7 @@ class Staleness:
         return self.head - self.limit
 
     @property
-    def slots(self) -> float:
+    def places(self) -> float:
         """Groups that may be alive at once; infinite while the batch size is unknown."""
         if self.batch is None:
             return math.inf
@@ -94,7 +94,7 @@ class Staleness:
     def capacity(self) -> float:
         """Groups that may be admitted now. Zero or less admits none."""
         groups = self.groups
-        return self.slots - groups[GroupState.RUNNING] - groups[GroupState.READY] - groups[GroupState.DELIVERED]
+        return self.places - groups[GroupState.RUNNING] - groups[GroupState.READY] - groups[GroupState.DELIVERED]
 
     @property
     def surplus(self) -> int:
@@ -496,7 +496,7 @@ class GroupScheduler:
         in_training = state.groups[GroupState.DELIVERED]
         if self.is_paused or self._running or state.capacity >= 1 or (in_training and self.taken_by != caller):
             return
-        rule = f"max_head_offpolicyness={state.limit} and batches of {state.batch} groups let {state.slots:.0f} groups live at once"
+        rule = f"max_head_offpolicyness={state.limit} and batches of {state.batch} groups let {state.places:.0f} groups live at once"
         if in_training:
             raise RolloutError(
                 f"{what} {in_training} are still in training: {rule}, and places are released when the next version is "
