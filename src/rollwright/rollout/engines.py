@@ -1,6 +1,6 @@
-"""The engines that users hold: an inference engine and an executor behind one face.
+"""The rollout engines that users hold: an inference engine and an executor behind one interface.
 
-``rollout.rollout_batch(tasks, workflow=…)`` runs workflows; ``await rollout.agenerate(request)`` asks the engine directly.
+``rollout.rollout_batch(tasks, workflow=…)`` runs workflows; ``await rollout.agenerate(request)`` sends a request to the engine.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ Result = TypeVar("Result")
 def _executors(
     method: Callable[Concatenate[RolloutExecutor, Arguments], Result],
 ) -> Callable[Concatenate[RolloutEngine, Arguments], Result]:
-    """A method of the executor as one of the engine that holds it, with its arguments and its documentation."""
+    """Make a method of the rollout engine that calls the executor's, with its signature and documentation."""
 
     @functools.wraps(method)
     def call(self: RolloutEngine, *args: Arguments.args, **kwargs: Arguments.kwargs) -> Result:
@@ -50,14 +50,14 @@ class RolloutEngine(InferenceEngine):
     """The inference engine seen from the trainer.
 
     Args:
-        config: the engine's and the executor's settings.
-        client: the inference engine, where it exists already; it is destroyed with the rollout engine.
+        config: settings of the engine and the executor.
+        client: an existing inference engine; it is destroyed with the rollout engine. None calls ``make_client``.
         seed: the run's seed.
         deterministic: see docs/determinism.md.
 
     Attributes:
-        journal: records the episodes; to be set before ``initialize``. None disables recording.
-        workers: run the episodes in other processes; to be set before ``initialize``. None runs them in this one.
+        journal: records the episodes; set it before ``initialize``. None disables recording.
+        workers: run the episodes in other processes; set it before ``initialize``. None runs them in this one.
     """
 
     journal: Journal | None = None
@@ -82,7 +82,7 @@ class RolloutEngine(InferenceEngine):
     # -- from start to end ---------------------------------------------------------------------------------------------
 
     def make_client(self) -> InferenceEngine:
-        """The inference engine behind this one; called once, by ``initialize``."""
+        """Make the inference engine; called once, by ``initialize``."""
         raise ConfigError(
             f"{type(self).__name__} was given no inference engine: pass client=…, or use a subclass that makes one."
         )
@@ -91,7 +91,7 @@ class RolloutEngine(InferenceEngine):
         """Load or connect, and wait until requests are answered. Idempotent.
 
         Args:
-            args, kwargs: for the inference engine.
+            args, kwargs: passed to the inference engine.
         """
         if self._executor is not None:
             return
@@ -114,12 +114,12 @@ class RolloutEngine(InferenceEngine):
                 journal=self.journal,
                 workers=self.workers,
             )
-        except BaseException:  # settings that it refuses; servers that were started for the client must not outlive that
+        except BaseException:  # refused settings; servers that were started for the client must not outlive them
             self._client.destroy()
             raise
 
     def destroy(self) -> None:
-        """Cancel what runs, and end the thread and the inference engine. Without ``initialize`` there is nothing to do."""
+        """Cancel what runs, and end the thread and the inference engine. Does nothing before ``initialize``."""
         executor, self._executor = self._executor, None
         client, self._client = self._client, None
         if executor is not None:
@@ -153,7 +153,7 @@ class RolloutEngine(InferenceEngine):
     # -- requests ------------------------------------------------------------------------------------------------------
 
     async def agenerate(self, request: ModelRequest) -> ModelResponse:
-        """Sample one completion, outside of any sample: nothing is recorded."""
+        """Sample one completion outside of any sample; it is not recorded."""
         return await self.client.agenerate(request)
 
     def abort(self, rid: str | None = None) -> None:
@@ -176,9 +176,9 @@ class RolloutEngine(InferenceEngine):
     # -- weights -------------------------------------------------------------------------------------------------------
 
     def pause(self) -> None:
-        """Start no more samples and sample no more tokens. Calls nest: as many calls of ``resume`` go on again.
+        """Start no more samples and sample no more tokens. Calls nest: sampling continues after as many calls of ``resume``.
 
-        In deterministic mode the samples that run end first.
+        In deterministic mode, running samples end first.
         """
         executor = self.executor
         with self._pause_lock:
@@ -196,7 +196,7 @@ class RolloutEngine(InferenceEngine):
                 raise
 
     def resume(self) -> None:
-        """Go on after ``pause``; without one it is a no-op."""
+        """Continue after ``pause``. Without one it is a no-op."""
         executor = self.executor
         with self._pause_lock:
             if self._pauses == 0:
@@ -211,7 +211,7 @@ class RolloutEngine(InferenceEngine):
         return self.client.get_version()
 
     def set_version(self, version: int) -> None:
-        """Confirm a published version; the batches that were taken release their places.
+        """Confirm a published version; the batches that were taken release their slots.
 
         Raises:
             WeightUpdateError: the engine holds another version.
@@ -220,7 +220,7 @@ class RolloutEngine(InferenceEngine):
         self.executor.set_version(version)
 
     def publish(self, version: int) -> None:
-        """The shared weights were changed in place and are ``version`` now; the engine was paused before the first change."""
+        """Adopt shared weights that were changed in place, as ``version``; the engine must have been paused before the change."""
         self.client.publish(version)
         self.executor.set_version(version)
 
@@ -228,7 +228,7 @@ class RolloutEngine(InferenceEngine):
         """Give the engine new weights; the batches that were taken release their slots.
 
         Args:
-            meta, arguments: as ``WeightReceiver.update_weights`` takes them.
+            meta, arguments: as for ``WeightReceiver.update_weights``.
         """
         self.client.update_weights(meta, **arguments)
         self.executor.set_version(self.client.get_version())
@@ -244,7 +244,7 @@ class RolloutEngine(InferenceEngine):
         return self if self._client is None else self._client
 
     def stats(self) -> dict[str, float]:
-        """Counts of the inference engine and, under ``rollout/``, of the executor."""
+        """Counters of the inference engine and, under ``rollout/``, of the executor."""
         return {**self.client.stats(), **{f"rollout/{name}": value for name, value in self.counters().items()}}
 
 
@@ -252,12 +252,12 @@ class LocalRolloutEngine(RolloutEngine):
     """The built-in engine in this process.
 
     Args:
-        config: settings; ``config.path`` names the model where none is given.
+        config: settings; ``config.path`` is the model if none is given.
         model: a live model, whose weights are shared with its trainer; or a directory or name.
-        tokenizer: the model's tokenizer, or where to load it from.
+        tokenizer: the model's tokenizer, or its directory or name.
         seed: the run's seed.
         deterministic: see docs/determinism.md.
-        trust_remote_code: run code that a model directory brings.
+        trust_remote_code: run code from the model's directory.
     """
 
     def __init__(
@@ -276,7 +276,7 @@ class LocalRolloutEngine(RolloutEngine):
         self._trust_remote_code = trust_remote_code
 
     def make_client(self) -> InferenceEngine:
-        """Load the model, or share the one that was given, or copy it where it trains in another type than it samples in."""
+        """Load the model, or share the given one, or copy it if it samples in another type than it trains in."""
         from rollwright.inference.backends.builtin.engine import BuiltinEngine
 
         config = self.config
@@ -300,8 +300,8 @@ class LocalRolloutEngine(RolloutEngine):
 
 
 def _sampling_dtype(config: RolloutConfig, live_model: Any) -> str:
-    """``config.dtype``. ``auto`` is bfloat16 for a live model with float32 weights on a GPU: those are the optimizer's, twice the
-    bytes of each decode step, and in another precision than the trainer computes in."""
+    """``config.dtype``. ``auto`` is bfloat16 for a live model with float32 weights on a GPU: float32 doubles the bytes of each decode
+    step, and the trainer computes in bfloat16."""
     if config.dtype != "auto" or live_model is None or isinstance(live_model, str):
         return config.dtype
     weight = next(live_model.parameters())

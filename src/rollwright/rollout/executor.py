@@ -1,6 +1,6 @@
-"""The executor: thousands of samples on one event loop of its own, and plain functions to wait for them.
+"""The executor: runs thousands of samples on one event loop, with plain functions to wait for them.
 
-All methods are synchronous, may be called from any thread, and work while the caller's own event loop runs (in a notebook):
+All methods are synchronous and may be called from any thread, also while the caller's own event loop runs (as in a notebook), because
 samples run on the executor's loop, in a thread that the executor owns.
 """
 
@@ -47,8 +47,8 @@ class Waiter:
 
     Args:
         take: called on the loop after each change. Returns the groups, or None if they are not ready; may raise ``RolloutError``.
-        caller: identity of the thread, if it takes groups for training that it has to release.
-        own_groups: groups that nobody else waits for; they are dropped when the caller gives up.
+        caller: identity of the thread, if it takes groups for training and must release them.
+        own_groups: groups that nobody else waits for; they are dropped if the caller gives up.
     """
 
     take: Callable[[], list[Group] | None]
@@ -63,14 +63,14 @@ class Waiter:
 
 
 class RolloutExecutor:
-    """Runs workflows on tasks, many at a time, and hands back trajectories.
+    """Runs workflows on many tasks at a time and returns their trajectories.
 
     Args:
         engine: serves the model calls of all samples.
         config: limits and policies of rollout.
-        seed: the run's seed; every request's seed derives from it.
+        seed: the run's seed, from which the seeds of all requests derive.
         deterministic: batches leave in the order of their ordinals (docs/determinism.md).
-        batch_size: groups in a training batch, for the admission rule. None: taken from ``prepare_batch``.
+        batch_size: groups in a training batch, for the admission rule. None takes it from ``prepare_batch``.
         journal: records the episodes. None disables recording.
         workers: run the episodes in other processes. None runs them on this executor's loop.
 
@@ -131,22 +131,22 @@ class RolloutExecutor:
         is_eval: bool = False,
         past: Mapping[int, RecordedEpisode] | None = None,
     ) -> int:
-        """Queue a task; it runs when the admission rule and the concurrency limit let it.
+        """Queue a task. It runs when the admission rule and the concurrency limit allow it.
 
         Args:
-            data: the task. Its ``ordinal``, where it has one, names the draw: seeds derive from it.
+            data: the task. Its ``ordinal``, if it has one, identifies the draw; seeds derive from it.
             workflow: class, instance, registered name or import path.
             workflow_kwargs: arguments of the workflow's constructor.
-            should_accept_fn: function or import path; given the group's trajectory, says whether it is used.
-            group_size: samples of the task; a workflow that makes its own group is run with 1.
-            is_eval: not counted by the admission rule, not filtered, and waited for with ``wait(…, is_eval=True)``.
-            past: of its samples by index, as ``rollout.resume.read_past`` gives them: they go on from there.
+            should_accept_fn: function or its import path. Gets the group's trajectory and returns whether to use it.
+            group_size: samples of the task. A workflow that makes its own group runs with 1.
+            is_eval: evaluation is not counted by the admission rule and not filtered; ``wait(…, is_eval=True)`` takes it.
+            past: recorded episodes by sample index (see ``rollout.resume.read_past``); the samples continue from them.
 
         Returns:
-            The task's id, for ``wait_for_task``.
+            Id of the task, for ``wait_for_task``.
 
         Raises:
-            RolloutError: too many tasks were submitted and not taken, or rollout has stopped.
+            RolloutError: too many submitted tasks were not taken yet, or rollout has stopped.
         """
         self._start()
         if len(self._scheduler.tasks) >= MAX_UNDELIVERED_TASKS:
@@ -160,19 +160,19 @@ class RolloutExecutor:
         return group.task_id
 
     def wait(self, count: int, timeout: float | None = None, is_eval: bool = False) -> Trajectory:
-        """Take ``count`` complete groups of the tasks that were submitted.
+        """Take ``count`` complete groups of the submitted tasks.
 
         Args:
-            count: groups.
-            timeout: seconds; None: as long as tasks run that can bring the groups.
-            is_eval: take groups submitted with ``is_eval``.
+            count: number of groups.
+            timeout: seconds to wait. None waits as long as queued or running tasks can complete the groups.
+            is_eval: take groups that were submitted with ``is_eval``.
 
         Returns:
             All their rows, as one trajectory.
 
         Raises:
-            TimeoutError: not complete in time; what is complete stays for the next call.
-            RolloutError: without a timeout, where no queued or running task can bring the groups; or rollout has stopped.
+            TimeoutError: not complete in time; complete groups stay for the next call.
+            RolloutError: no timeout was given and no queued or running task can complete the groups; or rollout has stopped.
         """
         if count < 1:
             raise RolloutError(f"wait({count}): wait for at least one group.")
@@ -264,10 +264,10 @@ class RolloutExecutor:
         group_size: int = 1,
         is_eval: bool = False,
     ) -> Trajectory:
-        """Run these tasks and return when each has ended, one way or another.
+        """Run these tasks and return when all of them have ended.
 
-        They start at once, whatever the admission rule says. Tasks that are rejected or given up are left out; nothing is
-        drawn in their place (``prepare_batch`` does that).
+        They start at once, regardless of the admission rule. Tasks that are rejected or given up are left out and not replaced
+        (``prepare_batch`` replaces them).
 
         Returns:
             The rows of the accepted groups, in the order of ``data_list``.
@@ -308,15 +308,15 @@ class RolloutExecutor:
         group_size: int = 1,
         batch_size: int | None = None,
     ) -> Trajectory:
-        """The next training batch, while enough work is kept in flight for the ones after it.
+        """Return the next training batch, and keep enough work in flight for the following ones.
 
-        Tasks are drawn as the admission rule gives slots, and anew for every group that is rejected, filtered, dropped or given
-        up. A dataloader goes on with its next epoch; an iterator ends, and its last batch may be smaller.
+        Tasks are drawn as the admission rule frees slots; a group that is rejected, filtered, dropped or given up is replaced. A
+        dataloader continues with its next epoch. An iterator ends, and its last batch may be smaller.
 
         Args:
-            dataloader: gives rows or lists of rows; the same object in every call.
+            dataloader: yields rows or lists of rows; pass the same object in every call.
             workflow, workflow_kwargs, should_accept_fn, group_size: as for ``submit``.
-            batch_size: groups in the batch; None: the dataloader's.
+            batch_size: groups in the batch. None uses the dataloader's batch size.
 
         Returns:
             The rows of a batch of groups, in the order of their tasks.
@@ -324,7 +324,7 @@ class RolloutExecutor:
         Raises:
             DatasetEnded: an iterator ended, and no group is left.
             RolloutError: nothing was accepted in two epochs, earlier batches were not published, or rollout has stopped.
-            DataError: the dataset is empty or gives what is no task.
+            DataError: the dataset is empty or yields values that are not tasks.
         """
         self._start()
         scheduler, caller = self._scheduler, threading.get_ident()
@@ -338,7 +338,7 @@ class RolloutExecutor:
             is_over = False
 
             def take() -> list[Group] | None:
-                """A batch; no group at all where more tasks should be drawn, or where the dataset ended."""
+                """A batch; an empty list if more tasks should be drawn or the dataset ended."""
                 if is_over and not scheduler.has_work:
                     return scheduler.take(count, final=True) or []
                 groups = scheduler.take(count)
@@ -346,7 +346,9 @@ class RolloutExecutor:
                     return []
                 if groups is None:
                     scheduler.refuse_if_stuck(caller, f"{count} groups are asked for, but")
-                return groups and sorted(groups, key=lambda group: group.ordinal)  # so that minibatches do not go by arrival
+                return groups and sorted(
+                    groups, key=lambda group: group.ordinal
+                )  # so that minibatches do not depend on arrival
 
             self._call(scheduler.use_batch_size, count)
             epochs, accepted = source.epochs, scheduler.groups["accepted"]
@@ -378,7 +380,7 @@ class RolloutExecutor:
     # -- between batches -----------------------------------------------------------------------------------------------
 
     def pause(self) -> None:
-        """Start no more samples; those that run go on."""
+        """Start no more samples; running ones continue."""
         self._call(setattr, self._scheduler, "is_paused", True)
 
     def resume(self) -> None:
@@ -409,11 +411,11 @@ class RolloutExecutor:
         return self._scheduler.frontier.first_open
 
     def release_batch(self) -> None:
-        """Release the slots of the batches that were taken, though no version was published (a skipped step)."""
+        """Release the slots of the batches that were taken without publishing a version (a skipped step)."""
         self._change(self._scheduler.finish_training)
 
     def counters(self) -> dict[str, float]:
-        """How samples and groups ended so far (``samples/…``, ``groups/…``), and how many there are in each state."""
+        """How samples and groups ended so far (``samples/…``, ``groups/…``), and how many are in each state."""
         return {
             **self._scheduler.counters(),
             "abandoned_samples": self._episodes.abandoned,
@@ -437,7 +439,7 @@ class RolloutExecutor:
     # -- checkpoints ---------------------------------------------------------------------------------------------------
 
     def state_dict(self) -> dict[str, Any]:
-        """A consistent cut, to be taken after the batch's weights were published.
+        """Snapshot for a checkpoint; take it after the batch's weights were published.
 
         Returns:
             ``version``; ``failed_lately`` (for the failure budget); ``next_ordinal``; ``next_task_id``; ``frontier`` and ``beyond``
@@ -454,13 +456,13 @@ class RolloutExecutor:
         return {**state, **numbers, "pending": [*state["pending"], *map(dict, drawn)]}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Continue from another executor's state: its pending tasks run before the dataloader's next ones.
+        """Continue from another executor's state. Its pending tasks run before the dataloader's next ones.
 
         Raises:
             RolloutError: tasks are in flight.
         """
         finished, pending = state["finished"], state["pending"]
-        if self._episodes.workers is not None:  # these tasks run again, answered from the journal
+        if self._episodes.workers is not None:  # complete tasks run again, answered from the journal
             again = sorted((entry["task"] for entry in finished), key=lambda task: task["ordinal"])
             finished, pending = [], [*again, *pending]
 
@@ -480,7 +482,7 @@ class RolloutExecutor:
         Call it after ``load_state_dict``, if there is a checkpoint, and before the first task.
 
         Args:
-            directories: of their journals.
+            directories: directories of their journals.
         """
         scheduler, journal = self._scheduler, self._episodes.journal
         past = read_past(directories, lambda ordinal: not scheduler.frontier.is_done(ordinal), journal)
@@ -539,7 +541,7 @@ class RolloutExecutor:
         """Queue ``groups`` and wait until ``waiter`` is answered."""
         self._start()
         self._call(self._enqueue, groups, waiter)
-        release_workers()  # this thread trains; while it waits the engine in this process has the cores
+        release_workers()  # this thread trains; while it waits, the engine in this process may use all cores
         left, warned = math.inf if timeout is None else timeout, time.monotonic()
         try:
             while not waiter.future.done() and left > 0:

@@ -1,6 +1,6 @@
-"""Groups of samples: their tasks drawn from dataloaders, the workflow that runs them, and the rows that they become.
+"""Groups of samples: tasks drawn from dataloaders, the workflow that runs them, and the rows that they become.
 
-``TaskSource`` gives rows over epochs, ``GroupFactory`` makes a ``Group`` of each, with its ordinal and workflow.
+``TaskSource`` draws rows over epochs, and ``GroupFactory`` makes a ``Group`` of each, with its ordinal and workflow.
 """
 
 from __future__ import annotations
@@ -36,8 +36,8 @@ logger = getLogger("rollout")
 
 AcceptFunction = Callable[[Trajectory], bool]
 
-WORKFLOWS_KEPT = 8  # instances that are used again for the same arguments
-SAMPLE_BITS = 20  # a sample's id is its group's id shifted by these, plus its number in the group
+WORKFLOWS_KEPT = 8  # cached instances
+SAMPLE_BITS = 20  # a sample's id is its group's id shifted by this, plus its number in the group
 
 
 class GroupState(Enum):
@@ -60,21 +60,21 @@ class Group:
     data: dict[str, Any]
     workflow: Any
     workflow_name: str
-    runs: list[int]  # the samples that each run of the workflow is asked for
+    runs: list[int]  # number of samples that each run of the workflow is asked for
     is_eval: bool = False
     should_accept: AcceptFunction | None = None
     batch: Batch | None = None  # the rollout_batch call that it belongs to, if any
     in_stream: bool = field(init=False)  # the admission rule counts it: neither evaluation nor of a rollout_batch call
     state: GroupState = GroupState.QUEUED
-    admitted: int = 0  # version at which it was admitted
-    size: int = 0  # samples that make it complete
-    samples: int = 0  # that its runs delivered so far
-    rows: list[Any] = field(default_factory=list)  # a trajectory of each run, None where it is not at an end
-    head_version: int | None = None  # of the oldest token
+    admitted: int = 0  # version at its admission
+    size: int = 0  # number of samples of the complete group
+    samples: int = 0  # number of samples delivered so far
+    rows: list[Any] = field(default_factory=list)  # trajectory of each run; None until it ends
+    head_version: int | None = None  # version of its oldest token
     reason: str = ""  # why it was dropped or given up
-    failure: Failure | None = None  # of the sample that it was given up for
+    failure: Failure | None = None  # the failure that ended it
     packed_task: tuple[bytes | None, str] | None = None  # for the journal: the row, or why it cannot be packed
-    past: dict[int, RecordedEpisode] = field(default_factory=dict)  # of its samples, which an earlier process ran
+    past: dict[int, RecordedEpisode] = field(default_factory=dict)  # by sample index, what an earlier process recorded
 
     def __post_init__(self) -> None:
         self.in_stream = self.batch is None and not self.is_eval
@@ -88,7 +88,7 @@ class Group:
 
     @property
     def task(self) -> dict[str, Any]:
-        """The task as a checkpoint keeps it: it is drawn again with the same ordinal."""
+        """The task as stored in a checkpoint, so that it is drawn again with the same ordinal."""
         return {**self.data, "ordinal": self.ordinal}
 
     def __str__(self) -> str:
@@ -97,12 +97,12 @@ class Group:
         return f"{kind} {self.ordinal} ({text if len(text) <= 160 else text[:157] + '…'})"
 
     def first_attempt(self, index: int) -> int:
-        """The attempt that a sample begins with: the one that was under way, or the one after that which failed."""
+        """Number of a sample's first attempt: the one that was interrupted, or the one after the one that failed."""
         past = self.past.get(index)
         return 0 if past is None else past.begin.attempt + (past.end is not None and past.end.outcome == "failed")
 
     def begin_episode(self, journal: Journal | None, name: SampleName, version: int) -> EpisodeWriter:
-        """What one of its samples, which begins now, writes to the journal; ``version`` is that of the weights."""
+        """Begin the journal of one of its samples; ``version`` is the current version of the weights."""
         past = self.past.get(name.index)
         if past is not None and (past.begin.attempt != name.attempt or not past.can_go_on):
             past = None
@@ -119,7 +119,7 @@ class Group:
                 index=name.index,
                 attempt=name.attempt,
                 is_eval=name.is_eval,
-                version=version if past is None else min(version, past.begin.version),  # it is as old as its tokens
+                version=version if past is None else min(version, past.begin.version),  # as old as its tokens
                 workflow=self.workflow_name,
                 samples_asked=self.runs[name.index],
                 task=task,
@@ -128,7 +128,7 @@ class Group:
         return episode
 
     def note_end(self, journal: Journal | None, state: str) -> None:
-        """Write what became of it to the journal."""
+        """Write the end of the group to the journal."""
         if journal is not None:
             about = (self.ordinal, self.task_id, self.is_eval, state, self.reason, self.samples)
             journal.write(GroupEnd(*about, time.time(), self.admitted))
@@ -150,10 +150,10 @@ class Group:
         return range(first, len(self.runs))
 
     def complete(self) -> None:
-        """Fill ``group_ids`` and ``sample_ids`` of the samples' rows, and find the oldest version.
+        """Fill ``group_ids`` and ``sample_ids`` of the rows, and find the oldest version.
 
-        Samples are joined with their batch; those whose columns differ are joined here, so that what cannot be joined fails
-        its group, not the batch.
+        Samples are joined with their batch. Those whose columns differ are joined here, so that rows that cannot be joined fail their
+        group and not the batch.
         """
         first_id = self.task_id << SAMPLE_BITS
         self.rows = [rows for rows in self.rows if rows is not None]
@@ -161,7 +161,7 @@ class Group:
             count = rows["input_ids"].shape[0]
             if "sample_ids" in rows:
                 local = torch.unique(rows["sample_ids"], return_inverse=True)[1]
-            else:  # not repeated: the workflow makes its own group, and a row is a sample
+            else:  # a workflow that makes its own group: each row is a sample
                 local = torch.arange(count) if self.size == 1 else torch.zeros(count, dtype=torch.int64)
             rows["sample_ids"] = local + first_id
             rows["group_ids"] = torch.full((count,), self.task_id, dtype=torch.int64)
@@ -173,7 +173,7 @@ class Group:
             self.join()
 
     def join(self) -> Trajectory:
-        """The rows of all samples, as one trajectory.
+        """Join the rows of all samples.
 
         Raises:
             TrajectoryError: their columns differ.
@@ -184,10 +184,10 @@ class Group:
         return self.rows[0]
 
     def refused_by(self, dynamic_filter: str | None) -> str | None:
-        """The name of the policy that refuses the complete group; None where it is accepted.
+        """Name of the policy that refuses the complete group. None if it is accepted.
 
         Raises:
-            WorkflowError: ``should_accept_fn`` returned something that is no truth value.
+            WorkflowError: ``should_accept_fn`` did not return a truth value.
         """
         if self.should_accept is not None:
             joined, rows = self.join(), unpacked(self.join())
@@ -202,13 +202,13 @@ class Group:
                 self.rows = [as_packed(rows)]
         if dynamic_filter == "no_variance" and not self.is_eval:
             rewards, samples = (torch.cat([rows[key] for rows in self.rows]) for key in ("rewards", "sample_ids"))
-            if samples.unique().numel() > 1 and bool((rewards == rewards[0]).all()):  # no advantage tells the samples apart
+            if samples.unique().numel() > 1 and bool((rewards == rewards[0]).all()):  # all advantages are zero
                 return "no_variance"
         return None
 
 
 def _layout(rows: Trajectory) -> dict[str, Any]:
-    """The keys of a sample's rows, each with what decides whether it can be joined; columns of the contract always can."""
+    """What must be equal for rows to be joined in their batch, by key; columns of the contract can always be joined."""
     if PACKED in rows:
         return {PACKED: {packed.layout for packed, _ in rows[PACKED]}}
     return {
@@ -225,19 +225,19 @@ class Batch:
 
 
 class TaskSource:
-    """Rows of a dataloader in order, after those that a checkpoint had drawn.
+    """Draws the rows of a dataloader in order, after those that a checkpoint had drawn.
 
-    A dataloader that can be iterated again begins its next epoch when one ends; an iterator ends with its last row.
+    A dataloader that can be iterated again starts its next epoch when one ends. An iterator ends with its last row.
 
     Args:
-        loader: gives rows (dicts) or lists of rows.
-        restored: rows of a checkpoint, which sources share.
+        loader: yields rows (dicts) or lists of rows.
+        restored: rows of a checkpoint, shared by all sources.
     """
 
     def __init__(self, loader: Iterable[Any], restored: deque[dict[str, Any]]) -> None:
         self.loader = loader
-        self.epochs = 0  # passes begun
-        self.rows: list[dict[str, Any]] = []  # taken from the loader and not drawn yet
+        self.epochs = 0  # number of passes begun
+        self.rows: list[dict[str, Any]] = []  # read from the loader and not drawn yet
         self._restored = restored
         self._batches: Iterator[Any] | None = None
         self._has_ended = False
@@ -245,7 +245,7 @@ class TaskSource:
 
     @functools.cached_property
     def batch_size(self) -> int:
-        """Rows in a batch of the loader: what it says, else the length of its first batch; 0 where it has none."""
+        """Rows in a batch: the loader's ``batch_size``, or else the length of its first batch; 0 if it has no batch."""
         said = getattr(self.loader, "batch_size", None)
         while not said and not self.rows and not self._has_ended:
             self._read_batch()
@@ -253,14 +253,14 @@ class TaskSource:
 
     @property
     def is_over(self) -> bool:
-        """True where no task is left."""
+        """True if no task is left."""
         return self._has_ended and not self._restored
 
     def draw(self, count: int) -> list[dict[str, Any]]:
-        """Up to ``count`` rows; fewer only where the source is over.
+        """Draw up to ``count`` rows; fewer only if the source is over.
 
         Raises:
-            DataError: the loader gives no row at all, or something that is no row.
+            DataError: the loader yields no rows, or values that are not rows.
         """
         drawn = [self._restored.popleft() for _ in range(min(count, len(self._restored)))]
         count -= len(drawn)
@@ -271,7 +271,7 @@ class TaskSource:
         return drawn
 
     def put_back(self, rows: Sequence[dict[str, Any]]) -> None:
-        """Rows that were drawn are drawn next."""
+        """Put back rows that were drawn, so that they are drawn next."""
         self._restored.extendleft(reversed(rows))
 
     def _read_batch(self) -> None:
@@ -303,10 +303,10 @@ class TaskSource:
 
 
 class GroupFactory:
-    """Makes groups, and numbers their tasks. Safe to use from several threads."""
+    """Makes groups and numbers their tasks. Thread-safe."""
 
     def __init__(self) -> None:
-        self.next_ordinal = 0  # of training tasks that carry none
+        self.next_ordinal = 0  # of the next training task without an ordinal
         self.next_task_id = 0
         self._eval_ordinals = itertools.count()
         self._instances: list[tuple[Any, dict[str, Any] | None, Any, str]] = []
@@ -324,7 +324,7 @@ class GroupFactory:
         place: int | None = None,
         batch: Batch | None = None,
     ) -> Group:
-        """A group of ``group_size`` samples of the task ``data``.
+        """Make a group of ``group_size`` samples of the task ``data``.
 
         A workflow with a method ``group_size(data)`` decides how often each task is repeated. A ``TaskRunner`` decides how many
         samples each run is asked for, and runs until the group is full. Any other workflow is run ``group_size`` times and must not
@@ -358,7 +358,7 @@ class GroupFactory:
         ordinal = data.get("ordinal")
         if not isinstance(ordinal, int) or isinstance(ordinal, bool):
             ordinal = place if is_eval else None
-        with self._lock:  # evaluation has ordinals of its own: it must not shift the seeds of training
+        with self._lock:  # evaluation has its own ordinals, so that it does not shift the seeds of training
             if ordinal is None:
                 ordinal = next(self._eval_ordinals) if is_eval else self.next_ordinal
             if not is_eval:
@@ -368,19 +368,19 @@ class GroupFactory:
         return Group(self._number(), ordinal, data, instance, name, runs, is_eval, accept, batch)
 
     def restored(self, entry: dict[str, Any]) -> Group:
-        """A complete group from a checkpoint."""
+        """Make the complete group of a checkpoint's entry."""
         group = Group(self._number(), entry["task"]["ordinal"], entry["task"], None, "", [entry["size"]])
         group.admitted, group.rows = entry["admitted"], [entry["trajectory"]]
         return group
 
     def _number(self) -> int:
-        """The next group's id, which no other group of the run has."""
+        """Id of the next group, unique in the run."""
         with self._lock:
             self.next_task_id += 1
             return self.next_task_id - 1
 
     def _instance(self, workflow: Any, kwargs: dict[str, Any] | None) -> tuple[Any, str]:
-        """The workflow's instance and name; the same for equal arguments, since building one may load a tokenizer."""
+        """The workflow's instance and name. Instances are cached by their arguments, because building one may load a tokenizer."""
         for known, known_kwargs, instance, name in self._instances:
             if known is workflow and known_kwargs == kwargs:
                 return instance, name
@@ -393,5 +393,5 @@ class GroupFactory:
 
 
 def _snapshot(value: Any) -> Any:
-    """Arguments that their owner may change later are compared with what they were."""
+    """Shallow copy of a mutable argument, so that a later mutation does not look like a cache hit."""
     return copy.copy(value) if dataclasses.is_dataclass(value) or isinstance(value, dict | list) else value
