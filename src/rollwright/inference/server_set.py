@@ -142,7 +142,7 @@ class ServerSet:
             if not self.launched and (command := ended_child(server.address)):
                 raise EngineError(
                     f"The server at {server.address} ended before it was healthy: no child of this process runs the command that "
-                    f"build_cmd gave for it. Look at its output, and start it again ({command}); where it was started elsewhere, call "
+                    f"build_cmd gave for it. Look at its output, and start it again ({command}); if it was started elsewhere, call "
                     "initialize() again when it is healthy."
                 )
             if time.monotonic() > deadline:

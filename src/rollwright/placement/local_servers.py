@@ -24,14 +24,14 @@ logger = getLogger("LocalCluster")
 
 _SHARED_MEMORY = Path("/dev/shm")
 _OWNED = "owned"  # a file in a shared directory, locked by the process that made it
-_DRAFT_SECONDS = 600.0  # a directory that has not got its name after these gets none: its maker was killed
+_DRAFT_SECONDS = 600.0  # a draft older than this was left behind by a killed process
 
 
 class LocalServers(Launcher):
-    """Inference servers on this machine, ended with this object or with this process.
+    """Inference servers on this machine. They end with this object or with this process.
 
     Attributes:
-        addresses: ``host:port`` of each when all were healthy for the first time.
+        addresses: ``host:port`` of each server after the first start.
         weights_root: a directory that the servers may load weights from; removed at the end.
     """
 
@@ -54,14 +54,14 @@ class LocalServers(Launcher):
 
         Args:
             rollout: backend, limits of the engine and ``setup_timeout``.
-            model_path: of the model, if the server's config names none.
-            logs: directory for their logs.
-            count: servers.
-            tensor_parallel: GPUs of each.
-            base_gpu: the first GPU.
+            model_path: the model, unless the server's section names one.
+            logs: directory for the servers' logs.
+            count: number of servers.
+            tensor_parallel: GPUs per server.
+            base_gpu: first GPU.
             threads: compute threads of each ``rollwright serve-model``.
             weights_roots: further directories that ``rollwright serve-model`` may load weights from.
-            deterministic: answers must not depend on what else is in the batch.
+            deterministic: answers must not depend on the rest of the batch.
             host: address that they listen on; set ``rollout.api_key`` if it is not a loopback address.
             sections: the sections of the experiment that describe servers, by backend: ``sglang``, ``vllm``.
 
@@ -80,7 +80,9 @@ class LocalServers(Launcher):
         made = Path(tempfile.mkdtemp(prefix=".rollwright-", dir=parent))
         self._owned = (made / _OWNED).open("w")
         fcntl.flock(self._owned, fcntl.LOCK_EX)
-        self.weights_root = made.rename(made.with_name(made.name[1:]))  # under the name that others look for it is locked
+        self.weights_root = made.rename(
+            made.with_name(made.name[1:])
+        )  # it is locked before it gets the name that others look for
         super().__init__(logs, host=host)
         roots = [str(self.weights_root), *weights_roots]
         key_file: Path | None = None
@@ -94,12 +96,12 @@ class LocalServers(Launcher):
             return backend.command(ServerLaunch(*facts))
 
         environment = {"OMP_WAIT_POLICY": "PASSIVE"}
-        if rollout.api_key:  # in the environment, as command lines can be read by everybody on the machine
+        if rollout.api_key:  # in the environment, because every user of this machine can read command lines
             environment |= {"ROLLWRIGHT_API_KEY": rollout.api_key, "VLLM_API_KEY": rollout.api_key}
         if threads is not None:
             environment["OMP_NUM_THREADS"] = str(threads)
         try:
-            name = re.split("[.:]", rollout.backend)[-1]  # of an import path, what is behind its module
+            name = re.split("[.:]", rollout.backend)[-1]  # of an import path, only the class name
             self.start(command, count, name=name, environment=environment, shared=self.weights_root)
             self.addresses = self.wait_healthy(rollout.setup_timeout)
         except BaseException:
@@ -114,15 +116,15 @@ class LocalServers(Launcher):
 
 
 def remove_abandoned(parent: Path) -> None:
-    """Remove what servers shared with a process that was killed together with all that could remove it, as Ray does."""
+    """Remove shared directories of processes that were killed together with their supervisors, as Ray does."""
     for path in parent.glob(f"rollwright-*/{_OWNED}"):
         try:
-            if path.parent.lstat().st_uid != os.geteuid():  # anybody may write to this directory
+            if path.parent.lstat().st_uid != os.geteuid():  # every user may write to ``parent``
                 continue
             with path.open("a") as owned:
                 fcntl.flock(owned, fcntl.LOCK_EX | fcntl.LOCK_NB)
                 shutil.rmtree(path.parent, ignore_errors=True)
-        except OSError:  # its owner lives, or it has just gone
+        except OSError:  # its owner is alive, or another process has just removed it
             continue
     for draft in parent.glob(".rollwright-*"):
         with contextlib.suppress(OSError):

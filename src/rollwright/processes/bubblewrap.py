@@ -1,4 +1,4 @@
-"""The bubblewrap sandbox: namespaces of its own, a file system with Python and nothing else, and a filter of system calls."""
+"""The bubblewrap sandbox: separate namespaces, a file system that contains only Python, and a filter of system calls."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from typing import Any
 from rollwright.errors import SandboxError
 from rollwright.processes.jails import ENVIRONMENT, INSTEAD, SHARED_BYTES, Jail, SandboxLimits, server_command
 
-#: What only attacks and administrators call; Python, its libraries and their threads do not.
+#: System calls of attacks and administrators, which Python, its libraries and their threads do not use.
 _REFUSED_CALLS = (
     *("ptrace", "process_vm_readv", "process_vm_writev", "process_madvise", "kcmp", "pidfd_getfd"),
     *("mount", "umount2", "pivot_root", "chroot", "open_tree", "move_mount", "fsopen", "fsconfig", "fsmount", "fspick"),
@@ -33,7 +33,7 @@ _CLONE_THREAD = 0x10000
 
 
 class Bubblewrap:
-    """Namespaces of its own by ``bwrap``: what is not bound is not there."""
+    """Separate namespaces by ``bwrap``; only bound paths exist inside."""
 
     def start(self, limits: SandboxLimits) -> Jail:
         """See :class:`Sandbox`."""
@@ -67,7 +67,7 @@ class Bubblewrap:
 
 
 def _surroundings(limits: SandboxLimits) -> list[str]:
-    """The options of ``bwrap``: all that the jail can see, and what it must not do."""
+    """Options of ``bwrap``: what the jail can see, and what it may not do."""
     options = ["--unshare-all", "--unshare-user", "--disable-userns", "--cap-drop", "ALL", "--clearenv", "--die-with-parent"]
     options += ["--new-session", "--as-pid-1", "--uid", "65534", "--gid", "65534", "--hostname", "sandbox"]
     for name, value in ENVIRONMENT.items():
@@ -89,34 +89,34 @@ def _surroundings(limits: SandboxLimits) -> list[str]:
     options += ["--size", str(limits.disk_bytes), "--tmpfs", _scratch()]
     for path in wanted:
         options += ["--ro-bind-try", path, path]
-    for place in ("/proc", "/dev", "/"):  # what bwrap mounts has no limit of size
+    for place in ("/proc", "/dev", "/"):  # bwrap's own mounts have no size limit
         options += ["--remount-ro", place]
     return [*options, "--chdir", _scratch()]
 
 
 def _scratch() -> str:
-    """Where scripts run and write: ``/tmp``, unless this Python is there, as what is bound there could not be cleaned away."""
+    """Working directory of scripts: ``/tmp``, unless this Python is below it, because bound paths cannot be removed after a script."""
     return "/scratch" if any(path.startswith("/tmp/") for path in python_paths()) else "/tmp"
 
 
 def python_paths() -> list[str]:
-    """What this Python needs besides ``/usr``: its executable, its libraries and its packages."""
+    """Paths of this Python outside ``/usr``: its executable, libraries and packages."""
     found = [sys.executable, os.path.realpath(sys.executable), f"{sys.prefix}/pyvenv.cfg", f"{sys.base_prefix}/lib"]
     return found + [sysconfig.get_path(name) for name in ("stdlib", "platstdlib", "purelib", "platlib")]
 
 
 def _unreadable_by_others() -> list[str]:
-    """Files of the kernel's that only root can read: who runs this as root would lend them to scripts."""
+    """Files of the kernel that only root can read. If this process runs as root, scripts could read them, too."""
     paths = [path for path in Path("/proc").iterdir() if path.is_file() and not path.is_symlink()]
     return [str(path) for path in paths if not path.stat().st_mode & stat.S_IROTH]
 
 
 @functools.cache
 def call_filters() -> tuple[bytes, bytes]:
-    """Two compiled filters of system calls: that of a jail, and that which takes processes away from a script.
+    """Compile two filters of system calls: one for the jail, and one that forbids a script to start processes.
 
     Raises:
-        SandboxError: libseccomp is not there.
+        SandboxError: libseccomp is missing.
     """
     try:
         import pyseccomp
@@ -125,12 +125,12 @@ def call_filters() -> tuple[bytes, bytes]:
             f"the sandbox needs libseccomp ({error}): install it (Debian and Ubuntu: apt-get install libseccomp2; Fedora: dnf install "
             f"libseccomp) and its Python package (pip install 'rollwright[sandbox]'), {INSTEAD}."
         ) from error
-    refuse, unknown = pyseccomp.ERRNO(1), pyseccomp.ERRNO(38)  # EPERM; ENOSYS: the C library then takes the older call
+    refuse, unknown = pyseccomp.ERRNO(1), pyseccomp.ERRNO(38)  # EPERM; ENOSYS makes the C library use the older call
 
     def compiled(*rules: tuple[Any, ...]) -> bytes:
         made = pyseccomp.SyscallFilter(pyseccomp.ALLOW)
         for action, call, *arguments in rules:
-            with contextlib.suppress(OSError):  # a call that this kind of processor does not have
+            with contextlib.suppress(OSError):  # this processor architecture does not have the call
                 made.add_rule(action, call, *arguments)
         with tempfile.TemporaryFile() as file:
             made.export_bpf(file)

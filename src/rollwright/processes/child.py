@@ -58,10 +58,10 @@ class Channel:
             raise TimeoutError("the other side reads nothing") from None
 
     def receive(self, seconds: float | None = None) -> tuple[bytes, bytes]:
-        """The next frame.
+        """Receive the next frame.
 
         Args:
-            seconds: how long to wait for its beginning; None: for ever.
+            seconds: how long to wait for its beginning. None waits without a limit.
 
         Raises:
             TimeoutError: it did not begin in time.
@@ -118,7 +118,7 @@ class UncountedTime:
                     self._passed += time.monotonic() - self._since
 
 
-#: That of the sample in this context; the default is never read.
+#: Uncounted time of the sample in this context; the default is never read.
 UNCOUNTED: contextvars.ContextVar[UncountedTime] = contextvars.ContextVar("uncounted", default=UncountedTime())  # noqa: B039
 
 
@@ -192,10 +192,7 @@ def program(module: str, isolation: str, *arguments: str, guard_for: int | None 
 
 
 def connect() -> tuple[Channel, Any]:
-    """In a child of ``ChildProcess``: return the channel to the parent and its setup.
-
-    Also sets the child's import path to the parent's.
-    """
+    """In a child of ``ChildProcess``: return the channel to the parent and the setup, and adopt the parent's import path."""
     connection = socket.socket(fileno=int(sys.argv[1]))
     connection.set_inheritable(False)
     channel = Channel(connection)

@@ -1,9 +1,8 @@
-"""Runs one command and ends it, with all its descendants, when whoever asked for it is gone.
+"""Runs one command and ends it, with all its descendants, when the process that started it is gone.
 
-``supervised`` starts it: ``main`` then runs in a process of its own, with a pipe as its standard input, whose other end the parent
-holds. When the parent ends in whatever way, SIGKILL included, the pipe closes and the command is ended. Should the pipe have been
-inherited by a process that lives on, the change of the parent process is seen too. Then the directory is removed that the parent
-shared with the command and may be too dead to remove.
+``supervised`` starts ``main`` in a separate process, whose standard input is a pipe from the parent. When the parent ends in any way,
+SIGKILL included, the pipe closes and the command is ended. If another process has inherited the pipe, the supervisor notices that its
+parent has changed. It then also removes the directory that the parent shared with the command.
 """
 
 from __future__ import annotations
@@ -30,12 +29,12 @@ POLL_SECONDS = 0.25
 def supervised(
     command: Sequence[str], log_path: Path, environment: Mapping[str, str] | None = None, shared: Path | None = None
 ) -> subprocess.Popen[bytes]:
-    """Start a command under a supervisor; it ends when the standard input of what is returned is closed.
+    """Start a command under a supervisor. The command ends when the supervisor's standard input is closed.
 
     Args:
-        command: what to run.
-        log_path: its output is appended there.
-        environment: variables besides this process's own.
+        command: command line.
+        log_path: file that the output is appended to.
+        environment: environment variables in addition to this process's own.
         shared: a directory that is removed if this process ends before the command.
 
     Returns:
@@ -93,7 +92,7 @@ def _end(child: subprocess.Popen[bytes]) -> None:
 
 
 def _is_left(group: int) -> bool:
-    """Whether anything is left of a command that has ended: a process of its group, or one that we inherited from it."""
+    """Return whether a process of an ended command is left, in its group or inherited from it."""
     with contextlib.suppress(ChildProcessError):
         while os.waitpid(-1, os.WNOHANG)[0]:
             pass

@@ -1,6 +1,6 @@
-"""Jails: where Python that a model wrote runs.
+"""Jails: processes that run Python code written by a model.
 
-A jail is a process that answers requests to run a script (``jail_server``), and what a sandbox puts around it.
+A jail is a process that runs scripts on request (``jail_server``), inside the isolation that a sandbox provides.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from typing import Any, Protocol
 from rollwright.errors import SandboxError
 from rollwright.processes.tree import kill_tree
 
-#: All that scripts see of the environment: what Python and numerical libraries need, no keys, no proxies.
+#: The whole environment of scripts: variables for Python and numerical libraries, but no keys and no proxies.
 ENVIRONMENT = {
     "PATH": os.defpath,
     "LANG": "C.UTF-8",
@@ -31,7 +31,7 @@ ENVIRONMENT = {
     "OMP_NUM_THREADS": "1",
 }
 _START_SECONDS = 60.0
-GRACE_SECONDS = 10.0  # for an answer after the script's time, which the jail itself keeps
+GRACE_SECONDS = 10.0  # for an answer after the script's time limit, which the jail itself enforces
 _HEAD_BYTES = 65536
 SHARED_BYTES = 16 * 2**20  # of /dev/shm
 INSTEAD = "or set rollout.sandbox to docker, podman, or unsafe (a plain process: only for code that you trust)"
@@ -39,59 +39,59 @@ INSTEAD = "or set rollout.sandbox to docker, podman, or unsafe (a plain process:
 
 @dataclass(frozen=True)
 class SandboxLimits:
-    """What the code may use. The defaults suit tool calls and unit tests of small functions."""
+    """Resource limits of a script. The defaults suit tool calls and unit tests of small functions."""
 
     memory_bytes: int = 512 * 2**20  # address space of each process
-    file_bytes: int = 16 * 2**20  # each file that it writes
-    disk_bytes: int = 64 * 2**20  # all files that it writes, which are held in memory
+    file_bytes: int = 16 * 2**20  # size of each file
+    disk_bytes: int = 64 * 2**20  # all files together, which are held in memory
     open_files: int = 64
-    processes: int = 0  # that it may have running besides itself; threads are free
+    processes: int = 0  # child processes at a time; threads are not limited by this
     network: bool = False
-    output_bytes: int = 2**20  # kept of standard output and of standard error; the rest is thrown away
+    output_bytes: int = 2**20  # of standard output and of standard error; the rest is dropped
 
 
 @dataclass(frozen=True)
 class SandboxResult:
-    """What came of a run."""
+    """Result of a script."""
 
     stdout: str
     stderr: str
-    exit_code: int | None  # None where it was killed for time
+    exit_code: int | None  # None if the time limit passed
     timed_out: bool
     seconds: float
     output_truncated: bool = False
 
     @property
     def ok(self) -> bool:
-        """True where the code ran to its end without an error."""
+        """True if the script ended without an error."""
         return self.exit_code == 0 and not self.timed_out
 
 
 class Sandbox(Protocol):
-    """What makes jails."""
+    """Starts jails."""
 
     def start(self, limits: SandboxLimits) -> Jail:
-        """Begin to start a jail, without waiting for it.
+        """Start a jail without waiting until it is ready.
 
         Raises:
-            SandboxError: this machine lacks what the sandbox needs; the message says what to install or to set.
+            SandboxError: this machine lacks a requirement of the sandbox; the message says what to install or to set.
         """
         ...
 
 
 class Jail:
-    """One jail: it runs scripts one after another and leaves nothing of one to the next.
+    """One jail. It runs scripts one after another, and removes everything that a script leaves behind before the next one.
 
     Args:
-        command: starts ``jail_server`` in its surroundings.
-        limits: of each script.
-        roots: directories that scripts may write to, as the jail sees them; the first is the working directory.
-        filters: programs of system calls that scripts are put under.
-        pass_fds: descriptors that the command needs.
-        environment: of the command.
-        patience: seconds that the command gets to end by itself, when its input has ended, before it is killed.
-        explain: what a failed start means, by what the command said.
-        clean: what is left to do when the jail has ended.
+        command: command line that starts ``jail_server`` inside the sandbox.
+        limits: resource limits of each script.
+        roots: directories that scripts may write to, as seen from inside the jail; the first is the working directory.
+        filters: seccomp programs that apply to scripts.
+        pass_fds: file descriptors that the command inherits.
+        environment: environment of the command.
+        patience: seconds that the command gets to end by itself after its input has ended, before it is killed.
+        explain: turns the output of a failed start into an explanation.
+        clean: called when the jail has ended.
     """
 
     def __init__(
@@ -130,14 +130,14 @@ class Jail:
 
     @property
     def is_alive(self) -> bool:
-        """Whether it can run another script."""
+        """True if the jail can run another script."""
         return self._process.poll() is None
 
     def wait_ready(self) -> None:
         """Wait until the jail's Python runs.
 
         Raises:
-            SandboxError: it does not; the message says why.
+            SandboxError: it does not run; the message says why.
         """
         try:
             self._answer(_START_SECONDS)
@@ -149,7 +149,7 @@ class Jail:
             raise SandboxError(f"the sandbox does not start: {reason}") from error
 
     def run(self, source: str, stdin: str, timeout: float) -> SandboxResult:
-        """Run a script; blocks. A jail that the script took down, or broke, is closed.
+        """Run a script and wait for its end. If the script ends or breaks the jail, the jail is closed.
 
         Raises:
             SandboxError: the jail cannot start a process.
@@ -181,14 +181,14 @@ class Jail:
             return SandboxResult("", said, None if timed_out else -signal.SIGKILL, timed_out, time.monotonic() - started)
 
     def kill(self) -> None:
-        """End the jail and all that is in it, without waiting. Any thread may call this, at any time."""
+        """End the jail and everything in it, without waiting. Any thread may call this, at any time."""
         with contextlib.suppress(OSError):
-            self._socket.shutdown(socket.SHUT_RDWR)  # who waits for an answer hears of it
+            self._socket.shutdown(socket.SHUT_RDWR)  # wakes up the thread that waits for an answer
         if self.is_alive and not self._patience:
             kill_tree(self._process.pid)
 
     def close(self) -> None:
-        """End the jail and all that is in it. Idempotent."""
+        """End the jail and everything in it, and wait for the end. Idempotent."""
         self.kill()
         with self._closing:
             try:
@@ -203,7 +203,7 @@ class Jail:
             clean()
 
     def _answer(self, seconds: float) -> dict[str, Any]:
-        """The next line. What comes from a jail is not trusted: its size and its time are bounded."""
+        """Read the next line. Jails are not trusted, so size and time are bounded."""
         deadline, line = time.monotonic() + seconds, bytearray()
         while not line.endswith(b"\n"):
             self._socket.settimeout(max(1e-3, deadline - time.monotonic()))

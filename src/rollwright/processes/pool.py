@@ -1,9 +1,9 @@
-"""Worker processes that call functions, each call under a time limit, and are replaced when they hang or crash.
+"""Worker processes that call functions under a time limit, and are replaced when they hang or crash.
 
-Every worker is owned by one thread, which starts it, gives it one call at a time, waits for the answer with a limit and kills it
-(with all that it started) when the limit passes. Callers put calls into a queue and get a future, so a pool serves any number of
-event loops and threads. Workers are new interpreters, not forks; they start when there is work, import only what their functions
-need, and end with this process.
+Each worker belongs to one thread, which starts it, gives it one call at a time, waits for the answer, and kills the worker with all its
+descendants if the time limit passes. Callers put calls into a queue and get a future, so a pool serves any number of event loops and
+threads. Workers are new interpreters, not forks. They start when there is work, import only the modules of their functions, and end with
+this process.
 
 The parent sends ``CALL`` (the key of a function, and arguments) and, when asked by ``NEED``, ``LOAD`` (the function). The worker
 answers ``READY`` when it has loaded a function, and ``VALUE`` (JSON) or ``FAILED`` (a traceback) to each call. Only what the parent
@@ -37,7 +37,7 @@ _KEY_BYTES = 8
 
 
 class WorkerError(RollwrightError):
-    """A call in a worker process came to nothing."""
+    """A call in a worker process failed."""
 
 
 class WorkerTimeoutError(WorkerError):
@@ -45,7 +45,7 @@ class WorkerTimeoutError(WorkerError):
 
 
 class WorkerCrashError(WorkerError):
-    """The worker died under the function."""
+    """The worker died while it ran the function."""
 
 
 class FunctionFailedError(WorkerError):
@@ -68,13 +68,13 @@ class WorkerPool:
         """Call a function in a worker.
 
         Args:
-            key: 8 bytes that name the function; a worker that has loaded it keeps it.
-            function: pickled ``(function, modules)``; the modules are imported with it. It returns a value that JSON has.
+            key: 8 bytes that identify the function, so that a worker loads it only once.
+            function: pickled ``(function, modules)``; the modules are imported first. The function returns a JSON value.
             arguments: pickled ``(arguments, keywords)``.
-            seconds: limit, from when the function begins to run; where the worker has it already, from when it is called.
+            seconds: time limit. It counts from when the function begins to run, or from the call if the worker has loaded it before.
 
         Returns:
-            A future of its value, or of a ``WorkerError``.
+            A future with the function's value or a ``WorkerError``.
         """
         future: Future[Any] = Future()
         with self._lock:
@@ -128,7 +128,7 @@ class WorkerPool:
 class _Worker(ChildProcess):
     def __init__(self, module: str) -> None:
         super().__init__(module)
-        self.loaded: set[bytes] = set()  # keys of the functions that it has, or had
+        self.loaded: set[bytes] = set()  # keys of functions that the worker has, or had
 
 
 def _call(key: bytes, function: bytes, arguments: bytes, seconds: float, uncounted: UncountedTime, worker: _Worker) -> Any:
@@ -163,12 +163,12 @@ os.register_at_fork(after_in_child=_pools.clear)  # a forked child has neither o
 
 
 def processor_count() -> int:
-    """Processors that this process may use."""
+    """Number of processors that this process may use."""
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 def shared_pool(max_workers: int | None = None) -> WorkerPool:
-    """The pool of that many workers (default: one for each processor), shared by all callers in this process."""
+    """Return the pool of ``max_workers`` workers (default: one per processor) that all callers in this process share."""
     size = max_workers or processor_count()
     return _pools.setdefault(size, WorkerPool(size))
 

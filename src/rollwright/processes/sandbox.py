@@ -1,8 +1,8 @@
-"""Run Python that a model wrote, in a jail (``jails``) with limits on time, memory, disk, processes and network.
+"""Run Python code written by a model in a jail (``jails``) with limits on time, memory, disk, processes and network.
 
-A jail serves one episode: its scripts run in it one after another, and no other episode sees it. Jails are started ahead, and the
-Python in them forks itself for each script, so a call costs little more than the script. What a script leaves behind (files,
-processes) is gone before the next one starts.
+A jail belongs to one episode and runs its scripts one after another. Jails are started in advance, and their Python forks for each
+script, so a call costs little more than the script itself. Files and processes that a script leaves behind are removed before the next
+script starts.
 """
 
 from __future__ import annotations
@@ -41,12 +41,12 @@ from rollwright.processes.jails import (
 __all__ = ["SandboxLimits", "SandboxResult", "check_sandbox", "run_python", "sandbox_name", "sandboxed"]
 
 DEFAULT_SANDBOX = "bubblewrap"
-#: Scripts of one event loop that run at once; others wait, and their time does not run.
+#: Scripts of one event loop that run at once. Others wait, which does not count against their time limit.
 SCRIPTS_AT_ONCE = 4 * (os.cpu_count() or 1)
-#: Jails that episodes keep between their scripts; the one that waited longest is given up for another.
+#: Jails that episodes keep between their scripts; the one idle for longest is closed first.
 JAILS_KEPT = 2 * SCRIPTS_AT_ONCE
-_AHEAD = 2  # jails of one kind that are started before they are needed
-_KINDS_AHEAD = 8  # further sandboxes and limits start theirs when they are needed
+_AHEAD = 2  # jails of one kind that are started in advance
+_KINDS_AHEAD = 8  # kinds (sandbox and limits) with jails in advance; jails of further kinds start on demand
 
 
 async def run_python(
@@ -57,17 +57,17 @@ async def run_python(
     *,
     limits: SandboxLimits | None = None,
 ) -> SandboxResult:
-    """Run ``source`` as a script in an empty directory, in the sandbox and the jail of the episode around the call.
+    """Run ``source`` as a script in an empty directory, in the current episode's sandbox and jail.
 
     Args:
         source: Python source.
-        stdin: what it reads from standard input.
-        timeout: seconds of wall-clock time; the script and all that it started are then killed.
-        memory_bytes: address space; None: that of ``limits``.
+        stdin: its standard input.
+        timeout: seconds of wall-clock time, after which the script and its descendants are killed.
+        memory_bytes: address space. None uses that of ``limits``.
         limits: the other limits.
 
     Returns:
-        Output, exit code and whether time ran out. Code that fails is no error here: its traceback is in ``stderr``.
+        Output, exit code, and whether the time limit passed. Code that fails is not an error here; its traceback is in ``stderr``.
 
     Raises:
         SandboxError: a limit is out of range, the sandbox is missing, or no process can be started.
@@ -86,7 +86,7 @@ async def run_python(
             used: list[Jail] = []
             has_given_up = threading.Event()
 
-            def run() -> None:  # in a thread of its own: an event loop that comes late loses nothing and ends nothing
+            def run() -> None:  # in a separate thread, so that a slow event loop delays neither the script nor its end
                 try:
                     with _jail(episode, limits) as jail:
                         used.append(jail)
@@ -108,11 +108,11 @@ async def run_python(
 
 
 class Container:
-    """A container of docker or podman, in an image that has Python and is there already.
+    """A container of docker or podman. Its image must be present and contain Python.
 
     Args:
         program: ``docker`` or ``podman``.
-        image: its name.
+        image: name of the image; if empty, ``python:3.12-slim``.
     """
 
     def __init__(self, program: str, image: str) -> None:
@@ -140,15 +140,15 @@ class Container:
             limits,
             ["/tmp", "/dev/shm"],
             filters=call_filters()[: 1 if limits.processes else 2],
-            patience=GRACE_SECONDS,  # a client that is killed while it starts a container leaves it running
-            environment=os.environ,  # where its daemon and its images are; scripts get what --env says
+            patience=GRACE_SECONDS,  # a client that is killed during its start leaves the container running
+            environment=os.environ,  # the client finds its daemon and images by it; scripts only get the variables of --env
             explain=lambda said: f"{self.program} says {said!r}; does '{self.program} run --rm {self.image} python3 -V' work?",
             clean=remove,
         )
 
 
 class PlainProcess:
-    """No sandbox: a process with limits on its own time, memory and files, and a temporary directory that it may leave."""
+    """No sandbox: a process with limits on its own time, memory and files. It can access files outside its temporary directory."""
 
     def start(self, limits: SandboxLimits) -> Jail:
         """See :class:`Sandbox`."""
@@ -157,10 +157,10 @@ class PlainProcess:
 
 
 def make_sandbox(name: str) -> Sandbox:
-    """The sandbox that ``rollout.sandbox`` names.
+    """Return the sandbox that ``rollout.sandbox`` names.
 
     Raises:
-        ConfigError: there is none of that name.
+        ConfigError: there is no sandbox of that name.
     """
     kind, _, image = name.partition(":")
     if kind in ("docker", "podman"):
@@ -174,7 +174,7 @@ def make_sandbox(name: str) -> Sandbox:
 
 
 def check_sandbox(name: str) -> None:
-    """Start a jail, so that what is missing is known before it is needed.
+    """Start a jail, so that missing requirements are reported before the first script.
 
     Raises:
         ConfigError: there is no sandbox of that name.
@@ -184,7 +184,7 @@ def check_sandbox(name: str) -> None:
 
 
 class _Episode:
-    """What the jails of an episode belong to."""
+    """Owner of the jails of one episode."""
 
     def __init__(self, name: str) -> None:
         self.name = name
@@ -192,17 +192,17 @@ class _Episode:
 
 
 def sandbox_name() -> str:
-    """The sandbox of scripts that are run here: that of the episode around, else bubblewrap."""
+    """Name of the current episode's sandbox; bubblewrap outside of episodes."""
     episode = _episode.get()
     return episode.name if episode else DEFAULT_SANDBOX
 
 
 @contextlib.contextmanager
 def sandboxed(name: str | None = None) -> Iterator[_Episode]:
-    """Scripts that are run within share jails that nobody else uses; the jails end with the block.
+    """Scripts that run inside this block share jails of their own, which end with the block.
 
     Args:
-        name: of the sandbox, as ``rollout.sandbox``; None: that of the block around, else bubblewrap.
+        name: sandbox, as in ``rollout.sandbox``. None uses that of the enclosing block, or bubblewrap.
     """
     episode = _Episode(name or sandbox_name())
     token = _episode.set(episode)
@@ -215,13 +215,13 @@ def sandboxed(name: str | None = None) -> Iterator[_Episode]:
             left = [jail for jail, (owner, _) in _idle.items() if owner is episode]
             for jail in left:
                 del _idle[jail]
-        if left:  # a jail takes milliseconds to end, which this event loop may not have
+        if left:  # ending a jail takes milliseconds and must not block the event loop
             threading.Thread(target=lambda: [jail.close() for jail in left], name="sandbox-end", daemon=True).start()
 
 
 @contextlib.contextmanager
 def _jail(episode: _Episode, limits: SandboxLimits) -> Iterator[Jail]:
-    """A jail of an episode, which afterwards waits for the next script of it; blocks."""
+    """Take a jail of an episode, or start one. Afterwards it is kept for the episode's next script. Blocks."""
     with _lock:
         jail = next((jail for jail, use in _idle.items() if use == (episode, limits)), None)
         if jail is not None:
@@ -244,21 +244,21 @@ def _jail(episode: _Episode, limits: SandboxLimits) -> Iterator[Jail]:
 
 
 class _Ready(queue.SimpleQueue):
-    """Jails of one kind that nobody has taken, or why there is none."""
+    """Jails of one kind that are free, or the error of their start."""
 
-    takers = 0  # threads that wait for one
+    takers = 0  # number of threads that wait for a jail
 
 
 def _started(name: str, limits: SandboxLimits) -> Jail:
-    """A jail that is ready; another is started ahead in its place.
+    """Return a jail that is ready, and have another started in its place.
 
     Raises:
-        SandboxError: none can be started.
+        SandboxError: no jail can be started.
     """
     global _starter
     sandbox = make_sandbox(name)
     with _lock:
-        if _starter is None:  # it lives as long as the process: a jail ends with the thread that started it
+        if _starter is None:  # runs as long as the process, because a jail ends with the thread that started it
             _starter = threading.Thread(target=_start_jails, args=[_wanted], name="sandbox-start", daemon=True)
             _starter.start()
         ahead = _AHEAD if len(_ready) < _KINDS_AHEAD and (name, limits) not in _ready else 0
@@ -281,13 +281,13 @@ def _start_jails(wanted: queue.SimpleQueue) -> None:
         sandbox, limits, ready = wanted.get()
         try:
             ready.put(sandbox.start(limits))
-        except Exception as error:  # whoever takes the jail raises it
+        except Exception as error:  # raised by the thread that takes the jail
             ready.put(error)
         _close_unwanted(ready)
 
 
 def _close_unwanted(ready: _Ready) -> None:
-    """End the jails of a kind that ``close_jails`` has given up, once nobody waits for one of them."""
+    """Close the jails of a kind that ``close_jails`` has dropped, once no thread waits for one of them."""
     jails: list[Jail] = []
     with _lock:
         if ready.takers or any(ready is kind for kind in _ready.values()):
@@ -301,7 +301,7 @@ def _close_unwanted(ready: _Ready) -> None:
 
 @atexit.register
 def close_jails() -> None:
-    """End all jails that run no script; the next script starts new ones."""
+    """Close all idle jails; the next script starts new ones."""
     with _lock:
         jails, kinds = list(_idle), list(_ready.values())
         _idle.clear()
@@ -313,11 +313,11 @@ def close_jails() -> None:
 
 
 def _begin() -> None:
-    """No jails yet: in a new process, and in a forked child, whose parent's jails are not its own."""
+    """Reset this module's state: in a new process, and in a forked child, which must not use its parent's jails."""
     global _lock, _idle, _ready, _wanted, _starter, _places
     _lock = threading.Lock()
-    _idle = {}  # jails that wait for their episode's next script, the longest first
-    _ready = {}  # jails of each kind that nobody has taken
+    _idle = {}  # jails that wait for their episode's next script; the one idle for longest is first
+    _ready = {}  # free jails of each kind
     _wanted, _starter = queue.SimpleQueue(), None
     _places = WeakKeyDictionary()
 

@@ -12,7 +12,7 @@ from pathlib import Path
 
 _PR_SET_PDEATHSIG, _PR_SET_CHILD_SUBREAPER = 1, 36
 SWEEP_SECONDS = 10.0  # time limit for killed processes to end
-#: Before the process id of a torchrun agent of ours, in the name of its run.
+#: Prefix of the run name of a torchrun agent that we started; the agent's process id follows.
 AGENT = "rollwright-"
 
 
@@ -28,7 +28,7 @@ def die_with_parent(parent: int | None = None, number: int = signal.SIGKILL) -> 
         if parent is not None and os.getppid() != parent:
             os._exit(1)
         return
-    import threading  # not above: where it is loaded, forks of the sandbox take longer
+    import threading  # imported late, because it makes the sandbox's forks slower
 
     parent = parent or os.getppid()
 
@@ -41,7 +41,7 @@ def die_with_parent(parent: int | None = None, number: int = signal.SIGKILL) -> 
 
 
 def children(pid: int) -> list[int]:
-    """Processes that a process started, in whatever session; empty where the kernel does not list them (other than Linux)."""
+    """Processes that a process started, in any session; empty on systems other than Linux, whose kernels do not list them."""
     found: list[int] = []
     with contextlib.suppress(OSError):
         for task in os.listdir(f"/proc/{pid}/task"):
@@ -55,12 +55,12 @@ def descendants(pid: int) -> list[int]:
 
 
 def kill_tree(leader: int, number: int = signal.SIGKILL, root: int | None = None) -> None:
-    """Send a signal to a process group, and to processes that left it.
+    """Send a signal to a process group and to processes that left it. Each process gets the signal once.
 
     Args:
-        leader: of the group.
-        number: of the signal; each process gets it once.
-        root: the process below which those are that left the group; None: the leader.
+        leader: leader of the group.
+        number: the signal.
+        root: process whose descendants may have left the group. None uses the leader.
     """
     below = descendants(leader if root is None else root)
     with contextlib.suppress(ProcessLookupError, PermissionError):
