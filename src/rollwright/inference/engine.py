@@ -13,8 +13,8 @@ from __future__ import annotations
 
 import asyncio
 from abc import ABC, abstractmethod
-from collections.abc import AsyncGenerator, Callable, Iterable, Mapping
-from typing import TYPE_CHECKING, Any
+from collections.abc import AsyncGenerator, Callable, Coroutine, Iterable, Mapping
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from rollwright.errors import WeightUpdateError
 from rollwright.inference.request import ModelRequest, ModelResponse
@@ -27,6 +27,8 @@ if TYPE_CHECKING:
     from rollwright.experience.recorder import Recorder
     from rollwright.inference.weights.transfer import WeightUpdateMeta
 
+
+Result = TypeVar("Result")
 
 #: Largest mean difference between the log-probabilities of an engine and a trainer if one of them computes in a 16-bit type.
 TOLERANCE_OF_16_BITS = 5e-2
@@ -157,12 +159,7 @@ class InferenceEngine(WeightReceiver, ABC):
 
     async def agenerate_batch(self, requests: list[ModelRequest]) -> list[ModelResponse]:
         """Sample one completion for each request, in order; if one fails or this call is cancelled, the others are cancelled."""
-        tasks = [asyncio.ensure_future(self.agenerate(request)) for request in requests]
-        try:
-            return list(await asyncio.gather(*tasks))
-        finally:
-            for task in tasks:
-                task.cancel()
+        return await run_concurrently(self.agenerate(request) for request in requests)
 
     async def astream(self, request: ModelRequest) -> AsyncGenerator[ModelResponse, None]:
         """Yield the response as it grows. Each one contains all tokens of the one before it, and the last is complete.
@@ -202,3 +199,22 @@ class InferenceEngine(WeightReceiver, ABC):
     def stats(self) -> dict[str, float]:
         """Counters since the start, and the numbers of running and waiting requests."""
         return {}
+
+
+async def run_concurrently(parts: Iterable[Coroutine[Any, Any, Result]]) -> list[Result]:
+    """Run coroutines concurrently and return their results in order.
+
+    If one raises or the caller is cancelled, the others are cancelled and awaited. ``asyncio.gather`` alone would let them continue, and
+    sample for an episode that has already failed.
+
+    Raises:
+        Exception: whatever the first part to fail raised.
+    """
+    tasks = [asyncio.create_task(part) for part in parts]
+    try:
+        return await asyncio.gather(*tasks)
+    finally:
+        if unfinished := [task for task in tasks if not task.done()]:
+            for task in unfinished:
+                task.cancel()
+            await asyncio.wait(unfinished)

@@ -9,16 +9,16 @@ from __future__ import annotations
 import asyncio
 import uuid
 from abc import abstractmethod
-from collections.abc import Callable, Coroutine, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 from rollwright.config.generation import GenerationHyperparameters
 from rollwright.data.chat_template import prompt_ids, stopping_at_turn_end
 from rollwright.errors import WorkflowError
 from rollwright.experience.normaliser import normalise
 from rollwright.experience.recorder import Recorder
-from rollwright.inference.engine import InferenceEngine
+from rollwright.inference.engine import InferenceEngine, run_concurrently
 from rollwright.inference.request import ModelRequest, ModelResponse
 from rollwright.rewards.wrapper import AsyncRewardWrapper
 from rollwright.tracking.logging import getLogger
@@ -30,7 +30,6 @@ from rollwright.workflows.turns import TokenSequence
 
 logger = getLogger("workflows")
 
-T = TypeVar("T")
 #: ``(prompt, tokenizer, enable_thinking) -> [P] token ids``; the prompt comes from a ``PromptFunction``.
 InputIdsFunction = Callable[[Any, Any, bool], Sequence[int]]
 #: ``(task) -> prompt``: by default a list of messages.
@@ -210,25 +209,6 @@ class _RecordingEngine:
         response = await self.engine.agenerate(request)
         self.recorder.record(request, response)
         return response
-
-
-async def run_concurrently(parts: Iterable[Coroutine[Any, Any, T]]) -> list[T]:
-    """Run coroutines concurrently and return their results in order.
-
-    If one raises or the caller is cancelled, the others are cancelled and awaited. ``asyncio.gather`` alone would let them continue, and
-    sample for an episode that has already failed.
-
-    Raises:
-        Exception: whatever the first part to fail raised.
-    """
-    tasks = [asyncio.create_task(part) for part in parts]
-    try:
-        return await asyncio.gather(*tasks)
-    finally:
-        if unfinished := [task for task in tasks if not task.done()]:
-            for task in unfinished:
-                task.cancel()
-            await asyncio.wait(unfinished)
 
 
 def task_name(data: Mapping[str, Any]) -> Any:

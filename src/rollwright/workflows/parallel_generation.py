@@ -26,7 +26,7 @@ from typing import Any, Literal
 
 from rollwright.config.generation import GenerationHyperparameters
 from rollwright.errors import ConfigError, PromptTooLongError
-from rollwright.inference.engine import InferenceEngine
+from rollwright.inference.engine import InferenceEngine, run_concurrently
 from rollwright.inference.request import ModelRequest, ModelResponse
 from rollwright.tracking.rollout_dumps import marked_text
 from rollwright.workflows.episode import (
@@ -34,7 +34,6 @@ from rollwright.workflows.episode import (
     InputIdsFunction,
     PromptFunction,
     dump_sample,
-    run_concurrently,
     task_name,
 )
 from rollwright.workflows.registry import WORKFLOWS
