@@ -121,7 +121,7 @@ class ExperienceStore(TrainingStore):
     announcements: Announcements
 
     def __init__(self, url: str, *, run: str | None = None, create: bool = True) -> None:
-        self._database = Database(url, run=run, create=create)
+        self._database = Database(url, run=run)
         self._epoch: int | None = None  # of this process as the store's trainer; None if it has not drawn
         self.name = self._database.name
         self.tasks = TaskLeases(self._database)
@@ -471,14 +471,13 @@ class ExperienceStore(TrainingStore):
         self._database.close()
 
 
-def open_store(config: StoreConfig, directory: str | Path, *, run: str, create: bool = True) -> ExperienceStore | FileStore:
+def open_store(config: StoreConfig, directory: str | Path, *, run: str) -> ExperienceStore | FileStore:
     """Open the store of a run: a database for ``sql`` and ``queue``, a :class:`FileStore` for ``file``.
 
     Args:
         config: the store's section.
         directory: the run directory, which holds the store unless ``url`` names another place.
         run: identity of the run.
-        create: create the store if it does not exist.
 
     Raises:
         ConfigError: keys contradict one another.
@@ -497,4 +496,4 @@ def open_store(config: StoreConfig, directory: str | Path, *, run: str, create: 
         return FileStore(path)
     if config.type not in ("sql", "queue"):
         raise ConfigError(f"store.type is {config.type!r}: choose from sql, queue, file.")
-    return ExperienceStore(config.url or f"sqlite:///{Path(directory) / 'experiences.db'}", run=run, create=create)
+    return ExperienceStore(config.url or f"sqlite:///{Path(directory) / 'experiences.db'}", run=run)
