@@ -28,6 +28,7 @@ from rollwright.inference.weights.stream import WeightStream
 from rollwright.rollout.engines import RolloutEngine
 from rollwright.tracking.logging import getLogger
 from rollwright.training.logprobs import TokenScorer
+from rollwright.training.micro_batches import attended_tokens
 from rollwright.training.publish_and_audit import NEW_TOKENS_IN_PROCESS, audit, probe_request
 
 if TYPE_CHECKING:  # supervised training needs no store
@@ -188,9 +189,6 @@ def load_and_audit(rollout: InferenceEngine, weights: Mapping[str, Tensor], vers
 def _plain_logprobs(model: torch.nn.Module, ids_BL: Tensor, temperature: float) -> Tensor:
     """Log-probabilities ``[B, L]`` of tokens by the model's own forward pass."""
     ids_BL = ids_BL.to(next(model.parameters()).device)
-    wanted_BL = torch.ones_like(ids_BL, dtype=torch.bool)
-    wanted_BL[:, 0] = False
     temperature_B = torch.full((len(ids_BL),), temperature, device=ids_BL.device)
-    batch = {"input_ids": ids_BL, "attention_mask": torch.ones_like(wanted_BL), "temperature": temperature_B}
-    logprobs_BL, _ = TokenScorer(model)(batch, wanted_BL)
-    return logprobs_BL
+    batch = {"input_ids": ids_BL, "attention_mask": torch.ones_like(ids_BL), "temperature": temperature_B}
+    return TokenScorer(model)(batch, attended_tokens(batch))[0]
