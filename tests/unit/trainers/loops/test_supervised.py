@@ -86,7 +86,7 @@ def test_each_evaluation_on_a_cluster_has_a_version_of_its_own_and_leaves_no_wei
         seen.append((version, weights["a"].tolist()))
 
     trainer.ranks.call = call
-    monkeypatch.setattr(supervised, "give_weights", give)
+    monkeypatch.setattr(supervised, "load_and_audit", give)
     monkeypatch.setattr(supervised, "workflow_arguments", lambda *arguments: {})
     monkeypatch.setattr(supervised, "evaluate", lambda *arguments: None)
     (tmp_path / ".weights").mkdir()
