@@ -69,10 +69,6 @@ class Sign:
     setting: str
     step: int
 
-    def plain(self) -> dict[str, Any]:
-        """Return its fields as a dict."""
-        return dataclasses.asdict(self)
-
 
 #: Returns the points ``[(step, value), …]`` of a metric; empty if there are none.
 Points = Callable[[str], list[tuple[int, float]]]

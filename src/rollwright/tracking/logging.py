@@ -76,7 +76,7 @@ def _root() -> _standard.Logger:
     root = _standard.getLogger(ROOT_NAME)
     terminal = output_is_terminal()  # takes the lock itself
     with _lock:
-        if any(getattr(handler, "_is_rollwright_output", False) for handler in root.handlers):
+        if any(isinstance(handler, _StderrHandler | _TerminalHandler) for handler in root.handlers):
             return root
         handler: _standard.Handler
         if terminal:
@@ -89,7 +89,6 @@ def _root() -> _standard.Logger:
         follows = os.environ.get("RANK", "0") != "0" and os.environ.get("WORLD_SIZE", "1") != "1"
         # of processes that train together, only the first one logs
         handler.setLevel(os.environ.get(LEVEL_VARIABLE, "ERROR" if follows else "INFO").upper())
-        handler._is_rollwright_output = True  # type: ignore[attr-defined]
         root.addHandler(handler)
         root.setLevel(_standard.DEBUG)
         root.propagate = False

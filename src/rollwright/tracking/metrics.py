@@ -18,6 +18,7 @@ import asyncio
 import contextvars
 import json
 import math
+import operator
 import os
 import threading
 import time
@@ -34,6 +35,15 @@ class MetricError(RollwrightError):
     """A metric was reported with another reduction, or with a value that is not a number."""
 
 
+#: Reductions to one of the numbers, or to their sum: the first number, and how a value changes it.
+_REDUCTIONS: dict[str, tuple[float, Callable[[float, float], float]]] = {
+    "sum": (0.0, operator.add),
+    "minimum": (math.inf, lambda total, value: value if math.isnan(value) else min(total, value)),
+    "maximum": (-math.inf, lambda total, value: value if math.isnan(value) else max(total, value)),
+    "gauge": (0.0, lambda total, value: value),
+}
+
+
 class _Entry:
     """One metric between two exports."""
 
@@ -41,7 +51,7 @@ class _Entry:
 
     def __init__(self, kind: str) -> None:
         self.kind = kind
-        self.total = {"minimum": math.inf, "maximum": -math.inf}.get(kind, 0.0)
+        self.total = _REDUCTIONS[kind][0] if kind in _REDUCTIONS else 0.0
         self.count = 0.0
         self.values: list[float] = []
 
@@ -49,16 +59,10 @@ class _Entry:
         if self.kind == "scalar":
             self.total += value * weight
             self.count += weight
-        elif self.kind == "sum":
-            self.total += value
-        elif self.kind == "minimum":
-            self.total = value if math.isnan(value) else min(self.total, value)
-        elif self.kind == "maximum":
-            self.total = value if math.isnan(value) else max(self.total, value)
-        elif self.kind == "gauge":
-            self.total = value
-        else:
+        elif self.kind == "histogram":
             self.values.append(value)
+        else:
+            self.total = _REDUCTIONS[self.kind][1](self.total, value)
 
     def result(self, name: str) -> dict[str, float]:
         if self.kind == "scalar":
@@ -204,10 +208,7 @@ def _numbers(name: str, value: Any) -> list[float]:
         value = value.tolist()
     try:
         if isinstance(value, Iterable) and not isinstance(value, str | bytes):
-            flat: list[float] = []
-            for item in value:
-                flat.extend(_numbers(name, item))
-            return flat
+            return [number for item in value for number in _numbers(name, item)]
         return [float(value)]
     except (TypeError, ValueError):
         raise MetricError(

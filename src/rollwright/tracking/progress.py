@@ -18,7 +18,7 @@ from rich.panel import Panel
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 from rich.progress_bar import ProgressBar
 from rich.spinner import Spinner
-from rich.table import Table
+from rich.table import Column, Table
 from rich.text import Text
 
 from rollwright.errors import ConfigError
@@ -128,15 +128,11 @@ class ProgressDisplay:
             step_seconds, self._step_began = now - self._step_began, now
             self._step = step
             self._values.append(float(value))
-            shown: dict[str, str] = {}
-            if generate_tokens_per_second is not None:
-                shown["generate"] = f"{generate_tokens_per_second:,.0f} tok/s"
-            if train_tokens_per_second is not None:
-                shown["train"] = f"{train_tokens_per_second:,.0f} tok/s"
+            speeds = {"generate": generate_tokens_per_second, "train": train_tokens_per_second}
+            shown = {name: f"{speed:,.0f} tok/s" for name, speed in speeds.items() if speed is not None}
             if staleness is not None:
                 shown["staleness"] = f"{staleness:.2f}".rstrip("0").rstrip(".")
-            for name, fact in (facts or {}).items():
-                shown[name] = fact if isinstance(fact, str) else f"{fact:.4g}"
+            shown |= {name: fact if isinstance(fact, str) else f"{fact:.4g}" for name, fact in (facts or {}).items()}
             self._facts = shown
             for name, spent in (seconds or {}).items():
                 self._seconds[name] = self._seconds.get(name, 0.0) + spent
@@ -199,9 +195,7 @@ class ProgressDisplay:
     def _render(self) -> RenderableType:
         with self._lock:
             width = min((self._console or logging.console()).width, 100) - 4
-            rows = Table.grid(padding=(0, 2))
-            rows.add_column(style="dim", no_wrap=True)
-            rows.add_column()
+            rows = Table.grid(Column(style="dim", no_wrap=True), Column(), padding=(0, 2))
             rows.add_row("step", self._render_steps(width - 12))
             rows.add_row(self._value_name, self._render_curve(width - 12))
             if self._evaluations:
@@ -221,13 +215,9 @@ class ProgressDisplay:
         eta = self._eta()
         left = None if eta is None else max(0.0, eta - (time.monotonic() - self._step_began))
         numbers = f"{self._step}/{self._total}"
-        clock = f"{stopwatch(elapsed)}" + (
-            "" if left is None or self._end or self._step >= self._total else f"  {stopwatch(left)} left"
-        )
-        grid = Table.grid(padding=(0, 2))
-        grid.add_column(no_wrap=True)
-        grid.add_column()
-        grid.add_column(no_wrap=True)
+        is_done = self._end or self._step >= self._total
+        clock = stopwatch(elapsed) + ("" if left is None or is_done else f"  {stopwatch(left)} left")
+        grid = Table.grid(Column(no_wrap=True), Column(), Column(no_wrap=True), padding=(0, 2))
         bar = ProgressBar(total=max(1, self._total), completed=self._step, width=max(10, width - len(numbers) - len(clock) - 4))
         grid.add_row(Text(numbers, style="bold"), bar, Text(clock, style="cyan"))
         return grid

@@ -56,22 +56,20 @@ def format_record(record: Mapping[str, Any], tokenizer: Any) -> str:
     prompt_tokens = record["prompt_tokens"]
     ids, mask = record["input_ids"], record["loss_mask"]
     versions = sorted({version for version, sampled in zip(record.get("versions", []), mask, strict=False) if sampled})
+    logprobs = [value for value, sampled in zip(record.get("logprobs", []), mask, strict=False) if sampled]
     facts = [f"row {record['row']}"]
     for key in ("group_ids", "sample_ids", "ordinal"):
-        if record.get(key) is not None:
-            facts.append(f"{key.removesuffix('_ids')} {record[key]}")
-    if "rewards" in record:
-        facts.append(f"reward {record['rewards']:g}")
-    facts.append(f"{prompt_tokens} prompt + {record['sampled_tokens']} sampled tokens of {record['total_tokens']}")
-    if versions:
-        facts.append(f"version {versions[0]}" if len(versions) == 1 else f"versions {versions[0]}–{versions[-1]}")
-    facts.append(f"ended by {record['stop_reason']}")
-    sampled_logprobs = [value for value, sampled in zip(record.get("logprobs", []), mask, strict=False) if sampled]
-    if sampled_logprobs:
-        facts.append(f"mean logprob {sum(sampled_logprobs) / len(sampled_logprobs):.3f}")
+        facts.append(f"{key.removesuffix('_ids')} {record[key]}" if record.get(key) is not None else "")
+    facts += [
+        f"reward {record['rewards']:g}" if "rewards" in record else "",
+        f"{prompt_tokens} prompt + {record['sampled_tokens']} sampled tokens of {record['total_tokens']}",
+        f"version {versions[0]}" if len(versions) == 1 else f"versions {versions[0]}–{versions[-1]}" if versions else "",
+        f"ended by {record['stop_reason']}",
+        f"mean logprob {sum(logprobs) / len(logprobs):.3f}" if logprobs else "",
+    ]
     completion = marked_text(ids[prompt_tokens:], mask[prompt_tokens:], tokenizer)
     prompt = str(tokenizer.decode(ids[:prompt_tokens], skip_special_tokens=False))
-    return f"{_RULE}\n{' · '.join(facts)}\n── prompt\n{prompt}\n── completion\n{completion}\n"
+    return f"{_RULE}\n{' · '.join(filter(None, facts))}\n── prompt\n{prompt}\n── completion\n{completion}\n"
 
 
 def marked_text(ids: Sequence[int], loss_mask: Sequence[int], tokenizer: Any) -> str:

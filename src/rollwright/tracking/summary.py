@@ -121,10 +121,16 @@ def before_after_table(before: Mapping[str, float], after: Mapping[str, float], 
 
     A measure that only one of the two has is shown with a dash in the other column.
     """
-    table = Table(title=title, title_justify="left", title_style="bold", header_style="dim", box=None, padding=(0, 3, 0, 0))
-    table.add_column("")
-    for heading in ("before", "after", "change"):
-        table.add_column(heading, justify="right")
+    columns = ["", *(Column(heading, justify="right") for heading in ("before", "after", "change"))]
+    table = Table(
+        *columns,
+        title=title,
+        title_justify="left",
+        title_style="bold",
+        header_style="dim",
+        box=None,
+        padding=(0, 3, 0, 0),
+    )
     for name in dict.fromkeys((*before, *after)):
         old, new = before.get(name), after.get(name)
         change = Text("–", style="dim")
@@ -149,9 +155,7 @@ def sample_completions(samples: Sequence[Mapping[str, Any]], limit: int = 4, max
         head = Text.assemble(("✓ " if reward > 0 else "✗ ", "green" if reward > 0 else "red"), (f"reward {reward:g}", "bold"))
         if sample.get("answer") is not None:
             head.append(f"   answer {sample['answer']}", style="dim")
-        body = Table.grid(padding=(0, 2))
-        body.add_column(style="dim", no_wrap=True)
-        body.add_column(overflow="fold")
+        body = Table.grid(Column(style="dim", no_wrap=True), Column(overflow="fold"), padding=(0, 2))
         body.add_row("asked", Text(_shorten(str(sample["prompt"]), max_characters)))
         body.add_row("said", Text(_shorten(str(sample["completion"]), max_characters)))
         parts += [head, Padding(body, (0, 0, 1, 2))]

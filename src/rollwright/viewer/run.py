@@ -8,6 +8,7 @@ import shlex
 import sqlite3
 import threading
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import asdict
 from datetime import datetime
 from functools import cached_property
 from pathlib import Path
@@ -502,7 +503,7 @@ class Run:
 
     def diagnosis(self) -> list[dict[str, Any]]:
         """Detected problems and the settings that fix them: ``rule``, ``level`` (bad, warn or info), ``message``, ``setting`` and ``step``."""
-        return [sign.plain() for sign in signs_of(self.curves.points, self.config)]
+        return [asdict(sign) for sign in signs_of(self.curves.points, self.config)]
 
     def timeline(self, start: float | None = None, end: float | None = None, lanes: int = 24) -> dict[str, Any]:
         """Lanes of samples, engines and the trainer between two times; see ``viewer.timeline``."""

@@ -11,7 +11,6 @@ import mimetypes
 import secrets
 import sqlite3
 from collections.abc import Sequence
-from http.cookies import CookieError, SimpleCookie
 from pathlib import Path
 from typing import Any
 from urllib.parse import parse_qsl, urlencode
@@ -20,6 +19,7 @@ from fastapi import APIRouter, FastAPI, Request
 from fastapi.responses import RedirectResponse, Response
 from starlette.datastructures import Headers, MutableHeaders
 from starlette.exceptions import HTTPException
+from starlette.requests import cookie_parser
 from starlette.types import Message, Receive, Scope, Send
 
 from rollwright.errors import DataError, RollwrightError
@@ -88,14 +88,8 @@ class ViewGuard(Guard):
         if not self.settings.api_key or super().is_known(scope, headers):
             return True
         asked = dict(parse_qsl(scope.get("query_string", b"").decode("latin-1")))
-        given = [asked.get(_TOKEN, "")]
-        try:
-            cookies = SimpleCookie(headers.get("cookie", ""))
-        except CookieError:
-            cookies = SimpleCookie()
-        if self._cookie in cookies:
-            given.append(cookies[self._cookie].value)
-        return any(map(self._is_key, given))
+        cookies = cookie_parser(headers.get("cookie", ""))
+        return self._is_key(asked.get(_TOKEN, "")) or self._is_key(cookies.get(self._cookie, ""))
 
     def refusal(self, scope: Scope, headers: Headers) -> RequestError | None:
         """Why a request is refused, or None."""

@@ -7,6 +7,7 @@ replaced before it is drawn, so no escape sequence reaches the terminal, and it 
 from __future__ import annotations
 
 import math
+import time
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, ClassVar
@@ -18,6 +19,7 @@ from textual.containers import Horizontal
 from textual.widgets import Footer, Static
 
 from rollwright.tracking.readable import clock, number, share, sparkline, visible
+from rollwright.viewer.run import Run
 from rollwright.viewer.runs import Runs
 from rollwright.viewer.terminal_parts import PROBLEMS, Table, View, curve, line
 from rollwright.viewer.terminal_samples import SamplesView
@@ -32,7 +34,7 @@ class RunsView(View):
     """The runs below the directories."""
 
     def __init__(self, runs: Runs) -> None:
-        super().__init__()
+        super().__init__(time.monotonic)  # always read again
         self.runs = runs
         self.is_first = True
 
@@ -46,12 +48,11 @@ class RunsView(View):
 
     def show(self, found: Any) -> None:
         self.head(f"{len(found)} {'run' if len(found) == 1 else 'runs'} below {', '.join(map(str, self.runs.roots))}")
-        rows = {}
+        rows: dict[str, list[Any]] = {}
         for info in found:
             step = f"{info['last_step']}" + (f"/{info['total_steps']}" if info["total_steps"] else "")
-            reward = number(info["reward"]), number(info["eval"])
-            rows[info["id"]] = [line(info["id"]), info["state"], step, *reward, sparkline(info["sparkline"], 16)]
-            rows[info["id"]].append(clock(info["updated"]))
+            values = number(info["reward"]), number(info["eval"]), sparkline(info["sparkline"], 16), clock(info["updated"])
+            rows[info["id"]] = [line(info["id"]), info["state"], step, *values]
         self.query_one(Table).fill(rows)
         if self.is_first and len(found) == 1:
             self.open(found[0]["id"])
@@ -93,6 +94,10 @@ class RunView(View):
     step: int | None = None  # the selected step; None follows the last one
     found: dict[str, Any] | None = None
 
+    def __init__(self, run: Run) -> None:
+        super().__init__(lambda: run.stamp)
+        self.watched = run
+
     def compose(self) -> ComposeResult:
         yield Static(id="head", markup=False)
         yield Static(id="signs", markup=False)
@@ -102,7 +107,6 @@ class RunView(View):
         yield Footer()
 
     def read(self) -> Any:
-        assert self.watched is not None
         run = self.watched
         found = {"info": run.info(), "signs": run.diagnosis(), "curves": run.metrics(), "progress": run.progress()}
         return {**found, "missing": [each["message"] for each in run.missing()]}
@@ -113,16 +117,14 @@ class RunView(View):
         read = f"{progress['samples']:,} samples"
         read += "" if progress["is_complete"] else f" ({share(progress['bytes'] / max(1, progress['of_bytes']))} read)"
         self.head(info["name"], info["state"], f"step {info['last_step']}{of}", f"reward {number(info['reward'])}", read)
+        more = len(found["missing"]) - 3
         missing = [f"✗ missing: {message}" for message in found["missing"][:3]]
-        if len(found["missing"]) > 3:
-            missing.append(f"✗ and {len(found['missing']) - 3} more: rollwright check lists them all")
+        missing += [f"✗ and {more} more: rollwright check lists them all"] if more > 0 else []
         signs = [*missing, *(f"{'!' if sign['level'] == 'bad' else '▸'} {sign['message']}" for sign in found["signs"][:3])]
         self.query_one("#signs", Static).update(Text(visible("\n".join(signs))))
-        rows = {}
-        for names in found["curves"]["groups"].values():
-            for name in names:
-                if points := found["curves"]["series"][name]:
-                    rows[name] = [number(points[-1][1]), name]
+        names = [name for group in found["curves"]["groups"].values() for name in group]
+        curves = {name: points for name in names if (points := found["curves"]["series"][name])}
+        rows = {name: [number(points[-1][1]), name] for name, points in curves.items()}
         self.query_one(Table).fill(rows, info["curve"])
         self.draw()
 
@@ -165,7 +167,6 @@ class RunView(View):
 
     def action_samples(self, of_step: bool = False, typing: bool = False) -> None:
         """Show the samples of the selected step, or of all."""
-        assert self.watched is not None
         step = self.step if self.step is not None else max(self._steps(), default=None)
         asked = f"step={step}" if of_step and step is not None else ""
         self.app.push_screen(SamplesView(self.watched, asked, typing=typing))

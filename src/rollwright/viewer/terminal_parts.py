@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import sqlite3
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, ClassVar
 
 from rich.text import Text
@@ -15,7 +15,6 @@ from textual.worker import Worker, WorkerState
 
 from rollwright.errors import RollwrightError
 from rollwright.tracking.readable import clipped, visible
-from rollwright.viewer.run import Run
 
 _EVERY = 2.0  # seconds between two looks at the files
 #: Errors of reading a run whose files are damaged, moved or not a run.
@@ -85,15 +84,19 @@ class Table(DataTable[Text]):
 
 
 class View(Screen[None]):
-    """A screen that reads in a thread whenever the run has written, and draws in the event loop."""
+    """A screen that reads in a thread whenever its content may have changed, and draws in the event loop.
+
+    Args:
+        stamp: returns a value that changes with the content.
+    """
 
     BINDINGS: ClassVar[list[Any]] = [Binding("escape", "up", "Up", show=False), ("u", "up", "Up")]
     is_followed = True
     _seen: Any = None
 
-    def __init__(self, run: Run | None = None) -> None:
+    def __init__(self, stamp: Callable[[], Any]) -> None:
         super().__init__()
-        self.watched = run
+        self.stamp = stamp
 
     def on_mount(self) -> None:
         """Read now and periodically."""
@@ -101,12 +104,12 @@ class View(Screen[None]):
         self.set_interval(_EVERY, self._look)
 
     def _look(self) -> None:
-        if self.is_current and self.is_followed and (self.watched is None or self._stamp() != self._seen):
+        if self.is_current and self.is_followed and self._stamp() != self._seen:
             self.read_again()
 
     def _stamp(self) -> Any:
         try:
-            return self.watched.stamp if self.watched else None
+            return self.stamp()
         except OSError:  # a file was moved meanwhile
             return None
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any, ClassVar
 
 from rich.cells import cell_len, chop_cells
@@ -48,8 +48,8 @@ class SamplesView(View):
     ]
 
     def __init__(self, run: Run, asked: str = "", *, typing: bool = False, group: str | None = None) -> None:
-        super().__init__(run)
-        self.asked, self.typing, self.group, self.order = asked, typing, group, "reward"
+        super().__init__(lambda: run.stamp)
+        self.watched, self.asked, self.typing, self.group, self.order = run, asked, typing, group, "reward"
         self.groups: dict[str, str] = {}  # of each sample that is listed
 
     def compose(self) -> ComposeResult:
@@ -66,7 +66,6 @@ class SamplesView(View):
         self.query_one(Input if self.typing else Table).focus()
 
     def read(self) -> Any:
-        assert self.watched is not None
         if self.group is not None:
             found = self.watched.group(self.group)
             order = sorted(found["samples"], key=lambda each: (each["reward"] is None, each["reward"] or 0.0))
@@ -103,7 +102,6 @@ class SamplesView(View):
         self.read_again()
 
     def on_data_table_row_selected(self) -> None:
-        assert self.watched is not None
         if key := self.query_one(Table).chosen:
             self.app.push_screen(SampleView(self.watched, key, list(self.groups)))
 
@@ -119,7 +117,6 @@ class SamplesView(View):
         self.read_again()
 
     def action_group(self) -> None:
-        assert self.watched is not None
         if self.group is None and (key := self.query_one(Table).chosen):
             self.app.push_screen(SamplesView(self.watched, group=self.groups[key]))
 
@@ -165,8 +162,8 @@ class SampleView(View):
     ]
 
     def __init__(self, run: Run, key: str, keys: Sequence[str]) -> None:
-        super().__init__(run)
-        self.key, self.keys, self.row, self.overlay = key, list(keys), 0, "advantage"
+        super().__init__(lambda: run.stamp)
+        self.watched, self.key, self.keys, self.row, self.overlay = run, key, list(keys), 0, "advantage"
         self.has_values = bool(os.environ.get("NO_COLOR"))
         self.pointed = ""  # the sample whose parting from better ones was pointed at
         self.found: dict[str, Any] | None = None
@@ -187,7 +184,6 @@ class SampleView(View):
         self.watch(self.query_one(TokenView), "cursor", self.tell, init=False)
 
     def read(self) -> Any:
-        assert self.watched is not None
         return self.watched.sample(self.key)
 
     def show(self, found: Any) -> None:
@@ -258,11 +254,6 @@ class SampleView(View):
                 text.append(visible(clipped(attempt["traceback"] or attempt["message"])) + "\n", "red")
         self.query_one("#said", Static).update(text)
 
-    def _change(self, change: Callable[[dict[str, Any]], None]) -> None:
-        if self.found is not None:
-            change(self.found)
-            self.show(self.found)
-
     def action_other(self, by: int) -> None:
         place = self.keys.index(self.key) + by if self.key in self.keys else -1
         if 0 <= place < len(self.keys):
@@ -271,30 +262,31 @@ class SampleView(View):
             self.read_again()
 
     def action_overlay(self, by: int) -> None:
-
-        def change(found: dict[str, Any]) -> None:
-            names = sample_view.overlays_of(found["rows"][self.row]) if found["rows"] else [self.overlay]
+        if self.found and self.found["rows"]:
+            names = sample_view.overlays_of(self.found["rows"][self.row])
             self.overlay = names[(names.index(self.overlay) + by) % len(names)]
-
-        self._change(change)
+            self.show(self.found)
 
     def action_values(self) -> None:
         """Show or hide the value after each token."""
-        self._change(lambda found: setattr(self, "has_values", not self.has_values))
+        if self.found:
+            self.has_values = not self.has_values
+            self.show(self.found)
 
     def action_row(self) -> None:
-        self._change(lambda found: setattr(self, "row", (self.row + 1) % max(1, len(found["rows"]))))
+        if self.found and self.found["rows"]:
+            self.row = (self.row + 1) % len(self.found["rows"])
+            self.show(self.found)
 
     def action_chat(self) -> None:
         """As a conversation, or as tokens."""
         self.show_chat(not self.query_one("#chat").display)
 
     def action_group(self) -> None:
-        if self.watched is not None and self.found is not None:
+        if self.found is not None:
             self.app.push_screen(SamplesView(self.watched, group=self.found["group"]))
 
     def action_search(self) -> None:
-        assert self.watched is not None
         self.app.push_screen(SamplesView(self.watched, typing=True))
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import codecs
 import json
 import os
 from collections.abc import Mapping, Sequence
@@ -80,21 +81,9 @@ class Vocabulary:
 
 
 def _characters(parts: Sequence[bytes]) -> list[str]:
-    texts, begun = [], b""
-    for part in parts:
-        begun += part
-        try:
-            texts.append(begun.decode())
-        except UnicodeDecodeError as error:
-            if error.reason == "unexpected end of data" and len(begun) - error.start < 4:
-                texts.append(begun[: error.start].decode("utf-8", "replace"))
-                begun = begun[error.start :]
-                continue
-            texts.append(begun.decode("utf-8", "replace"))
-        begun = b""
-    if begun and texts:
-        texts[-1] += begun.decode("utf-8", "replace")
-    return texts
+    decoder = codecs.getincrementaldecoder("utf-8")("replace")
+    last = len(parts) - 1
+    return [decoder.decode(part, final=number == last) for number, part in enumerate(parts)]
 
 
 def find_vocabulary(directory: Path, config: Mapping[str, Any]) -> Vocabulary | None:
@@ -127,8 +116,5 @@ def _downloaded(name: str) -> list[Path]:
     """Paths of a tokenizer downloaded from the Hugging Face Hub."""
     home = Path(os.environ.get("HF_HOME") or Path.home() / ".cache" / "huggingface")
     hub = Path(os.environ.get("HF_HUB_CACHE") or home / "hub")
-    return sorted(hub.glob(f"models--{name.replace('/', '--')}/snapshots/*/{_FILE}")) if _is_name(name) else []
-
-
-def _is_name(name: str) -> bool:
-    return name.count("/") <= 1 and not any(character in name for character in "*?[") and not name.startswith((".", "/"))
+    is_name = name.count("/") <= 1 and not any(character in name for character in "*?[") and not name.startswith((".", "/"))
+    return sorted(hub.glob(f"models--{name.replace('/', '--')}/snapshots/*/{_FILE}")) if is_name else []
