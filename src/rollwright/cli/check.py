@@ -19,19 +19,17 @@ def check(
     Checks run.json, stages.json, config.yaml, metrics.jsonl, the journal, recover checkpoints and the experience store. Exits with 1 if
     something is missing or damaged.
     """
-    from rollwright.tracking.logging import console
-
     if not run.is_dir():
         raise DataError(f"{run} is not a directory: give that of a run, such as runs/quickstart/trial.")
     lacks = 0
     for what, problems in _looked_at(run):
         lacks += len(problems)
         for line in problems:
-            console().print(f"missing  {line}", markup=False, highlight=False, soft_wrap=True)
+            typer.echo(f"missing  {line}")
         if not problems:
-            console().print(f"whole    {what}", markup=False, highlight=False, soft_wrap=True)
+            typer.echo(f"whole    {what}")
     if lacks:
-        console().print(f"missing or damaged in {run}: {lacks}", markup=False, highlight=False, soft_wrap=True)
+        typer.echo(f"missing or damaged in {run}: {lacks}")
         raise typer.Exit(1)
 
 

@@ -62,13 +62,9 @@ def view(
     except ModuleNotFoundError as error:
         raise ConfigError(f"rollwright view needs the package {error.name}: pip install 'rollwright[view]'.") from error
 
-    from rollwright.tracking.logging import console
-
     if export is not None:
         written = report.write_report(places, export, samples)
-        console().print(
-            f"{written} ({written.stat().st_size / 2**20:.1f} MiB): open it in a browser", markup=False, soft_wrap=True
-        )
+        typer.echo(f"{written} ({written.stat().st_size / 2**20:.1f} MiB): open it in a browser")
         return
     settings = server.settings_of(host, PORT if port is None else port, allowed_host or [], token)
     try:
@@ -82,7 +78,7 @@ def view(
     for listener in sockets:
         listener.listen()  # who follows the address at once is kept waiting, not refused
     address = service.url_of(settings) + server.first_page(app, settings)
-    console().print(f"{address}  (Ctrl-C ends)", markup=False, soft_wrap=True, highlight=False)
+    typer.echo(f"{address}  (Ctrl-C ends)")
     if browser and _has_desktop():
         webbrowser.open(address)
     service.run(app, settings, sockets)

@@ -286,12 +286,11 @@ class PhaseTimer:
             with self._lock:
                 self._events.append((name, started, self._clock() - started, lane, {"cat": category, "args": args or {}}))
 
-    def beginnings(self, reset: bool = True) -> dict[str, float]:
-        """First beginning of each phase since the last call with ``reset``, in seconds since the epoch."""
+    def beginnings(self) -> dict[str, float]:
+        """First beginning of each phase since the last call, in seconds since the epoch."""
         with self._lock:
             began = {name: self._origin_unix + at - self._origin for name, at in self._began.items()}
-            if reset:
-                self._began.clear()
+            self._began.clear()
         return began
 
     @property

@@ -16,15 +16,15 @@ COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#0
 _INK, _GRID = "#333333", "#E4E4E4"
 
 
-def _axes(title: str, x_label: str, y_label: str, size: tuple[float, float]):
+def _axes(title: str, y_label: str):
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
-    figure = Figure(figsize=size, dpi=150, layout="constrained")
+    figure = Figure(figsize=(7.2, 4.0), dpi=150, layout="constrained")
     FigureCanvasAgg(figure)
     axes = figure.add_subplot()
     axes.set_title(title, loc="left", fontsize=12, fontweight="bold", color=_INK, pad=10)
-    axes.set_xlabel(x_label, color=_INK)
+    axes.set_xlabel("step", color=_INK)
     axes.set_ylabel(y_label, color=_INK)
     axes.spines[["top", "right"]].set_visible(False)
     axes.spines[["left", "bottom"]].set_color("#AAAAAA")
@@ -70,34 +70,26 @@ def plot_curves(
     curves: Mapping[str, Sequence[tuple[float, float]]],
     *,
     title: str,
-    x_label: str = "step",
     y_label: str = "",
-    size: tuple[float, float] = (7.2, 4.0),
-    y_limits: tuple[float, float] | None = None,
 ) -> Path | None:
     """Plot named curves of ``(x, y)`` points; short curves have markers. Returns the picture's path, or None without matplotlib.
 
     Args:
         path: PNG file, or another type that matplotlib supports.
-        size: inches; 150 dots an inch.
-        y_limits: lowest and highest value shown. None fits the points.
     """
     if not _can_draw(path):
         return None
-    figure, axes = _axes(title, x_label, y_label, size)
+    figure, axes = _axes(title, y_label)
     for (name, points), colour in zip(curves.items(), itertools.cycle(COLOURS), strict=False):
-        horizontal, vertical = [x for x, _ in points], [y for _, y in points]
         axes.plot(
-            horizontal,
-            vertical,
+            [x for x, _ in points],
+            [y for _, y in points],
             color=colour,
             linewidth=1.8,
             marker="o" if len(points) <= 12 else None,
             markersize=5,
             label=name,
         )
-    if y_limits is not None:
-        axes.set_ylim(*y_limits)
     if all(float(x).is_integer() for points in curves.values() for x, _ in points):
         axes.xaxis.set_major_locator(_whole_numbers())
     if curves:
@@ -122,17 +114,16 @@ def plot_reward_curve(
     """
     if not _can_draw(path):
         return None
-    figure, axes = _axes(title, "step", "reward", (7.2, 4.0))
+    figure, axes = _axes(title, "reward")
     steps, values = [step for step, _ in rewards], [value for _, value in rewards]
     axes.plot(steps, values, color=COLOURS[0], alpha=0.30, linewidth=1.2)
     axes.plot(
         steps, smoothed(values, smoothing), color=COLOURS[0], linewidth=2.2, label="training reward (smoothed; faint: raw)"
     )
     if evaluations:
-        horizontal, vertical = [step for step, _ in evaluations], [value for _, value in evaluations]
         axes.plot(
-            horizontal,
-            vertical,
+            [step for step, _ in evaluations],
+            [value for _, value in evaluations],
             color=COLOURS[1],
             linewidth=1.2,
             linestyle=(0, (4, 3)),
@@ -140,10 +131,10 @@ def plot_reward_curve(
             markersize=6,
             label="held-out reward",
         )
-        for index in sorted({0, len(evaluations) - 1}):
+        for step, value in (evaluations[0], *evaluations[1:][-1:]):
             axes.annotate(
-                f"{vertical[index]:.2f}",
-                (horizontal[index], vertical[index]),
+                f"{value:.2f}",
+                (step, value),
                 xytext=(0, 9),
                 textcoords="offset points",
                 ha="center",

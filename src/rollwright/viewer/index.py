@@ -16,19 +16,20 @@ import threading
 import time
 import uuid
 import zlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import xxhash
 
 from rollwright.errors import JournalError
 from rollwright.experience.journal import reading as journal_reading
 from rollwright.experience.journal.reading import Gap, decoded, frames, journal_files, record_at
-from rollwright.experience.journal.records import AnyRecord
+from rollwright.experience.journal.records import AnyRecord, ModelCall
 from rollwright.tracking.logging import getLogger
 from rollwright.viewer.collector import PLACE_BITS, Collector
-from rollwright.viewer.texts import TEXTS, TextIndex
 from rollwright.viewer.tokens import Vocabulary
 
 logger = getLogger("viewer")
@@ -36,9 +37,11 @@ logger = getLogger("viewer")
 _READERS = 4  # connections for reading; each keeps some MiB
 _HEAD = 4096  # bytes by which a file is recognised
 _AT_ONCE = 20_000  # records between two looks at the clock
+_TEXTS_AT_ONCE = 500  # samples of a transaction
+_PROMPTS_KEPT = 256  # decoded ones: the samples of a group share theirs
+_GAP = "\n"  # between the parts of a text
 
-_SCHEMA = (
-    """
+_SCHEMA = """
 CREATE TABLE state (name TEXT PRIMARY KEY, value);
 CREATE TABLE files (id INTEGER PRIMARY KEY, name TEXT UNIQUE, writer INT, position INT, head INT, head_digest TEXT, is_closed INT DEFAULT 0);
 CREATE TABLE gaps (file INT, begin INT, end INT, writer INT, first INT, last INT, note TEXT, PRIMARY KEY (file, begin)) WITHOUT ROWID;
@@ -70,9 +73,9 @@ CREATE TABLE phases (step INT, writer INT, name TEXT, seconds REAL, began REAL, 
 CREATE TABLE resumes (writer INT PRIMARY KEY, step INT, version INT, frontier INT, episodes INT, tokens INT, time REAL);
 CREATE TABLE waiting (number INT, writer INT, step INT, trained BLOB, PRIMARY KEY (number, writer)) WITHOUT ROWID;
 CREATE TABLE checkpoints (step INT, writer INT, frontier INT, time REAL, beyond INT, unfinished INT, PRIMARY KEY (step, writer)) WITHOUT ROWID;
+CREATE TABLE texts (id INTEGER PRIMARY KEY, given TEXT, said TEXT);
+CREATE VIRTUAL TABLE found USING fts5 (given, said, content = 'texts', content_rowid = 'id', detail = full);
 """
-    + TEXTS
-)
 _CONTENT = 4  # version of the content; raise it if the content changes but the tables do not
 #: Version of tables and content; an index of another version is rebuilt.
 VERSION = (zlib.crc32(_SCHEMA.encode()) + _CONTENT) & 0x7FFF_FFFF
@@ -415,6 +418,54 @@ class Index:
         """Close the database and the journal's files."""
         with self._writing, self._lock:
             self._close()
+
+
+class TextIndex:
+    """Decodes the input and output of the finished samples of an index, in order, for the full-text search.
+
+    Args:
+        vocabulary: decodes tokens.
+        records: reads records at packed places.
+    """
+
+    def __init__(self, vocabulary: Vocabulary, records: Callable[[bytes | None], list[AnyRecord]]) -> None:
+        self._vocabulary = vocabulary
+        self._records = records
+        self._prompt = lru_cache(_PROMPTS_KEPT)(self._decoded)
+
+    def advance(self, connection: sqlite3.Connection, deadline: float | None) -> bool:
+        """Add the texts of samples until all are indexed or the time is over; returns True if all are."""
+        while True:
+            with connection:
+                connection.execute("BEGIN IMMEDIATE")
+                count = self._add_some(connection)
+            if count < _TEXTS_AT_ONCE:
+                return True
+            if deadline is not None and time.monotonic() > deadline:
+                return False
+
+    def _add_some(self, connection: sqlite3.Connection) -> int:
+        waiting = connection.execute(
+            "SELECT id, places FROM samples WHERE id > (SELECT coalesce(max(id), 0) FROM texts) ORDER BY id LIMIT ?",
+            (_TEXTS_AT_ONCE,),
+        ).fetchall()
+        rows = [(sample, *self._texts(places)) for sample, places in waiting]
+        connection.executemany("INSERT INTO texts VALUES (?, ?, ?)", rows)
+        connection.executemany("INSERT INTO found (rowid, given, said) VALUES (?, ?, ?)", rows)
+        return len(rows)
+
+    def _texts(self, places: bytes) -> tuple[str, str]:
+        """The input and output text of a sample, with each token once."""
+        try:
+            calls = [record for record in self._records(places) if isinstance(record, ModelCall)]
+        except (JournalError, OSError):
+            return "", ""  # its file was removed
+        given = [self._prompt(call.added) for call in calls if call.added]
+        said = [self._decoded(call.output) for call in calls if call.output]
+        return _GAP.join(given), _GAP.join(said)
+
+    def _decoded(self, packed: bytes) -> str:
+        return self._vocabulary.text(np.frombuffer(packed, dtype="<i4").tolist())
 
 
 def index_path(journal: Path) -> Path:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import threading
 from collections.abc import Iterable, Iterator
 from pathlib import Path
@@ -85,12 +84,6 @@ def parts_below(root: Path, depth: int = 0) -> Iterator[Path]:
         for child in children:
             if child.is_dir() and not child.is_symlink() and child.name not in _NOT_STAGES and not child.name.startswith("."):
                 yield from parts_below(child, depth + 1)
-
-
-def list_runs(roots: str | Path | Iterable[str | Path] = "runs") -> list[dict[str, Any]]:
-    """Summaries of the runs below directories; see ``Runs.list``."""
-    with contextlib.closing(Runs(roots)) as runs:
-        return runs.list()
 
 
 def config_difference(first: Run, second: Run) -> list[tuple[str, Any, Any]]:

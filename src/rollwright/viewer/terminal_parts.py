@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import sqlite3
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, ClassVar
 
 from rich.text import Text
@@ -68,13 +68,13 @@ class Table(DataTable[Text]):
     def on_mount(self) -> None:
         self.add_columns(*(Text(name, style="bold") for name in self.names))
 
-    def fill(self, rows: dict[str, Sequence[Text | str]], first: str | None = None) -> None:
+    def fill(self, rows: Mapping[str, Sequence[Text | str]], first: str | None = None) -> None:
         """Replace the rows and keep the selection; ``first`` is selected initially."""
         before = self.chosen or first
         self.clear()
         for key, cells in rows.items():
             self.add_row(*(cell if isinstance(cell, Text) else line(cell) for cell in cells), key=key)
-        if before in rows:
+        if before is not None and before in rows:
             self.move_cursor(row=list(rows).index(before))
 
     @property

@@ -64,14 +64,9 @@ def _lanes_of(samples: Sequence[dict[str, Any]], count: int, name: str) -> list[
             continue
         lane = heapq.heappop(free)
         heapq.heappush(taken, (sample["ended"], lane))
-        span = {
-            "start": sample["began"],
-            "end": sample["ended"],
-            "kind": "sample",
-            "label": sample["key"],
-            "key": sample["key"],
-        }
-        lanes[lane]["spans"].append({**span, "status": sample["status"], "reward": sample["reward"]})
+        same = {name: sample[name] for name in ("key", "status", "reward")}
+        span = {"start": sample["began"], "end": sample["ended"], "kind": "sample", "label": sample["key"]}
+        lanes[lane]["spans"].append({**span, **same})
     return lanes
 
 

@@ -15,7 +15,7 @@ from rollwright.errors import DataError
 from rollwright.tracking.run_directory import RunDirectory, is_claimed
 from rollwright.tracking.sinks import JSONLSink
 from rollwright.viewer.run import Run
-from rollwright.viewer.runs import Runs, config_difference, list_runs
+from rollwright.viewer.runs import Runs, config_difference
 
 
 def claimed(root, trial, *, finish=False, release=True):
@@ -39,7 +39,7 @@ def test_runs_are_listed_with_their_state_and_curve(tmp_path, recorded_run):
     (tmp_path / "runs" / "made" / "done" / "attempts" / "1").mkdir(parents=True)
     (tmp_path / "runs" / "made" / "done" / "attempts" / "1" / "metrics.jsonl").write_text("")
     os.symlink(recorded_run, tmp_path / "runs" / "link")
-    listed = {run["id"]: run for run in list_runs([tmp_path / "runs", recorded_run])}
+    listed = {run["id"]: run for run in Runs([tmp_path / "runs", recorded_run]).list()}
     assert {name: run["state"] for name, run in listed.items()} == {
         "made/done/grpo": "finished",
         "made/killed/grpo": "stopped",
