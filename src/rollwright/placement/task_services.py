@@ -107,9 +107,10 @@ class TaskServices:
         launcher = Launcher(self._logs)
         self._opened.callback(launcher.close)
         served = serve(models, launcher)
-        watch = launcher.watch(max(model.setup_timeout for model in models), name="auxiliary")
-        watch.start()
-        self._opened.callback(watch.close)
+        if launcher.servers:
+            watch = launcher.watch(max(model.setup_timeout for model in models), name="auxiliary")
+            watch.start()
+            self._opened.callback(watch.close)
         places = itertools.count()
         clients = []
         for given, model in zip(models, served, strict=True):

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
-from pathlib import Path
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from rollwright.config.sections import RolloutConfig
@@ -18,7 +18,6 @@ from rollwright.inference.parameters import ParameterTable
 from rollwright.inference.request import ModelRequest, ModelResponse
 from rollwright.inference.router import Server
 from rollwright.inference.server_set import ServerSet
-from rollwright.inference.weights.files import checkpoint_names
 
 if TYPE_CHECKING:
     import torch
@@ -26,6 +25,20 @@ if TYPE_CHECKING:
     from rollwright.inference.backends import ServerLaunch
     from rollwright.inference.weights.group import Bucket, GroupPlace, SendingHalf
     from rollwright.inference.weights.transfer import WeightUpdateMeta
+
+
+@dataclass(frozen=True, kw_only=True)
+class ServerFacts:
+    """What a server reports about itself.
+
+    Attributes:
+        batch_invariant: the answer to a request does not depend on what else the server computes.
+        checkpoint_names: names of the weights in the server's initial checkpoint, if known. Some servers report success for weights
+            with other names.
+    """
+
+    batch_invariant: bool = False
+    checkpoint_names: frozenset[str] | None = None
 
 
 class ServerBackend(ABC):
@@ -42,7 +55,7 @@ class ServerBackend(ABC):
         pauses_running_requests: a pause interrupts requests even under ``on_weight_update: wait``, so the engine waits for its own
             requests before it pauses.
         ask: makes one synchronous call to a server; see ``ServerSet.ask``.
-        checkpoint_names: names of the weights in the checkpoint that each server was started with, by address, if known.
+        facts: what the servers reported in ``on_connected``, by address.
     """
 
     kind = "remote"
@@ -70,7 +83,7 @@ class ServerBackend(ABC):
         self.config = config
         self.servers = servers
         self.ask = servers.ask
-        self.checkpoint_names: dict[str, frozenset[str]] = {}
+        self.facts: dict[str, Any] = {}
 
     # -- servers -------------------------------------------------------------------------------------------------------
 
@@ -88,8 +101,8 @@ class ServerBackend(ABC):
 
     @property
     def is_batch_invariant(self) -> bool:
-        """True if no server's answer to a request depends on what else it computes."""
-        return False
+        """True if every server reports it."""
+        return bool(self.facts) and all(facts.batch_invariant for facts in self.facts.values())
 
     def on_connected(self, server: Server) -> None:  # noqa: B027
         """Inspect a server that has just become healthy, for the first time or again."""
@@ -179,12 +192,6 @@ class ServerBackend(ABC):
             launched: directories shared with servers that were started for this engine.
         """
         return launched
-
-    def note_checkpoint(self, server: Server, directory: str | None) -> None:
-        """Record the names in a server's initial checkpoint, because some servers report success for unknown names."""
-        names = None if directory is None or not Path(directory).is_dir() else checkpoint_names(directory)
-        if names is not None:
-            self.checkpoint_names[server.address] = names
 
 
 class BroadcastBackend(ServerBackend):

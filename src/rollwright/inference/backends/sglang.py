@@ -17,13 +17,13 @@ from rollwright.config.servers import LocalServerConfig, SGLangConfig
 from rollwright.data.vision import encoded_image
 from rollwright.errors import ConfigError, EngineError, WeightUpdateError
 from rollwright.inference.backends import ServerLaunch
-from rollwright.inference.backends.server_backend import BroadcastBackend
+from rollwright.inference.backends.server_backend import BroadcastBackend, ServerFacts
 from rollwright.inference.connections import ServerRefusedError, UpdateRefusedError
 from rollwright.inference.parameters import ParameterTable, Wire
 from rollwright.inference.remote import RemoteInferenceEngine
 from rollwright.inference.request import ModelRequest, ModelResponse, TopTokens, versions_of_spans
 from rollwright.inference.router import Server
-from rollwright.inference.server_set import ServerSet
+from rollwright.inference.weights.files import checkpoint_names
 from rollwright.inference.weights.group import Bucket, GroupPlace, WeightGroup
 from rollwright.inference.weights.transfer import WeightUpdateMeta
 from rollwright.tracking.logging import getLogger
@@ -37,13 +37,12 @@ PAUSE_MODES = {"recompute": "retract", "keep": "in_place", "wait": "retract"}
 _UNREAD_STATUSES = {401, 403, 404, 405, 413, 422}
 
 
-@dataclass(frozen=True)
-class SGLangFacts:
+@dataclass(frozen=True, kw_only=True)
+class SGLangFacts(ServerFacts):
     """What a server reports about itself."""
 
     is_builtin: bool = False
     deterministic: bool = False
-    batch_invariant: bool = False
     weights_roots: list[str] | None = None  # None if it may read any directory
     ranks: int | None = None  # tensor-parallel processes, if known
     pipeline_stages: int = 1
@@ -111,10 +110,6 @@ class SGLangBackend(BroadcastBackend):
         always={"no_stop_trim": True},  # output_tokens includes the tokens of the stop string
     )
 
-    def __init__(self, config: RolloutConfig, servers: ServerSet) -> None:
-        super().__init__(config, servers)
-        self.facts: dict[str, SGLangFacts] = {}
-
     @classmethod
     def command(cls, launch: ServerLaunch) -> list[str]:
         """See ``SGLangConfig.build_cmd``; ``sglang.implementation: builtin`` is ``rollwright serve-model``."""
@@ -140,11 +135,6 @@ class SGLangBackend(BroadcastBackend):
         section = dataclasses.replace(section, extra_args=extra)
         return SGLangConfig.build_cmd(section, launch.gpus, launch.first_gpu, host=launch.host, port=launch.port)
 
-    @property
-    def is_batch_invariant(self) -> bool:
-        """True if every server reports it."""
-        return bool(self.facts) and all(facts.batch_invariant for facts in self.facts.values())
-
     def on_connected(self, server: Server) -> None:
         """Record what the server reports about itself."""
         try:
@@ -158,20 +148,23 @@ class SGLangBackend(BroadcastBackend):
             ) from error
         is_builtin = info.get("server") == "rollwright"
         models = {} if is_builtin else self.ask(server, "GET", "/v1/models", timeout=30.0)
-        if not is_builtin:  # serve-model refuses unknown names
-            self.note_checkpoint(server, info.get("model_path"))
         self.facts[server.address] = SGLangFacts(
-            is_builtin,
-            bool(info.get("enable_deterministic_inference")),
-            bool(info.get("batch_invariant" if is_builtin else "enable_deterministic_inference")),
-            info.get("weights_roots") if is_builtin else None,
-            info.get("tp_size"),
-            int(info.get("pp_size") or 1),
-            int(info.get("dp_size") or 1),
-            bool(info.get("enable_dp_attention")),
-            str(info.get("device") or ("cpu" if is_builtin else "cuda")).partition(":")[0],  # SGLang's default is a GPU
-            info.get("dtype"),
-            next((model["max_model_len"] for model in models.get("data") or () if model.get("max_model_len")), None),
+            is_builtin=is_builtin,
+            deterministic=bool(info.get("enable_deterministic_inference")),
+            batch_invariant=bool(info.get("batch_invariant" if is_builtin else "enable_deterministic_inference")),
+            checkpoint_names=None
+            if is_builtin
+            else checkpoint_names(info.get("model_path")),  # serve-model refuses unknown names
+            weights_roots=info.get("weights_roots") if is_builtin else None,
+            ranks=info.get("tp_size"),
+            pipeline_stages=int(info.get("pp_size") or 1),
+            copies=int(info.get("dp_size") or 1),
+            shares_ranks=bool(info.get("enable_dp_attention")),
+            device=str(info.get("device") or ("cpu" if is_builtin else "cuda")).partition(":")[0],  # SGLang's default is a GPU
+            dtype=info.get("dtype"),
+            context_length=next(
+                (each["max_model_len"] for each in models.get("data") or () if each.get("max_model_len")), None
+            ),
         )
 
     @property

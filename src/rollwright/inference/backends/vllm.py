@@ -16,13 +16,13 @@ from rollwright.config.sections import RolloutConfig
 from rollwright.config.servers import VLLMConfig
 from rollwright.errors import EngineError, WeightUpdateError
 from rollwright.inference.backends import ServerLaunch
-from rollwright.inference.backends.server_backend import BroadcastBackend
+from rollwright.inference.backends.server_backend import BroadcastBackend, ServerFacts
 from rollwright.inference.connections import ServerRefusedError
 from rollwright.inference.parameters import ParameterTable, Wire
 from rollwright.inference.remote import RemoteInferenceEngine
 from rollwright.inference.request import ModelRequest, ModelResponse, TopTokens, versions_of_spans
 from rollwright.inference.router import Server
-from rollwright.inference.server_set import ServerSet
+from rollwright.inference.weights.files import checkpoint_names
 from rollwright.inference.weights.group import Bucket, GroupPlace, SendingHalf
 from rollwright.inference.weights.transfer import WeightUpdateMeta
 from rollwright.inference.weights.vllm_group import VLLMGroup
@@ -61,23 +61,31 @@ def _most_likely(tokens: TopTokens, count: int) -> TopTokens:
     return sorted(tokens, key=lambda one: -one[1])[:count]
 
 
-@dataclasses.dataclass(frozen=True)
-class VLLMFacts:
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class VLLMFacts(ServerFacts):
     """What a server reports about itself."""
 
     ranks: int = 1  # over all data-parallel copies
     transfer: str | None = None  # backend of its weight-transfer engine, if it has one
     dtype: torch.dtype | None = None
-    batch_invariant: bool = False
+    crashes_on_seeds: bool = False
 
 
 def _facts(config: Mapping[str, Any], environment: Mapping[str, Any]) -> VLLMFacts:
-    parallel, model, transfer = (config.get(f"{part}_config") or {} for part in ("parallel", "model", "weight_transfer"))
+    parts = ("parallel", "model", "weight_transfer", "device", "scheduler")
+    parallel, model, transfer, device, scheduler = (config.get(f"{part}_config") or {} for part in parts)
     sizes = [int(parallel.get(f"{kind}_parallel_size") or 1) for kind in ("tensor", "pipeline", "data")]
     workers = int(parallel.get("world_size") or sizes[0] * sizes[1])
     dtype = getattr(torch, str(model.get("dtype")).removeprefix("torch."), None)
-    held_type = dtype if isinstance(dtype, torch.dtype) else None
-    return VLLMFacts(workers * sizes[2], transfer.get("backend"), held_type, bool(environment.get("VLLM_BATCH_INVARIANT")))
+    is_cpu = "cpu" in (device.get("device_type"), device.get("device"))
+    return VLLMFacts(
+        ranks=workers * sizes[2],
+        transfer=transfer.get("backend"),
+        dtype=dtype if isinstance(dtype, torch.dtype) else None,
+        batch_invariant=bool(environment.get("VLLM_BATCH_INVARIANT")),
+        checkpoint_names=checkpoint_names(model.get("model")),
+        crashes_on_seeds=is_cpu and bool(scheduler.get("enable_chunked_prefill")),
+    )
 
 
 class VLLMBackend(BroadcastBackend):
@@ -115,11 +123,6 @@ class VLLMBackend(BroadcastBackend):
         always={"include_stop_str_in_output": True, "logprobs": 0},
     )
 
-    def __init__(self, config: RolloutConfig, servers: ServerSet) -> None:
-        super().__init__(config, servers)
-        self.crash_on_seeds: set[str] = set()  # addresses of servers that a seed could end
-        self._facts: dict[str, VLLMFacts] = {}
-
     @classmethod
     def command(cls, launch: ServerLaunch) -> list[str]:
         """See ``VLLMConfig.build_cmd``."""
@@ -134,7 +137,12 @@ class VLLMBackend(BroadcastBackend):
     @property
     def is_batch_invariant(self) -> bool:
         """True if every server reports it and gets seeds; without a seed, a server draws from its own generator."""
-        return bool(self._facts) and not self.crash_on_seeds and all(facts.batch_invariant for facts in self._facts.values())
+        return super().is_batch_invariant and not self.crash_on_seeds
+
+    @property
+    def crash_on_seeds(self) -> list[str]:
+        """Addresses of servers that a request with a seed could end."""
+        return sorted(address for address, facts in self.facts.items() if facts.crashes_on_seeds)
 
     def on_connected(self, server: Server) -> None:
         """Check that the server reports versions and returns the log-probabilities that training needs."""
@@ -148,17 +156,14 @@ class VLLMBackend(BroadcastBackend):
         info = self.ask(server, "GET", "/server_info?config_format=json", timeout=120.0)
         said = info.get("vllm_config")
         config = said if isinstance(said, dict) else {}  # other versions return text
-        model, device, scheduler = (config.get(part) or {} for part in ("model_config", "device_config", "scheduler_config"))
-        mode = model.get("logprobs_mode")
+        mode = (config.get("model_config") or {}).get("logprobs_mode")
         if mode is not None and mode != "processed_logprobs":
             raise EngineError(
                 f"The vLLM server at {server.address} gives {mode}, which are not those of the temperature that tokens are "
                 "sampled at. Start it with --logprobs-mode processed_logprobs, as VLLMConfig.build_cmd does."
             )
-        self._facts[server.address] = _facts(config, info.get("vllm_env") or {})
-        self.note_checkpoint(server, model.get("model"))
-        if "cpu" in (device.get("device_type"), device.get("device")) and scheduler.get("enable_chunked_prefill"):
-            self.crash_on_seeds.add(server.address)
+        facts = self.facts[server.address] = _facts(config, info.get("vllm_env") or {})
+        if facts.crashes_on_seeds:
             logger.warning(
                 "The vLLM server at %s runs on a CPU with chunked prefill, where a request with a seed can end it: seeds are not "
                 "sent. Start it with --no-enable-chunked-prefill (vllm.device: cpu) to have them.",
@@ -174,7 +179,7 @@ class VLLMBackend(BroadcastBackend):
         if request.gconfig.seed is not None and self.crash_on_seeds:
             raise EngineError(
                 f"gconfig.seed={request.gconfig.seed} cannot be honoured: the CPU build of vLLM at "
-                f"{', '.join(sorted(self.crash_on_seeds))} ends when a request with a seed is prefilled in parts. Start it with "
+                f"{', '.join(self.crash_on_seeds)} ends when a request with a seed is prefilled in parts. Start it with "
                 "--no-enable-chunked-prefill (vllm.device: cpu), or leave the seed out."
             )
         if request.prompt_logprobs_from is not None and request.gconfig.effective_temperature != 1.0:
@@ -255,7 +260,7 @@ class VLLMBackend(BroadcastBackend):
 
     def held_dtype(self, server: Server) -> torch.dtype | None:
         """The type that the server computes in, with ``auto`` resolved."""
-        return self._facts[server.address].dtype
+        return self.facts[server.address].dtype
 
     def load_from_disk(self, server: Server, directory: str, version: int, digest: str | None) -> None:
         """Reload weights. A server with a packed copy of a tied output head answers 200 but computes with its old weights; this is why an
@@ -279,7 +284,7 @@ class VLLMBackend(BroadcastBackend):
 
     def ranks_of(self, server: Server, meta: WeightUpdateMeta) -> int:
         """See ``BroadcastBackend.ranks_of``. vLLM numbers every worker of every data-parallel copy, starting at ``rank_offset``."""
-        return self._facts[server.address].ranks
+        return self.facts[server.address].ranks
 
     def group_backend(self, servers: list[Server], meta: WeightUpdateMeta) -> str:
         """NCCL, for which the servers must have been started.
@@ -292,7 +297,7 @@ class VLLMBackend(BroadcastBackend):
                 "vLLM receives weights over NCCL alone, which needs a GPU in the trainer and in the servers: publish by disk, or by "
                 "shared memory."
             )
-        lacking = [server.address for server in servers if self._facts[server.address].transfer != "nccl"]
+        lacking = [server.address for server in servers if self.facts[server.address].transfer != "nccl"]
         if lacking:
             raise WeightUpdateError(
                 f"The vLLM servers at {', '.join(lacking)} were not started to receive weights over NCCL: start them with "

@@ -143,8 +143,10 @@ def read_weights(directory: str | Path) -> Iterator[tuple[str, Tensor]]:
             raise WeightUpdateError(f"{path} cannot be read as safetensors ({error}); publish the weights again.") from error
 
 
-def checkpoint_names(directory: str | Path) -> frozenset[str] | None:
-    """Names of a checkpoint's weights; None if it is not on this machine or was published by a trainer."""
+def checkpoint_names(directory: str | Path | None) -> frozenset[str] | None:
+    """Names of a checkpoint's weights. None if it is unknown, not on this machine, or was published by a trainer."""
+    if directory is None:
+        return None
     directory = Path(directory)
     paths = sorted(directory.glob("*.safetensors"))
     if not paths or (directory / MANIFEST).exists():
