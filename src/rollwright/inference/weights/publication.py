@@ -86,13 +86,14 @@ class WeightPublication:
             WeightUpdateError: a server's checkpoint lacks a weight, with and without the model's prefix.
         """
         sent = {name for name, _ in weights.described}
-        for address, facts in self.backend.facts.items():
-            if (known := facts.checkpoint_names) is None:
+        for server in self.servers.router.servers:
+            facts = self.backend.facts.get(server.address)
+            if facts is None or (known := facts.checkpoint_names) is None:
                 continue
             unknown = sorted(name for name in sent if name not in known and name.partition(".")[2] not in known)
             if unknown:
                 raise WeightUpdateError(
-                    f"The {self.backend.kind} server at {address} would ignore {len(unknown)} of {len(sent)} weights, such as "
+                    f"The {self.backend.kind} server at {server.address} would ignore {len(unknown)} of {len(sent)} weights, such as "
                     f"{unknown[0]}: none of the {len(known)} weights in the checkpoint that it was started with has that name. Start "
                     "it with a checkpoint of the trained model (rollwright writes one with the names that it publishes)."
                 )
