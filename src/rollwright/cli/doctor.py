@@ -33,7 +33,7 @@ from rollwright.errors import RollwrightError
 GIB = 1 << 30
 #: Below these a run of a small model is likely to fail.
 _LITTLE_MEMORY, _LITTLE_DISK = 2 * GIB, 1 * GIB
-#: Ports that a user starts servers at, as the docs do.
+#: Usual ports of servers that users start by hand.
 _PORTS = {30000: "rollwright serve-model, SGLang", 8000: "vLLM"}
 #: Purpose of each extra, short enough for a line of eighty columns with the command that installs it.
 _EXTRAS = {
@@ -80,7 +80,7 @@ def _noted(topic: str, name: str, found: str, advice: str) -> Finding:
 
 def doctor(
     fileroot: Path = typer.Option(  # noqa: B008 - how typer declares an option
-        Path("runs"), help="Where runs are to be kept (cluster.fileroot)."
+        Path("runs"), help="Directory of runs (cluster.fileroot)."
     ),
     as_json: bool = typer.Option(False, "--json", help="Print the findings as JSON."),
 ) -> None:

@@ -78,7 +78,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     arguments = list(sys.argv[1:] if argv is None else argv)
     if os.getcwd() not in sys.path:
         sys.path.append(os.getcwd())  # so that a config may name the user's own modules, as under python -m
-    getLogger()  # from here on messages are shown, also those of configs, which know nothing of where they go
+    getLogger()  # attaches the handlers, so that messages of all modules appear
     chosen = next((argument for argument in arguments if not argument.startswith("-")), None)
     completing = "_ROLLWRIGHT_COMPLETE" in os.environ
     try:
@@ -91,7 +91,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     except BrokenPipeError:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 1
-    except Exception as error:  # the last place: a message and an exit status for whatever it is
+    except Exception as error:  # every other failure becomes a message and an exit status
         report(error)
         return 1
     return 0

@@ -30,7 +30,7 @@ def new_model(
             show_default=False,
         ),
     ] = None,
-    architecture: Annotated[str | None, typer.Option(help="qwen3, qwen2, llama or qwen2_vl (which sees).")] = None,
+    architecture: Annotated[str | None, typer.Option(help="qwen3, qwen2, llama or qwen2_vl (a vision model).")] = None,
     hidden_size: Annotated[int | None, typer.Option(help="Width of the residual stream.")] = None,
     layers: Annotated[int | None, typer.Option(help="Transformer blocks.")] = None,
     heads: Annotated[int | None, typer.Option(help="Attention heads.")] = None,
@@ -65,7 +65,7 @@ def new_model(
 @app.command()
 def workflow(
     name: Annotated[str, typer.Argument(help="Name in lower case, such as `two_readers`; files and class are named after it.")],
-    directory: Annotated[Path, typer.Option(help="Where the files are written; made where it is missing.")] = Path("."),
+    directory: Annotated[Path, typer.Option(help="Directory for the files; created if it does not exist.")] = Path("."),
 ) -> None:
     """Write a workflow, registered under NAME, a config that trains it, and a test that passes.
 
@@ -97,7 +97,7 @@ def _check_name(name: str, directory: Path) -> None:
     if name in WORKFLOWS:
         raise ConfigError(f"a workflow {name!r} is built in; choose another name.")
     found = importlib.util.find_spec(name) if name not in sys.modules else sys.modules[name].__spec__
-    # A directory without an __init__.py hides nothing, and is hidden by nothing that is not meant to.
+    # A directory without __init__.py has no origin; it hides no module.
     origin = found.origin if found is not None else None
     if origin is not None and Path(origin).parent not in (Path.cwd(), directory.resolve()):
         raise ConfigError(f"a module {name!r} is installed already, which {name}.py would hide; choose another name.")

@@ -11,8 +11,8 @@ from rollwright.errors import CheckpointError
 
 def push(
     checkpoint: Path = typer.Argument(..., help="Checkpoint directory, or a run directory: then its newest final checkpoint."),  # noqa: B008
-    repository: str = typer.Argument(..., metavar="OWNER/NAME", help="Repository on the Hub; it is made where it is missing."),
-    private: bool = typer.Option(True, "--private/--public", help="Who may see a repository that is made."),
+    repository: str = typer.Argument(..., metavar="OWNER/NAME", help="Repository on the Hub; created if it does not exist."),
+    private: bool = typer.Option(True, "--private/--public", help="Visibility of a new repository."),
     revision: str | None = typer.Option(None, help="Branch to upload to; default: main."),
     message: str = typer.Option("Upload a checkpoint of Rollwright", help="Message of the commit."),
 ) -> None:

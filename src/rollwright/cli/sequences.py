@@ -23,7 +23,7 @@ def sequences(
     ] = None,
     split: Annotated[str, typer.Option(help="Split of the dataset.")] = "train",
     dataset_path: Annotated[
-        str | None, typer.Option(help="Where a registered dataset that takes a path reads from.", show_default=False)
+        str | None, typer.Option(help="Path that is passed to a registered dataset.", show_default=False)
     ] = None,
     prompts: Annotated[int | None, typer.Option(min=1, help="Prompts drawn from the dataset; default: all.")] = None,
     responses: Annotated[int, typer.Option("--responses", "-G", min=1, help="Responses to each prompt.")] = 8,
@@ -31,16 +31,16 @@ def sequences(
     top_p: Annotated[float, typer.Option(help="Nucleus probability.")] = 1.0,
     max_new_tokens: Annotated[int, typer.Option(min=1, help="Most tokens of a response.")] = 200,
     stop_after_answer: Annotated[bool, typer.Option(help="End a response after `</answer>`.")] = True,
-    seed: Annotated[int | None, typer.Option(help="Of the draw and of the sampling.")] = None,
-    deterministic: Annotated[bool, typer.Option(help="Batch sizes never change on the way.")] = False,
+    seed: Annotated[int | None, typer.Option(help="Seed of the draw and of the sampling.")] = None,
+    deterministic: Annotated[bool, typer.Option(help="Keep batch sizes fixed.")] = False,
     gen_batch_size: Annotated[str, typer.Option(help="Sequences decoded at once; a number, or auto.")] = "auto",
     tf_batch_size: Annotated[str, typer.Option(help="Sequences scored at once; a number, or auto.")] = "auto",
     prompts_per_shard: Annotated[int, typer.Option(min=1, help="Prompts of a file.")] = 64,
     file_format: Annotated[str, typer.Option("--format", help="parquet or jsonl.")] = "parquet",
-    resume: Annotated[bool, typer.Option(help="Go on with the experiment that the directory holds.")] = False,
+    resume: Annotated[bool, typer.Option(help="Continue the experiment in the directory.")] = False,
     sink: Annotated[list[str] | None, typer.Option(help="tensorboard, wandb, trackio or mlflow; may be repeated.")] = None,
     project: Annotated[str, typer.Option(help="Project at the sinks.")] = "rollwright",
-    device: Annotated[str, typer.Option(help="auto: a GPU where there is one.")] = "auto",
+    device: Annotated[str, typer.Option(help="auto uses a GPU if there is one.")] = "auto",
     dtype: Annotated[str, typer.Option(help="auto, float32, bfloat16 or float16.")] = "auto",
     trust_remote_code: Annotated[bool, typer.Option(help="Run code that comes with the model.")] = False,
 ) -> None:
@@ -122,18 +122,16 @@ def _load(path: str, device: str, dtype: str, trust_remote_code: bool) -> tuple[
 
 def _report(experiment: ShardedExperiment) -> None:
     """Write a row for each prompt to prompts.csv, and print the beginning of it."""
-    from rich.table import Table
+    from rich.table import Column, Table
 
     from rollwright.sequence_processing.shards import prompt_table, write_prompt_table
     from rollwright.tracking.logging import console
 
     rows = prompt_table(experiment)
     file = write_prompt_table(rows, experiment.directory / "prompts.csv")
-    table = Table(title=f"{experiment.directory}: {len(rows)} prompts")
-    table.add_column("prompt", min_width=16)
     shown = ("responses", "length", "truncated", "entropy", "sequence_logprob")
-    for name in shown:
-        table.add_column(name.replace("_", " "), justify="right")
+    columns = [Column("prompt", min_width=16), *(Column(name.replace("_", " "), justify="right") for name in shown)]
+    table = Table(*columns, title=f"{experiment.directory}: {len(rows)} prompts")
     for row in rows[:20]:
         table.add_row(*(_cell(row[name]) for name in ("prompt", *shown)))
     console().print(table)

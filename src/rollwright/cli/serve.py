@@ -12,12 +12,12 @@ from rollwright.errors import ConfigError
 
 def serve_model(
     model: str = typer.Argument(..., metavar="DIR", help="Model directory or Hugging Face name."),
-    host: str = typer.Option("127.0.0.1", help="Interface to bind. Another than this machine's own needs --api-key."),
-    port: int = typer.Option(30000, min=0, max=65535, help="Port to listen on; 0: a free one, which the log names."),
+    host: str = typer.Option("127.0.0.1", help="Interface to bind. Any other than loopback needs --api-key."),
+    port: int = typer.Option(30000, min=0, max=65535, help="Port to listen on; 0 chooses a free one and logs it."),
     api_key: str | None = typer.Option(None, envvar="ROLLWRIGHT_API_KEY", help="Bearer token that requests must carry."),
     model_name: str = typer.Option("", help="Name in the OpenAI protocol; default: DIR."),
     tokenizer: str | None = typer.Option(None, help="Tokenizer directory; default: DIR."),
-    device: str = typer.Option("auto", help="auto: a GPU where there is one."),
+    device: str = typer.Option("auto", help="auto uses a GPU if there is one."),
     dtype: str = typer.Option("auto", help="auto, float32, bfloat16 or float16."),
     context_length: int | None = typer.Option(None, min=2, help="Prompt and new tokens together; default: the model's."),
     max_running_requests: int = typer.Option(256, min=1, help="Sequences decoded together."),
@@ -35,14 +35,14 @@ def serve_model(
     receive_seconds: float = typer.Option(60.0, min=0.1, help="Time limit for receiving a request; then it is closed."),
     update_seconds: float = typer.Option(300.0, min=0.1, help="Undo a weight update after this time without a call."),
     threads: int | None = typer.Option(None, min=1, max=1024, help="Compute threads; default: one for each core."),
-    random_seed: int = typer.Option(0, help="Seed of requests that bring none."),
+    random_seed: int = typer.Option(0, help="Seed of requests without one."),
     batch_invariant: bool = typer.Option(False, help="Answer a request with the same bits whatever else is computed."),
     trust_remote_code: bool = typer.Option(False, help="Run code that comes with the model."),
     allowed_host: list[str] = typer.Option(  # noqa: B008
-        [], help="Name besides its own that it may be asked by, such as that of a proxy before it (repeatable)."
+        [], help="Additional host name to accept, such as that of a reverse proxy (repeatable)."
     ),
     image_host: list[str] = typer.Option(  # noqa: B008
-        [], help="Host that images of chats may be fetched from (repeatable); others come as data: URLs."
+        [], help="Host to fetch images of chats from (repeatable); all other images must be data: URLs."
     ),
     log_level: str = typer.Option("warning", help="Of the HTTP server."),
 ) -> None:
@@ -93,23 +93,19 @@ def serve_model(
 def retrieve(
     corpus: Annotated[Path, typer.Option(help="JSON-lines file: contents, and title or wikipedia_title, url, id where known.")],
     port: Annotated[int, typer.Option(min=0, max=65535, help="Port; 0: any free one, which is printed.")] = 5001,
-    host: Annotated[
-        str, typer.Option(help="Address to listen on. Other than this machine's own needs --api-key.")
-    ] = "127.0.0.1",
+    host: Annotated[str, typer.Option(help="Interface to bind. Any other than loopback needs --api-key.")] = "127.0.0.1",
     pages: Annotated[
         Path | None, typer.Option(help="JSON-lines file of whole pages (url, contents) for /access; else the corpus.")
     ] = None,
     index_dir: Annotated[
-        Path | None, typer.Option(help="Where indexes are kept; else beside the corpus, or the cache directory.")
+        Path | None, typer.Option(help="Directory for indexes; default: beside the corpus, or the cache directory.")
     ] = None,
     threads: Annotated[int, typer.Option(min=1, max=1024, help="Searches that run at once.")] = 1,
     api_key: Annotated[
         str | None, typer.Option(envvar="ROLLWRIGHT_API_KEY", help="Bearer token that requests must carry.")
     ] = None,
     max_body_bytes: Annotated[int, typer.Option(min=1024, help="Largest request body.")] = 8 << 20,
-    allowed_host: Annotated[
-        list[str] | None, typer.Option(help="Name besides its own that it may be asked by (repeatable).")
-    ] = None,
+    allowed_host: Annotated[list[str] | None, typer.Option(help="Additional host name to accept (repeatable).")] = None,
     receive_seconds: Annotated[
         float, typer.Option(min=0.1, help="Time limit for receiving a request; then it is closed.")
     ] = 60.0,
@@ -134,6 +130,6 @@ def retrieve(
     app = create_app(documents, index, settings, pages=Corpus.from_file(pages) if pages else None, threads=threads)
     sockets = bind(settings)
     for listener in sockets:
-        listener.listen()  # who reads the address may ask at once
+        listener.listen()  # so that clients can connect as soon as the address is printed
     typer.echo(f"Serving {len(documents):,} documents of {corpus} at {url_of(settings)} (Ctrl-C ends it).")
     run(app, settings, sockets)

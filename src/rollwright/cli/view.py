@@ -12,7 +12,7 @@ import typer
 
 from rollwright.errors import ConfigError
 
-#: Where the pages are, if the port is free.
+#: Default port.
 PORT = 7111
 
 
@@ -21,21 +21,23 @@ def view(
         list[Path] | None, typer.Argument(metavar="[RUN]...", help="Directories of runs, or above them. Default: runs.")
     ] = None,
     host: Annotated[
-        str, typer.Option(help="Interface to bind. Another than this machine's own gets a token in its address.")
+        str,
+        typer.Option(help="Interface to bind. Any other than loopback requires a token, which is part of the printed address."),
     ] = "127.0.0.1",
     port: Annotated[
         int | None, typer.Option(min=0, max=65535, help=f"Port to listen on; default: {PORT}, or a free one.")
     ] = None,
     allowed_host: Annotated[
         list[str] | None,
-        typer.Option(help="Name besides its own that it may be asked by, such as that of a proxy (repeatable)."),
+        typer.Option(help="Additional host name to accept, such as that of a reverse proxy (repeatable)."),
     ] = None,
     token: Annotated[
-        bool, typer.Option("--token", help="Ask for a token on this machine, too: its other accounts can reach the port.")
+        bool,
+        typer.Option("--token", help="Require a token on this machine too, because its other accounts can reach the port."),
     ] = False,
-    export: Annotated[Path | None, typer.Option(help="Write one HTML file that needs no server or network, and end.")] = None,
+    export: Annotated[Path | None, typer.Option(help="Write one HTML file that needs no server or network, then exit.")] = None,
     samples: Annotated[int, typer.Option(min=0, help="Samples in the file of --export: half best, half worst.")] = 40,
-    browser: Annotated[bool, typer.Option(help="Open the page where there is a desktop.")] = True,
+    browser: Annotated[bool, typer.Option(help="Open the page if there is a desktop.")] = True,
     terminal: Annotated[bool, typer.Option("--terminal", help="Show the runs on this terminal, without a browser.")] = False,
 ) -> None:
     """Look at runs in the browser or on the terminal: curves, groups, every token, weight updates and reasons.
@@ -76,7 +78,7 @@ def view(
         sockets = service.bind(settings)
     app = server.make_app(places, settings)
     for listener in sockets:
-        listener.listen()  # who follows the address at once is kept waiting, not refused
+        listener.listen()  # so that clients which follow the address at once wait instead of being refused
     address = service.url_of(settings) + server.first_page(app, settings)
     typer.echo(f"{address}  (Ctrl-C ends)")
     if browser and _has_desktop():

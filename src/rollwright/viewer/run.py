@@ -7,7 +7,7 @@ import re
 import shlex
 import sqlite3
 import threading
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict
 from datetime import datetime
 from functools import cached_property
@@ -550,7 +550,13 @@ class Run:
         Raises:
             DataError: there is no such table, or pandas is not installed.
         """
-        pandas = _import_pandas(what)
+        if what not in FRAMES:
+            raise DataError(f"there is no frame of {what!r}: choose from {', '.join(FRAMES)}.")
+        try:
+            import pandas
+        except ModuleNotFoundError:
+            said = "frames need pandas: pip install pandas; run.steps(), run.search() and run.sample() do not."
+            raise DataError(said) from None
         if what == "metrics":
             series = {name: pandas.Series(dict(self.curves.points(name))) for name in self.curves.names()}
             return pandas.DataFrame(series).rename_axis("step")
@@ -564,9 +570,14 @@ class Run:
             return pandas.DataFrame(found).drop(columns=["snippet", "preview"], errors="ignore")
         return pandas.DataFrame([token for sample in found for token in self._tokens_of(sample["key"])])
 
-    def _tokens_of(self, key: str) -> Iterable[dict[str, Any]]:
+    def _tokens_of(self, key: str) -> Iterator[dict[str, Any]]:
+        """Lines of the frame ``tokens``: one for each token of a sample's rows."""
         _, places, trained = self._samples.find(key)
-        return _token_lines(key, self._rows(self._episode(key, places), trained))
+        for number, row in enumerate(self._rows(self._episode(key, places), trained)):
+            columns = {name: row[column] or [None] * len(row["ids"]) for column, name in _TOKEN_COLUMNS.items()}
+            for position, values in enumerate(zip(*columns.values(), strict=True)):
+                place = {"key": key, "step": row["step"], "row": number, "position": position}
+                yield {**place, **dict(zip(columns, values, strict=True))}
 
     def last_samples(self, limit: int = 50, *, undone: bool = False) -> list[dict[str, Any]]:
         """The newest finished samples, for a run that has not trained yet; ``undone`` includes those that a resume undid."""
@@ -641,27 +652,3 @@ def _neighbours(sample: Mapping[str, Any], group: Sequence[Mapping[str, Any]]) -
         "best": rewarded[-1]["key"] if rewarded else None,
         "worst": rewarded[0]["key"] if rewarded else None,
     }
-
-
-def _import_pandas(what: str) -> Any:
-    """Import pandas for a frame of ``what``.
-
-    Raises:
-        DataError: there is no such frame, or pandas is not installed.
-    """
-    if what not in FRAMES:
-        raise DataError(f"there is no frame of {what!r}: choose from {', '.join(FRAMES)}.")
-    try:
-        import pandas
-    except ModuleNotFoundError:
-        raise DataError("frames need pandas: pip install pandas; run.steps(), run.search() and run.sample() do not.") from None
-    return pandas
-
-
-def _token_lines(key: str, rows: Sequence[Mapping[str, Any]]) -> Iterable[dict[str, Any]]:
-    """Lines of the frame ``tokens``: one for each token of a sample's ``rows``."""
-    for number, row in enumerate(rows):
-        columns = {name: row[column] or [None] * len(row["ids"]) for column, name in _TOKEN_COLUMNS.items()}
-        for position, values in enumerate(zip(*columns.values(), strict=True)):
-            place = {"key": key, "step": row["step"], "row": number, "position": position}
-            yield {**place, **dict(zip(columns, values, strict=True))}

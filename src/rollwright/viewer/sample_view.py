@@ -66,7 +66,7 @@ def chat(sample: Mapping[str, Any], href_of_tokens: str = "") -> list[dict[str, 
             text = f"{result['error']['class']}: {result['error']['message']}" if result["error"] else as_text(result["value"])
         messages.append(
             {
-                "role": _ROLES.get(each["role"], each["role"]),
+                "role": "prompt" if each["role"] == "given" else each["role"],
                 "kind": each["role"] if each["role"] in ("system", "user", "assistant", "tool", "reward") else "user",
                 "name": name,
                 "arguments": arguments,
@@ -81,9 +81,6 @@ def chat(sample: Mapping[str, Any], href_of_tokens: str = "") -> list[dict[str, 
         asked = next((message for message in messages if message["role"] == "user"), messages[0])
         asked["images"] = list(_images(sample.get("task")))
     return messages
-
-
-_ROLES = {"given": "prompt"}
 
 
 def _images(value: Any, depth: int = 0) -> Iterator[str]:

@@ -118,21 +118,12 @@ def search(
 
 def _limits(name: str, given: Bounds) -> list[tuple[str, Any]]:
     """Conditions for a lowest and a highest value. A sample has all versions from its first to its last one."""
-    low, high = _bounds(name, given)
-    first, last = ("first_version", "last_version") if name == "version" else (name, name)
-    return [(f"{last} >= ?", low), (f"{first} <= ?", high)]
-
-
-def _bounds(name: str, given: Bounds) -> tuple[float | None, float | None]:
-    if given is None:
-        return None, None
-    if isinstance(given, int | float):
-        return given, given
     try:
-        low, high = given
+        low, high = (given, given) if given is None or isinstance(given, int | float) else given
     except (TypeError, ValueError):
         raise DataError(f"{name} is {given!r}: give a number, or the lowest and the highest one.") from None
-    return low, high
+    first, last = ("first_version", "last_version") if name == "version" else (name, name)
+    return [(f"{last} >= ?", low), (f"{first} <= ?", high)]
 
 
 def _order(given: str) -> str:
