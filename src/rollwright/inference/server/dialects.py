@@ -161,17 +161,21 @@ class Dialect(ABC):
     def failed(self, refusal: RequestError) -> Event:
         """The last event of a stream that cannot be completed."""
 
-    def in_its_words(self, refusal: RequestError) -> RequestError:
-        """Reword a refusal of the chat request with the field names of this dialect's API."""
-        param = refusal.param or ""
-        if _MESSAGE.match(param):
-            moved = _MESSAGE.sub(lambda match: self.places[int(match[1])], f"{param}\0{refusal}")
-            refusal.param, _, said = moved.partition("\0")
-        else:
-            refusal.param = self.names.get(param, param)
-            said = str(refusal).replace(param, refusal.param) if param else str(refusal)
-        refusal.args = (said,)
-        return refusal
+    @contextlib.contextmanager
+    def in_its_words(self) -> Iterator[None]:
+        """Reword refusals of the chat request with the field names of this dialect's API."""
+        try:
+            yield
+        except RequestError as refusal:
+            param = refusal.param or ""
+            if _MESSAGE.match(param):
+                moved = _MESSAGE.sub(lambda match: self.places[int(match[1])], f"{param}\0{refusal}")
+                refusal.param, _, said = moved.partition("\0")
+            else:
+                refusal.param = self.names.get(param, param)
+                said = str(refusal).replace(param, refusal.param) if param else str(refusal)
+            refusal.args = (said,)
+            raise
 
     def push(self, choice: dict[str, Any]) -> Iterator[Event]:
         """Process a choice of a chat, or the ``delta`` that a chunk adds to it."""
@@ -211,10 +215,8 @@ async def serve(
     body, size = await read_object(request)
     dialect = make(protocol, body)
     dialect.size = size
-    try:
+    with dialect.in_its_words():
         call = await protocol.open_call(request, CHAT, dialect.chat, size, dialect.prefix, dialect.warnings)
-    except RequestError as refusal:
-        raise dialect.in_its_words(refusal) from None
     if body.get("stream"):
         return await event_stream(
             request, _events(protocol, dialect, call), lambda error: _line(dialect.failed(as_request_error(error)))
@@ -231,10 +233,8 @@ async def count_tokens(
     """Count the prompt tokens of a dialect's request without sampling."""
     body, size = await read_object(request)
     dialect = make(protocol, body)
-    try:
+    with dialect.in_its_words():
         prompts = await protocol.read_prompts(request, CHAT, Chat.of(dialect.chat).given(), size)
-    except RequestError as refusal:
-        raise dialect.in_its_words(refusal) from None
     return len(prompts.ids[0])
 
 
@@ -305,8 +305,16 @@ def object_arguments(text: str) -> dict[str, Any]:
     return value if isinstance(value, dict) else {"": text}
 
 
-def text_or_parts(parts: list[dict[str, Any]]) -> str | list[dict[str, Any]]:
-    """Content of a chat message: a single text if all parts are texts, else the parts."""
+def chat_content(content: Any, convert: Callable[[Any, int], dict[str, Any]]) -> str | list[dict[str, Any]]:
+    """Content of a chat message: a single text if all parts are texts, else the parts.
+
+    Args:
+        content: a text, a part or a list of parts in the form of the dialect.
+        convert: ``(part, index) -> part of a chat message``.
+    """
+    if isinstance(content, str):
+        return content
+    parts = [convert(part, index) for index, part in enumerate(content if isinstance(content, list) else [content])]
     if all(part["type"] == "text" for part in parts):
         return "".join(part["text"] for part in parts)
     return parts

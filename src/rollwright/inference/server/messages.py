@@ -21,13 +21,13 @@ from rollwright.inference.server.dialects import (
     Event,
     OfferedTool,
     StoredAnswer,
+    chat_content,
     chat_function,
     chat_tools,
     count_tokens,
     object_arguments,
     refuse_tool_choice,
     serve,
-    text_or_parts,
 )
 from rollwright.inference.server.exchange import RequestError, as_request_error
 from rollwright.inference.server.openai_answer import OpenAICall, usage_of
@@ -309,28 +309,26 @@ def _chat_messages(message: dict[str, Any], where: str) -> list[dict[str, Any]]:
                     f"{'thinking and tool_use' if role == 'assistant' else 'image and tool_result'}.",
                     param=at,
                 )
-    said: dict[str, Any] = {"role": role, "content": text_or_parts(parts)}
+    said: dict[str, Any] = {"role": role, "content": chat_content(parts, lambda part, _: part)}
     said |= {"tool_calls": calls} if calls else {}
     said |= {"reasoning_content": "".join(reasoning)} if reasoning else {}
     return [*results, said] if parts or calls or reasoning or not results else results
 
 
 def _chat_part(block: Any, where: str) -> dict[str, Any]:
+    match block:
+        case {"type": "text", "text": str(text)}:
+            return {"type": "text", "text": text}
+        case {"type": "image", "source": {"type": "url", **source}}:
+            return {"type": "image_url", "image_url": {"url": source.get("url")}}
+        case {"type": "image", "source": {"type": "base64", **source}}:
+            return {"type": "image_url", "image_url": {"url": f"data:{source.get('media_type')};base64,{source.get('data')}"}}
     kind = block.get("type") if isinstance(block, dict) else None
-    if kind == "text" and isinstance(block.get("text"), str):
-        return {"type": "text", "text": block["text"]}
-    source = block.get("source") if kind == "image" else None
-    if isinstance(source, dict) and source.get("type") == "url":
-        return {"type": "image_url", "image_url": {"url": source.get("url")}}
-    if isinstance(source, dict) and source.get("type") == "base64":
-        return {"type": "image_url", "image_url": {"url": f"data:{source.get('media_type')};base64,{source.get('data')}"}}
     raise RequestError(f"{where} has a part of type {kind!r}; it has to be text, or an image as base64 or url.", param=where)
 
 
 def _texts(content: Any, where: str) -> str | list[dict[str, Any]]:
-    if isinstance(content, str):
-        return content
-    return text_or_parts([_chat_part(block, where) for block in (content if isinstance(content, list) else [content])])
+    return chat_content(content, lambda block, _: _chat_part(block, where))
 
 
 def offered_tools(tools: list[dict[str, Any]]) -> tuple[list[OfferedTool], list[str]]:
@@ -384,14 +382,15 @@ def _chat_tool_choice(choice: dict[str, Any], tools: list[OfferedTool]) -> Any:
 
 
 def _chat_format(given: Any) -> dict[str, Any] | None:
-    if given is None:
-        return None
-    if not isinstance(given, dict) or given.get("type") != "json_schema" or not isinstance(given.get("schema"), dict):
-        raise RequestError(
-            f"output_config.format={given!r:.200} cannot be honoured: it has to be {{'type': 'json_schema', 'schema': {{…}}}}.",
-            param="output_config.format",
-        )
-    return {"type": "json_schema", "json_schema": {"name": "answer", "schema": given.get("schema"), "strict": True}}
+    match given:
+        case None:
+            return None
+        case {"type": "json_schema", "schema": dict(schema)}:
+            return {"type": "json_schema", "json_schema": {"name": "answer", "schema": schema, "strict": True}}
+    raise RequestError(
+        f"output_config.format={given!r:.200} cannot be honoured: it has to be {{'type': 'json_schema', 'schema': {{…}}}}.",
+        param="output_config.format",
+    )
 
 
 # -- routes --------------------------------------------------------------------------------------------------------------

@@ -206,17 +206,16 @@ def beginning_of_reply(fields: dict[str, Any], convention: ToolConvention) -> st
     if choice in ("auto", "none"):
         return ""
     names = [tool["function"]["name"] for tool in tools_of(fields) or []]
-    if choice == "required" and names:
-        return convention.beginning_of_call(None)
-    function = choice.get("function") if isinstance(choice, dict) else None
-    name = function.get("name") if isinstance(function, dict) else None
-    if name not in names:
-        raise RequestError(
-            f"tool_choice={choice!r} cannot be honoured with the tools {', '.join(names) or '(none)'}: use auto, none, required, "
-            "or {'type': 'function', 'function': {'name': …}} with the name of one of them.",
-            param="tool_choice",
-        )
-    return convention.beginning_of_call(name)
+    match choice:
+        case "required" if names:
+            return convention.beginning_of_call(None)
+        case {"function": {"name": name}} if name in names:
+            return convention.beginning_of_call(name)
+    raise RequestError(
+        f"tool_choice={choice!r} cannot be honoured with the tools {', '.join(names) or '(none)'}: use auto, none, required, "
+        "or {'type': 'function', 'function': {'name': …}} with the name of one of them.",
+        param="tool_choice",
+    )
 
 
 def _template_message(message: Any, where: str, image_text: ImageText) -> dict[str, Any]:
@@ -235,12 +234,10 @@ def _template_message(message: Any, where: str, image_text: ImageText) -> dict[s
 
 
 def _text(content: Any, where: str, image_text: ImageText, required: bool) -> str:
-    if content is None:
-        if required:
-            raise RequestError(f"{where} has no content.", param=where)
-        return ""
-    if isinstance(content, str):
-        return content
+    if content is None and required:
+        raise RequestError(f"{where} has no content.", param=where)
+    if content is None or isinstance(content, str):
+        return content or ""
     if not isinstance(content, list):
         raise RequestError(
             f"{where}.content is a {type(content).__name__}; it has to be text or a list of blocks.", param=where

@@ -22,12 +22,12 @@ from rollwright.inference.server.dialects import (
     Event,
     OfferedTool,
     StoredAnswer,
+    chat_content,
     chat_function,
     chat_tools,
     count_tokens,
     refuse_tool_choice,
     serve,
-    text_or_parts,
 )
 from rollwright.inference.server.exchange import RequestError
 from rollwright.inference.server.openai_answer import OpenAICall, usage_of
@@ -346,27 +346,22 @@ def messages_of(items: list[dict[str, Any]], answers: AnswerStore) -> tuple[list
 
 
 def _content(content: Any, where: str) -> str | list[dict[str, Any]]:
-    if isinstance(content, str):
-        return content
-    parts: list[dict[str, Any]] = []
-    for index, part in enumerate(content if isinstance(content, list) else [content]):
+    def convert(part: Any, index: int) -> dict[str, Any]:
+        match part:
+            case {"type": "input_text" | "output_text" | "text" | "reasoning_text" | "summary_text", "text": str(text)}:
+                return {"type": "text", "text": text}
+            case {"type": "refusal"}:
+                return {"type": "text", "text": part.get("refusal", "")}
+            case {"type": "input_image", "image_url": str(url)}:
+                return {"type": "image_url", "image_url": {"url": url, "detail": part.get("detail") or "auto"}}
         kind = part.get("type") if isinstance(part, dict) else type(part).__name__
-        if kind in ("input_text", "output_text", "text", "reasoning_text", "summary_text") and isinstance(
-            part.get("text"), str
-        ):
-            parts.append({"type": "text", "text": part["text"]})
-        elif kind == "refusal":
-            parts.append({"type": "text", "text": part.get("refusal", "")})
-        elif kind == "input_image" and isinstance(part.get("image_url"), str):
-            image = {"url": part["image_url"], "detail": part.get("detail") or "auto"}
-            parts.append({"type": "image_url", "image_url": image})
-        else:
-            raise RequestError(
-                f"{where}.content[{index}] is of type {kind!r}; it has to be input_text, output_text, or input_image with an "
-                "image_url.",
-                param=f"{where}.content",
-            )
-    return text_or_parts(parts)
+        raise RequestError(
+            f"{where}.content[{index}] is of type {kind!r}; it has to be input_text, output_text, or input_image with an "
+            "image_url.",
+            param=f"{where}.content",
+        )
+
+    return chat_content(content, convert)
 
 
 def _shown_name(namespace: Any, name: Any) -> Any:
@@ -431,19 +426,16 @@ def _chat_tool_choice(choice: str | dict[str, Any], tools: list[OfferedTool]) ->
 
 
 def _chat_format(given: Any) -> Any:
-    if given is not None and (
-        not isinstance(given, dict)
-        or given.get("type") not in ("text", "json_object", "json_schema")
-        or (given["type"] == "json_schema" and not isinstance(given.get("schema"), dict))
-    ):
-        raise RequestError(
-            f"text.format={given!r:.200} cannot be honoured: it has to be {{'type': 'text'}}, {{'type': 'json_object'}} or "
-            "{'type': 'json_schema', 'name': …, 'schema': {…}}.",
-            param="text.format",
-        )
-    if given is None or given["type"] != "json_schema":
-        return given
-    return {"type": "json_schema", "json_schema": {name: value for name, value in given.items() if name != "type"}}
+    match given:
+        case None | {"type": "text" | "json_object"}:
+            return given
+        case {"type": "json_schema", "schema": dict(), **rest}:
+            return {"type": "json_schema", "json_schema": {"schema": given["schema"], **rest}}
+    raise RequestError(
+        f"text.format={given!r:.200} cannot be honoured: it has to be {{'type': 'text'}}, {{'type': 'json_object'}} or "
+        "{'type': 'json_schema', 'name': …, 'schema': {…}}.",
+        param="text.format",
+    )
 
 
 # -- routes --------------------------------------------------------------------------------------------------------------
