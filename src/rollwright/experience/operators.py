@@ -1,6 +1,6 @@
-"""Operators: what experiences pass between the workflow that made them and the trainer.
+"""Operators process experiences between the workflow that made them and the trainer.
 
-An operator takes experiences, all those of one task together, and returns the ones that go on::
+An operator gets all experiences of one task and returns those to keep::
 
     @OPERATORS.register("short_only")
     class ShortOnly(ExperienceOperator):
@@ -11,7 +11,7 @@ An operator takes experiences, all those of one task together, and returns the o
             kept = [experience for experience in experiences if len(experience) <= self.max_tokens]
             return kept, {}
 
-What an operator leaves out is counted under its name. An operator that raises fails the run: it never drops in silence.
+Dropped experiences are counted under the operator's name. An operator that raises fails the run and never drops experiences silently.
 """
 
 from __future__ import annotations
@@ -40,9 +40,10 @@ class ExperienceOperator(ABC):
 
     @abstractmethod
     def process(self, experiences: list[Experience]) -> tuple[list[Experience], dict[str, float]]:
-        """Filters or changes the experiences of one task; ``experience.eid`` says which sample each is from.
+        """Filter or change the experiences of one task; ``experience.eid`` identifies the sample of each.
 
-        Returns those that go on, and numbers for the run's metrics.
+        Returns:
+            The experiences to keep, and numbers for the run's metrics.
         """
 
 
@@ -52,10 +53,10 @@ OPERATORS: Registry[type[ExperienceOperator]] = Registry("operator", ConfigError
 
 @dataclass
 class PipelineResult:
-    """What a pipeline made of one task's samples."""
+    """Result of a pipeline for one task's samples."""
 
     samples: list[list[Experience]]
-    drops: dict[str, int] = field(default_factory=dict)  # rows, by the operator's name
+    drops: dict[str, int] = field(default_factory=dict)  # number of dropped rows by operator
     metrics: dict[str, float] = field(default_factory=dict)  # "<operator>/<metric>"
 
 
@@ -69,10 +70,11 @@ class ExperiencePipeline:
         ]
 
     def apply(self, samples: Sequence[Experience | Sequence[Experience]]) -> PipelineResult:
-        """Runs the samples of one task through all operators; ``eid.run`` becomes each sample's place.
+        """Run the samples of one task through all operators; ``eid.run`` becomes the index of each sample.
 
-        Returns what is left of each sample (samples with nothing left are gone), what was dropped, and metrics. It is what
-        ``ExperienceStore.tasks.finish`` takes: ``finish(claim, result.samples, drops=result.drops)``.
+        Returns:
+            The remaining experiences of each sample (without empty samples), the number of dropped ones, and metrics. Pass them to
+            ``ExperienceStore.tasks.finish(claim, result.samples, drops=result.drops)``.
 
         Raises:
             TrajectoryError: an operator failed; the message names it.
@@ -109,7 +111,7 @@ class ExperiencePipeline:
 
 
 def samples_of(group: Trajectory, task: int | str) -> list[list[Experience]]:
-    """The experiences of each sample of one task's group, in the order in which the samples stand."""
+    """The experiences of each sample of one task's group, in order."""
     samples: dict[int, list[Experience]] = defaultdict(list)
     for experience, sample in zip(Experience.from_trajectory(group), group["sample_ids"].tolist(), strict=True):
         experience.eid.task = task
@@ -118,10 +120,10 @@ def samples_of(group: Trajectory, task: int | str) -> list[list[Experience]]:
 
 
 def joined_samples(samples: Sequence[Sequence[Experience]], group_id: int, first_sample: int = 0) -> Trajectory:
-    """A group in tensor form; its samples are numbered from ``first_sample``.
+    """Convert samples to a group in tensor form; samples are numbered from ``first_sample``.
 
     Raises:
-        TrajectoryError: an experience has no reward, or a trained token neither log-probability nor version.
+        TrajectoryError: an experience has no reward, or a trained token has no log-probability or version.
     """
     rows = [experience for sample in samples for experience in sample]
     trajectory = normalise(rows, None, workflow="experiences", task=str(group_id))
@@ -133,17 +135,16 @@ def joined_samples(samples: Sequence[Sequence[Experience]], group_id: int, first
 
 
 def report_operators(result: PipelineResult, tracker: MetricsTracker) -> None:
-    """Add what operators said and dropped to the metrics, as ``operators/…``."""
+    """Add the metrics of operators, and the number of experiences that they dropped, as ``operators/…``."""
     scope = tracker.get("operators")
     scope.scalar(**result.metrics)
     scope.sum(**{f"dropped/{name}": count for name, count in result.drops.items()})
 
 
 class GroupOperators:
-    """The operators of a run as an acceptance function: a complete group is changed in place, or refused where nothing is left.
+    """Acceptance function that applies a run's operators to each complete group, in place; refuses the group if nothing is left.
 
-    Refused groups are replaced by others, so a batch stays full. What operators say and drop goes to ``tracker`` (None: the
-    run's).
+    Refused groups are replaced, so batches stay full. Metrics go to ``tracker``; None uses the run's.
     """
 
     def __init__(self, operators: Sequence[OperatorConfig], tracker: MetricsTracker | None = None) -> None:
@@ -151,7 +152,7 @@ class GroupOperators:
         self.tracker = tracker or get_tracker()
 
     def __call__(self, group: Trajectory) -> bool:
-        """Apply the operators to one group; false where they left nothing."""
+        """Apply the operators to one group. False if nothing is left."""
         group_id, first_sample = int(group["group_ids"][0]), int(group["sample_ids"].min())
         result = self.pipeline.apply(samples_of(group, group_id))
         report_operators(result, self.tracker)
@@ -167,7 +168,7 @@ class GroupOperators:
 
 
 def rewards_of(experiences: Sequence[Experience]) -> list[float]:
-    """The reward of each experience. Raises ``TrajectoryError`` where one has none."""
+    """The reward of each experience; raises ``TrajectoryError`` if one has none."""
     for experience in experiences:
         if experience.reward is None:
             raise TrajectoryError(f"experience {experience.eid} has no reward: set it in the workflow, before the pipeline.")
@@ -223,12 +224,12 @@ class NoVarianceFilter(ExperienceOperator):
 @OPERATORS.register("reward_shaping_mapper")
 @OPERATORS.register("reward_shaping")
 class RewardShaping(ExperienceOperator):
-    """Changes rewards by numbers that the experiences carry.
+    """Combines rewards with values of the experiences.
 
     Args:
         reward_shaping_configs: steps in order, each ``{"stats_key": …, "op_type": "ADD" | "SUB" | "MUL" | "DIV",
-            "weight": 1.0}``: the reward is combined with ``weight · value``. The value is in ``info`` or ``metrics``
-            under ``stats_key``; ``response_length`` is always there.
+            "weight": 1.0}``: the reward is combined with ``weight · value``. The value is looked up in ``info`` and ``metrics``
+            under ``stats_key``; ``response_length`` is always available.
     """
 
     _OPERATIONS: ClassVar[dict[str, Callable[[float, float], float]]] = {
@@ -277,12 +278,12 @@ class RewardShaping(ExperienceOperator):
 
 @OPERATORS.register("overlong_shaping")
 class OverlongShaping(ExperienceOperator):
-    """Takes from the reward of responses that come near the length limit: DAPO's soft punishment (arXiv 2503.14476, eq. 13).
+    """Reduces the reward of responses close to the length limit: DAPO's soft punishment (arXiv 2503.14476, eq. 13).
 
     Args:
-        max_length: tokens of a response at most.
-        buffer: the last tokens before the limit, over which the punishment grows from 0 to ``penalty``.
-        penalty: at the limit and beyond.
+        max_length: largest number of response tokens.
+        buffer: number of tokens before the limit over which the penalty grows from 0 to ``penalty``.
+        penalty: penalty at the limit and beyond.
     """
 
     def __init__(self, max_length: int, buffer: int, penalty: float = 1.0) -> None:
@@ -306,7 +307,7 @@ class OverlongShaping(ExperienceOperator):
 
 @OPERATORS.register("truncation_mask")
 class TruncationMask(ExperienceOperator):
-    """Experiences that a length limit cut do not train: their action mask is cleared, or with ``drop`` they are dropped.
+    """Excludes experiences that a length limit truncated from training: clears their action mask or, with ``drop``, drops them.
 
     A cleared experience still counts in its group's mean reward; a dropped one does not.
     """
@@ -332,10 +333,10 @@ class TruncationMask(ExperienceOperator):
 @OPERATORS.register("pass_rate_calculator")
 @OPERATORS.register("pass_rate")
 class PassRate(ExperienceOperator):
-    """Writes the share of a task's samples that pass into ``info["pass_rate"]``, and keeps tasks of fitting difficulty.
+    """Stores the share of a task's samples that pass in ``info["pass_rate"]``, and drops tasks that are too hard or too easy.
 
     Args:
-        threshold: reward from which on a sample passes. A sample of several rows passes by its mean reward.
+        threshold: lowest reward of a sample that passes; for a sample of several rows, the mean reward counts.
         minimum: tasks with a lower pass rate are dropped.
         maximum: tasks with a higher pass rate are dropped.
     """

@@ -1,6 +1,6 @@
-"""The event loop that all samples share: its thread, calls into it, the report of a blocked loop, and garbage collection.
+"""The event loop that all samples share: its thread, calls into it, reports of a blocked loop, and garbage collection.
 
-Invariant: a call from outside ends, whatever happens to the loop meanwhile.
+Invariant: a call from another thread ends, whatever happens to the loop meanwhile.
 """
 
 from __future__ import annotations
@@ -29,12 +29,12 @@ logger = getLogger("rollout")
 
 Result = TypeVar("Result")
 
-STOP_SECONDS = 10.0  # that tasks get to end after their cancellation
-LOOK_SECONDS = 0.1  # between two looks at the loop
-BLOCKED_SECONDS = 0.5  # of one step that are reported
+STOP_SECONDS = 10.0  # time for tasks to end after their cancellation
+LOOK_SECONDS = 0.1  # interval at which the monitor inspects the loop
+BLOCKED_SECONDS = 0.5  # a step that takes as long is reported
 REPORTS_PER_LINE = 3
 
-#: For ``gc.set_threshold``: a full collection runs when a million more containers were made than freed (Python 3.11: 70,000).
+#: For ``gc.set_threshold``: a full collection runs when a million more containers were allocated than freed (Python 3.11: 70,000).
 GC_THRESHOLDS = (2_000, 10, 50)
 
 _NOT_USERS = (os.path.dirname(asyncio.__file__), os.path.dirname(__file__), "site-packages")
@@ -45,7 +45,7 @@ class LoopThread:
     """Owns an event loop and its thread, from the first call to ``stop``. The thread does not keep the process alive.
 
     Args:
-        at_exit: calls ``stop`` where the process ends first: a thread in torch while Python ends would abort the process.
+        at_exit: calls ``stop`` if the process exits first, because a thread inside torch would abort the exiting process.
     """
 
     def __init__(self, at_exit: Callable[[], None]) -> None:
@@ -54,7 +54,7 @@ class LoopThread:
         self._thread = threading.Thread(target=self._run, name="rollwright-rollout", daemon=True)
         self._at_exit = at_exit
         self._lock = threading.RLock()
-        self._calls: set[concurrent.futures.Future[Any]] = set()  # that callers wait for
+        self._calls: set[concurrent.futures.Future[Any]] = set()  # calls that threads wait for
         self.is_stopped = False
 
     def start(self) -> None:
@@ -74,7 +74,7 @@ class LoopThread:
         """Run a function on the loop and return what it returns.
 
         Raises:
-            RolloutError: called in the loop's own thread, which would wait for itself; or stopped, also while it waits.
+            RolloutError: called in the loop's own thread, which would wait for itself; or the loop was stopped, also during the wait.
         """
         self.refuse_inside()
         outcome: concurrent.futures.Future[Result] = concurrent.futures.Future()
@@ -82,7 +82,7 @@ class LoopThread:
         def run() -> None:
             try:
                 outcome.set_result(function(*args))
-            except BaseException as error:  # it is the caller's
+            except BaseException as error:  # raised in the caller's thread
                 outcome.set_exception(error)
 
         with self._lock:
@@ -122,7 +122,7 @@ class LoopThread:
             logger.error("rollout's event loop is blocked and could not be stopped: %s", where)
         finally:
             for call in list(self._calls):
-                with contextlib.suppress(concurrent.futures.InvalidStateError):  # answered at this moment
+                with contextlib.suppress(concurrent.futures.InvalidStateError):  # answered in the meantime
                     call.set_exception(RolloutError("the rollout executor was destroyed while this call waited."))
 
     def _run(self) -> None:
@@ -163,12 +163,12 @@ class LoopThread:
 class BlockedLoopMonitor:
     """Logs which workflow blocks an event loop, and on which line. Runs in a thread of its own.
 
-    A workflow that computes, sleeps or reads a file without awaiting stops all other samples. Only one step that lasts is
-    reported, not a loop that is busy with many samples, nor time in which the thread waits for a processor (as Linux counts it).
-    The loop is looked at and never woken.
+    A workflow that computes, sleeps or reads a file without awaiting stops all other samples. A report needs one long step; a loop that
+    is busy with many samples is not reported, nor is time in which the thread waits for a processor (as counted by Linux). The monitor
+    inspects the loop and never wakes it.
 
     Args:
-        blocked_seconds: seconds of one step that are reported.
+        blocked_seconds: duration of a step that is reported.
     """
 
     def __init__(self, blocked_seconds: float = BLOCKED_SECONDS) -> None:
@@ -182,7 +182,7 @@ class BlockedLoopMonitor:
         self.latest = ""
 
     def start(self) -> None:
-        """Begin to watch the calling thread, which runs the loop."""
+        """Start watching the calling thread, which runs the loop."""
         self._thread_id, self._native_id = threading.get_ident(), threading.get_native_id()
         self._thread = threading.Thread(target=self._watch, name="rollwright-loop-monitor", daemon=True)
         self._thread.start()
@@ -194,9 +194,9 @@ class BlockedLoopMonitor:
             self._thread.join()
 
     def where(self) -> str | None:
-        """The workflow that the loop's thread is in, with file, line and source; None where it does the executor's own work.
+        """The workflow that the loop's thread is in, with file, line and source. None while it does the executor's own work.
 
-        The line is the innermost of user code; of a workflow in an installed package, the outermost of installed code. The
+        The line is the innermost one of user code or, for a workflow in an installed package, the outermost one of installed code. The
         workflow is that of an ``arun_episode`` on the stack, or of the sample whose task or callback the loop runs.
         """
         workflow, users, installed = None, None, None
@@ -217,21 +217,21 @@ class BlockedLoopMonitor:
         users = users or installed
         if users is None:
             return None
-        file, line = users.f_code.co_filename, users.f_lineno or users.f_code.co_firstlineno  # some instructions are of no line
+        file, line = users.f_code.co_filename, users.f_lineno or users.f_code.co_firstlineno  # some instructions have no line
         source = linecache.getline(file, line).strip()
         return f"{workflow or 'a task of a workflow'} at {file}:{line} in {users.f_code.co_name}: {source}"
 
     def _watch(self) -> None:
-        step: weakref.ref[asyncio.Handle] | None = None  # that lasts; not held, so that a sample's memory can be freed
+        step: weakref.ref[asyncio.Handle] | None = None  # the current step; weak, so that a sample's memory can be freed
         held, is_reported = 0.0, False
-        places: Counter[str] = Counter()  # where the loop's thread was, look by look
+        places: Counter[str] = Counter()  # place of the loop's thread at each inspection
         woke, before = time.monotonic(), None
         while not self._ended.wait(LOOK_SECONDS):
             now, current = time.monotonic(), self._step()
             times = None if current is None else ThreadTimes.of(self._native_id)
-            if current is not step:  # one reference for each handle that lives
+            if current is not step:  # a handle has one reference object while it lives
                 held, is_reported, places = 0.0, False, Counter()
-            else:  # where this thread was kept waiting too, the machine is busy or another thread holds the interpreter
+            else:  # if this thread had to wait too, the machine is busy or another thread holds the interpreter lock
                 held += own_time(min(now - woke, 2 * LOOK_SECONDS), before, times)
             woke, before, step = now, times, current
             if step is None:
@@ -253,7 +253,7 @@ class BlockedLoopMonitor:
                     )
 
     def _step(self) -> weakref.ref[asyncio.Handle] | None:
-        """Which step of a task, or which callback, the loop is in; None where it is in none."""
+        """The task step or callback that the loop is running. None if it runs none."""
         frame = sys._current_frames().get(self._thread_id)
         while frame is not None:
             if frame.f_code is asyncio.Handle._run.__code__:
@@ -263,15 +263,15 @@ class BlockedLoopMonitor:
 
 
 class ThreadTimes(NamedTuple):
-    """What the system counted of a thread: seconds on a processor, and seconds in which it could run and had none."""
+    """Times of a thread as counted by the system: seconds on a processor, and seconds runnable without one."""
 
     computed: float
     waited: float
-    is_runnable: bool  # it computes or waits now, and is not blocked
+    is_runnable: bool  # running or waiting for a processor, and not blocked
 
     @classmethod
     def of(cls, native_id: int) -> ThreadTimes | None:
-        """Read it; None where the system does not say."""
+        """Read the times of a thread. None if the system does not provide them."""
         directory = Path(f"/proc/self/task/{native_id}")
         try:
             computed, waited, _ = (directory / "schedstat").read_text().split()
@@ -282,16 +282,16 @@ class ThreadTimes(NamedTuple):
 
 
 def own_time(elapsed: float, before: ThreadTimes | None, now: ThreadTimes | None) -> float:
-    """Seconds of ``elapsed`` in which a thread computed or was blocked, without those in which it waited for a processor."""
+    """Part of ``elapsed`` in which a thread computed or was blocked, without its waits for a processor."""
     if before is None or now is None:
         return elapsed
-    if now.is_runnable:  # its wait is counted when it ends
+    if now.is_runnable:  # the system counts a wait when it ends
         return min(elapsed, now.computed - before.computed)
     return max(0.0, elapsed - (now.waited - before.waited))
 
 
 def place_of(task: asyncio.Task[Any]) -> str:
-    """File and line at which a task waits: the innermost of the workflow's own code, where there is some."""
+    """File and line at which a task waits; the innermost line of the workflow's own code, if there is any."""
     current: Any = task.get_coro()
     frames = []
     while current is not None:
@@ -315,10 +315,10 @@ _gc_before: tuple[int, int, int] | None = None
 
 @contextlib.contextmanager
 def rare_full_collections() -> Iterator[None]:
-    """Make full garbage collections rarer (``GC_THRESHOLDS``) while any user of this is inside.
+    """Make full garbage collections rarer (``GC_THRESHOLDS``) inside the context.
 
-    A full collection stops all threads for up to 0.3 s with ten thousand samples in flight, a sixth of a run in all. Samples need
-    none: their reference counts free them. Thresholds that are rarer already, or that are set meanwhile, stay.
+    With ten thousand samples in flight, a full collection stops all threads for up to 0.3 s, a sixth of a run in total. Samples do not
+    need it, because reference counting frees them. Thresholds that are already higher, or that are changed meanwhile, are kept.
     """
     global _gc_users, _gc_before
     with _gc_lock:

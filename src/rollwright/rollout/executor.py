@@ -179,7 +179,7 @@ class RolloutExecutor:
         scheduler, caller = self._scheduler, threading.get_ident()
 
         def take() -> list[Group] | None:
-            groups = scheduler.take_evaluation(count) if is_eval else scheduler.take(count)
+            groups = scheduler.take_ready(count, is_eval=True) if is_eval else scheduler.take(count)
             if groups is not None:
                 return groups
             if not is_eval:
@@ -242,7 +242,7 @@ class RolloutExecutor:
         def take() -> list[Group] | None:
             failed.update(self._scheduler.reasons)
             self._scheduler.reasons.clear()
-            ready = self._scheduler.take_all()
+            ready = self._scheduler.take_ready()
             return ready if ready or failed else None
 
         groups = self._wait_for_groups(Waiter(take), timeout, "wait_for_any")
@@ -399,11 +399,6 @@ class RolloutExecutor:
     def set_version(self, version: int) -> None:
         """Weights were published: groups in training release their slots. The current version again is a no-op."""
         self._change(self._scheduler.publish, version)
-
-    @property
-    def version(self) -> int:
-        """The version that was published last."""
-        return self._scheduler.version
 
     @property
     def frontier(self) -> int:

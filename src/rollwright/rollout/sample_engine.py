@@ -118,9 +118,9 @@ class SampleEngine(SampleBoundEngine):
         return response
 
     async def astream(self, request: ModelRequest) -> AsyncGenerator[ModelResponse, None]:
-        """The response as it grows, where the engine can tell; it is recorded when it is complete. On any event loop.
+        """Yield the growing response, if the engine can stream; it is recorded when complete. May be used on any event loop.
 
-        A response whose reader leaves early is cancelled and not recorded.
+        If the reader stops early, the response is cancelled and not recorded.
         """
         sent, place = self._taken(request)
         started, response = time.time(), None
@@ -143,7 +143,7 @@ class SampleEngine(SampleBoundEngine):
         self.episode.close()
 
     def _taken(self, request: ModelRequest) -> tuple[ModelRequest, tuple[int, int]]:
-        """The request as it is sent, and its place in the record."""
+        """The request with its seed, and its place in the record."""
         self._refuse_if_closed()
         if request.gconfig.n_samples != 1:
             raise EngineError(
@@ -160,11 +160,11 @@ class SampleEngine(SampleBoundEngine):
         return request.seeded(seed), place
 
     def _from_past(self, sent: ModelRequest, place: tuple[int, int]) -> ModelResponse | None:
-        """What the journal has for this place of the episode, recorded as the engine's answer is; None: ask the engine.
+        """Answer a request from the journal, and record it like an answer of the engine. None if the engine must be asked.
 
         Raises:
-            ReplayError: the request is another than that of the past, or, in a replay, the past has none.
-            PromptTooLongError: it was refused then.
+            ReplayError: the request differs from the recorded one or, in a replay, none is recorded.
+            PromptTooLongError: the recorded request was refused.
         """
         episode = self.episode
         if episode.past is None:
@@ -211,20 +211,20 @@ class SampleEngine(SampleBoundEngine):
                 f"model call of {self.name} refused: the sample {self.closed_because}. What it returns is not used; let it end."
             )
 
-    # -- the rest of the protocol: a workflow may look, but the engine belongs to the run ------------------------------
+    # -- the rest of the protocol: read-only, because the engine belongs to the run ------------------------------------
 
     def get_version(self) -> int:
         """Version of the weights that the next token is sampled with."""
         return self.engine.get_version()
 
     def abort(self, rid: str | None = None) -> None:
-        """End this sample's conversation ``rid``, or all of its conversations."""
+        """Abort this sample's conversation ``rid``, or all of its conversations."""
         for own in list(self._conversations) if rid is None else self._conversations & {rid}:
             self.engine.abort(own)
 
 
 def answer_of(request: ModelRequest, kept: RecordedCall) -> ModelResponse:
-    """The recorded answer."""
+    """Make the response of a recorded call."""
     call = kept.call
     return ModelResponse(
         input_tokens=request.tokens,  # type: ignore[arg-type]

@@ -369,10 +369,10 @@ class GroupScheduler:
                 return None
         return picked
 
-    def take_evaluation(self, count: int) -> list[Group] | None:
-        """Take ``count`` groups of evaluation, of any age. None if they are not ready."""
-        picked = [group for group in self._ready if group.is_eval][:count]
-        if len(picked) < count:
+    def take_ready(self, count: int | None = None, *, is_eval: bool = False) -> list[Group] | None:
+        """Take groups of any age: all that are ready, or ``count`` of them. None if fewer are ready."""
+        picked = [group for group in self._ready if group.is_eval == is_eval][:count]
+        if len(picked) < (count or 0):
             return None
         self.deliver(picked)
         return picked
@@ -383,12 +383,6 @@ class GroupScheduler:
             return None
         self.deliver([group])
         return [group]
-
-    def take_all(self) -> list[Group]:
-        """Take every group that is ready; evaluation is left."""
-        picked = [group for group in self._ready if not group.is_eval]
-        self.deliver(picked)
-        return picked
 
     def deliver(self, groups: list[Group]) -> None:
         """Hand over groups that are ready."""

@@ -208,8 +208,8 @@ def test_evaluation_and_rollout_batch_start_at_once_and_are_not_counted():
     assert (evaluated.state, asked.state, batch.missing) == (READY, READY, 0)
     counters = world.scheduler.counters()
     assert (counters["running"], counters["ready"]) == (1, 0)
-    assert world.scheduler.take_evaluation(2) is None
-    assert world.scheduler.take_evaluation(1) == [evaluated]
+    assert world.scheduler.take_ready(2, is_eval=True) is None
+    assert world.scheduler.take_ready(1, is_eval=True) == [evaluated]
     assert world.scheduler.frontier.first_open == 0
 
 

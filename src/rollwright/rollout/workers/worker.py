@@ -1,7 +1,7 @@
-"""A process that runs episodes for another one, with a client of the servers, asked for one episode at a time.
+"""Runs episodes for the controller in a process of its own, with a client of the servers.
 
-The other process names the episode (ordinal, index, attempt) and decides on retries; it gets the episode's rows, packed. Nothing here
-knows how the two processes reach each other.
+The controller requests one episode at a time by ordinal, index and attempt, decides on retries, and gets the episode's rows packed.
+This module does not depend on how the two processes communicate.
 """
 
 from __future__ import annotations
@@ -33,17 +33,17 @@ Answer = tuple[bytes | None, list[Any]]
 
 
 class RolloutWorker:
-    """Runs episodes of one workflow with one engine, and those of held-out tasks.
+    """Runs the episodes of a run's workflow, and those of its evaluation, with one engine.
 
     Args:
-        engine: an engine, connected; it is destroyed with the worker.
-        config: limits of episodes (``rollout``).
+        engine: a connected engine; it is destroyed with the worker.
+        config: limits of episodes (the ``rollout`` section).
         workflow: class, instance, registered name or import path.
-        workflow_kwargs: arguments of its constructor.
-        group_size: samples of a task, which a workflow must not make by itself.
-        seed: the run's.
-        journal: what episodes are asked and answered is written there.
-        evaluation: the workflow of held-out tasks, and arguments of its constructor; None: the same.
+        workflow_kwargs: arguments of the workflow's constructor.
+        group_size: samples of a task, which the workflow must not make itself.
+        seed: the run's seed.
+        journal: records the episodes. None disables recording.
+        evaluation: workflow of the evaluation and its constructor's arguments. None uses the same workflow.
     """
 
     def __init__(
@@ -76,14 +76,14 @@ class RolloutWorker:
         """Run one episode to its end.
 
         Args:
-            name: the fields of its ``SampleName``.
-            task: the row, by ``pack_value``.
-            samples_asked: samples that the workflow is asked for.
-            past: of the episode, where it goes on.
+            name: fields of its ``SampleName``.
+            task: the row, packed by ``pack_value``.
+            samples_asked: number of samples that the workflow is asked for.
+            past: earlier run of the episode, from which it continues.
 
         Raises:
-            ReplayError: it does not run as its past did.
-            RolloutError: it failed; the message is the cause in one line, and the traceback is a note.
+            ReplayError: the episode does not run as its past did.
+            RolloutError: the episode failed; the message is the cause in one line, and the traceback is a note.
         """
         sample = SampleName(*name)
         workflow = (self._evaluation if sample.is_eval else None) or self._workflow
@@ -97,16 +97,16 @@ class RolloutWorker:
         return None if rows is None else pack_rows(rows), get_tracker().take()
 
     def cancel(self, name: tuple[Any, ...]) -> None:
-        """End an episode whose rows are not wanted any more."""
+        """Cancel an episode whose rows are no longer wanted."""
         self._thread.loop.call_soon_threadsafe(self._cut, SampleName(*name))
 
     def hold(self) -> None:
-        """Weights are about to change: nothing more is asked. With ``on_weight_update: wait``, return when all is answered."""
+        """Send no requests, because weights are about to change. With ``on_weight_update: wait``, return when all are answered."""
         if isinstance(self.engine, RemoteInferenceEngine):
             self.engine.weights.hold(drained=self._drains)
 
     def release(self, addresses: list[str], version: int) -> None:
-        """Go on, with the servers at these addresses, which hold this version."""
+        """Continue with the servers at these addresses, which hold this version."""
         if isinstance(self.engine, RemoteInferenceEngine):
             self.engine.weights.follow(addresses, version)
 
@@ -134,11 +134,11 @@ class RolloutWorker:
     def _ended(self, group: Group, sample: SampleEngine, outcome: Outcome, is_cut: bool) -> None:
         if is_cut:
             return
-        _, caller = self._callers[group]  # stays there until the end is written, so that ``_stopped`` can tell it
+        _, caller = self._callers[group]  # removed after the end is written, so that ``_stopped`` can answer it
         ended = record_end(sample, outcome, self._failures, group.data)
         error = sample.episode.diverged
         if isinstance(ended, Failure):
-            is_broken = isinstance(outcome, BrokenRewardError)  # stops the run, wherever the episode ran
+            is_broken = isinstance(outcome, BrokenRewardError)  # it stops the run, wherever the episode ran
             error = (BrokenRewardError if is_broken else RolloutError)(ended.cause)
             error.add_note(ended.traceback)
         with contextlib.suppress(concurrent.futures.InvalidStateError):
