@@ -81,7 +81,7 @@ class Origin:
     """Origin of a result, for error messages: workflow, task and, in a list, the index of the item."""
 
     workflow: str = ""
-    task: str = ""
+    task: object = ""  # its name, formatted only for a message
     index: int | None = None
 
     def error(self, key: str, wrong: str, remedy: str) -> TrajectoryError:
@@ -89,14 +89,14 @@ class Origin:
         return TrajectoryError(f"{self}, key {key!r}: {wrong}; {remedy}.")
 
     def __str__(self) -> str:
-        task = self.task if self.task.startswith("task ") else f"task {self.task or '?'}"
-        where = [f"workflow {self.workflow or '?'}", task]
+        task = str(self.task) or "?"
+        where = [f"workflow {self.workflow or '?'}", task if task.startswith("task ") else f"task {task}"]
         if self.index is not None:
             where.append(f"item {self.index}")
         return ", ".join(where)
 
 
-def check_trajectory(trajectory: Any, *, workflow: str = "", task: str = "") -> None:
+def check_trajectory(trajectory: Any, *, workflow: str = "", task: object = "") -> None:
     """Check a trajectory against the data contract; runs by default between every workflow and the trainer.
 
     Args:

@@ -36,7 +36,7 @@ from rollwright.experience.trajectory import concat_padded_tensors, tensor_form
 
 
 def normalise(
-    result: Any, recorder: Recorder | None, *, workflow: str = "", task: str = "", tokenizer: Any = None
+    result: Any, recorder: Recorder | None, *, workflow: str = "", task: object = "", tokenizer: Any = None
 ) -> Trajectory | None:
     """Convert a workflow's result to trajectory rows and fill in missing columns from the record.
 

@@ -1,10 +1,10 @@
-"""One episode, from the engine that its workflow gets to its rows: ``run``. ``EpisodeRunner`` runs many, each within its limits.
+"""Runs one episode, from the engine that its workflow gets to its rows (``run``), or many, each within its limits (``EpisodeRunner``).
 
 Invariants:
 
 * every episode that was started is reported once: when it ends, or a grace period after it was cancelled;
 * limits, cancellation and abandonment are decided here and nowhere else;
-* a fault in a callback stops rollout: nobody waits for what will not come.
+* a fault in a callback stops rollout, so that nobody waits for a result that will not come.
 """
 
 from __future__ import annotations
@@ -64,12 +64,11 @@ async def run(
     UNCOUNTED.set(sample.uncounted)
     with sandboxed(sandbox):
         result = await workflow.arun_episode(sample, dict(data))
-    name = str(sample.name)
-    rows = normalise(result, sample.recorder, workflow=sample.workflow, task=name)
+    rows = normalise(result, sample.recorder, workflow=sample.workflow, task=sample.name)
     if rows is not None and sample.sample_of_row is not None:
         rows["sample_ids"] = torch.tensor(sample.sample_of_row)
     if rows is not None and check:
-        check_trajectory(rows, workflow=sample.workflow, task=name)
+        check_trajectory(rows, workflow=sample.workflow, task=sample.name)
     return rows
 
 
@@ -191,7 +190,7 @@ class EpisodeRunner:
             yield
         except JournalError as error:  # its message is complete
             self.stop(error)
-        except Exception as error:  # unforeseen by definition
+        except Exception as error:  # of any type, because it is a bug
             logger.exception("rollout stops for a fault of its own")
             self.stop(error)
 
@@ -228,7 +227,7 @@ class EpisodeRunner:
             )
             late.__cause__ = error
             return late
-        except (Exception, SystemExit) as error:  # a workflow that fails is data: it is retried, counted and reported
+        except (Exception, SystemExit) as error:  # a failed workflow is data: it is retried, counted and reported
             return error
         finally:
             if timer is not None:
@@ -239,7 +238,7 @@ class EpisodeRunner:
         running = self._running.get(group, {})
         sample = running.pop(task, None)
         if sample is None:
-            return  # it was abandoned before
+            return  # abandoned earlier
         if not running:
             del self._running[group]
         sample.close("has ended")

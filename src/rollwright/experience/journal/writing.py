@@ -81,7 +81,7 @@ class Journal:
         self._ended: list[int] = []  # complete files that may not be flushed yet
         self._lock = threading.RLock()
         self._flushing = threading.Lock()
-        self._episodes = itertools.count()
+        self.next_episode: Callable[[], int] = itertools.count().__next__  # reserves a number for an episode
         self._first: dict[int, int] = {}  # ordinal of a training task -> file in which its first episode begins
         self._checkpoints: list[tuple[int, int]] = []  # frontier of each, and the first file needed to resume from it
         #: The highest ordinal of earlier processes' episodes that this one continues; their files are needed until then.
@@ -120,10 +120,6 @@ class Journal:
                 self._end_large_file()
         if not self._unflushed.is_set():
             self._unflushed.set()
-
-    def next_episode(self) -> int:
-        """Reserve a number for an episode."""
-        return next(self._episodes)
 
     def arguments(self, gconfig: object) -> int:
         """Number of these generation arguments; they are written first if the current file does not have them.

@@ -1,11 +1,11 @@
-"""One run of an agent at the OpenAI front: whose calls it makes, what its prompts were made of, and how it is rewarded.
+"""One run of an agent at the OpenAI front: its calls, the tokens of its conversations, and its rewards.
 
 Invariants:
 
-* a call whose messages go on from an earlier reply is sent as that reply's tokens and the encoding of what was added: what
-  the model sampled is never encoded again;
+* a call whose messages continue an earlier reply is sent as the reply's tokens followed by the encoding of the added messages: sampled
+  tokens are never encoded again;
 * every finished call is in the recorder before its answer is sent, with its id and the user's turn that it answers;
-* the agent's requests are taken as they are; what they leave out comes from the run's own generation arguments.
+* the agent's requests are not changed; arguments that they omit come from the run's generation arguments.
 """
 
 from __future__ import annotations
@@ -37,12 +37,12 @@ from rollwright.inference.server.openai_answer import CHAT, OpenAICall
 from rollwright.inference.server.prompts import Prompts, template_messages, tools_of
 from rollwright.rollout.sample_engine import SampleEngine, answer_of
 
-#: Names of what the journal keeps of a run beside its tokens.
+#: Names of the journal's records of a run, besides its tokens.
 _CALL, _REWARD = "front.call", "front.reward"
 
 
 class Reward(Body):
-    """``/v1/rewards``: of the run, or of a call or a turn of it."""
+    """Body of ``/v1/rewards``: the reward of the run, or of a call or a turn."""
 
     reward: float = Field(description="a finite number")
     call: str | None = Field(None, description="the id of a response")
@@ -50,15 +50,15 @@ class Reward(Body):
 
 
 class OpenAIEpisode(OpenAIProtocol):
-    """The calls that come in with one API key.
+    """The calls made with one API key.
 
     Made by ``OpenAIFront.episode``; ``base_url, api_key = front.episode(engine)`` is enough for an agent that takes these two.
-    Leave its ``with`` block, or ``close`` it, when the agent has ended: the key is refused from then on.
+    Leave its ``with`` block, or ``close`` it, when the agent has ended; the key is refused from then on.
 
     Attributes:
-        base_url: what an OpenAI client is pointed at.
-        api_key: tells this run's calls from all others.
-        recorder: every request and response, token for token.
+        base_url: base URL for OpenAI clients.
+        api_key: identifies the calls of this run.
+        recorder: records every request and response token for token.
     """
 
     other_names = ("default", "policy")  # Claude Code treats ``default`` as one of its own models
@@ -96,19 +96,19 @@ class OpenAIEpisode(OpenAIProtocol):
         self.recorder = Recorder() if engine.recorder is None else engine.recorder
         self._template_kwargs = dict(template_kwargs or {})
         self._conversations: dict[str, ConversationTokens] = {}
-        self._open_ends: list[tuple[list[int], str]] = []  # tokens of a conversation so far, and its id
-        self._turn_of_call: dict[str, int] = {}  # in order of arrival of the answers
+        self._open_ends: list[tuple[list[int], str]] = []  # tokens of each conversation so far, and its id
+        self._turn_of_call: dict[str, int] = {}  # in the order of the answers
         self._run_reward: float | None = None
         self._turn_rewards: dict[int, float] = {}
         self._call_rewards: dict[str, float] = {}
         self._sample = engine if isinstance(engine, SampleEngine) else None
         self._was_closed = False
         self._journal = journal
-        self._last_messages: list[Any] = []  # of the body in the journal, of which the next one is a delta
+        self._last_messages: list[Any] = []  # messages of the latest body in the journal; the next one is a delta of them
 
     @property
     def is_open(self) -> bool:
-        """Whether the key is accepted: until ``close``, or the end of the sample that the engine is bound to."""
+        """True while the key is accepted: until ``close``, or the end of the sample that the engine is bound to."""
         return not self._was_closed and (self._sample is None or self._sample.closed_because is None)
 
     def __iter__(self) -> Iterator[str]:
@@ -121,19 +121,19 @@ class OpenAIEpisode(OpenAIProtocol):
         self.close()
 
     def close(self) -> None:
-        """Refuse the key from now on; what was recorded stays. Idempotent."""
+        """Refuse the key from now on; records are kept. Idempotent."""
         self._was_closed = True
 
     # -- for agents ----------------------------------------------------------------------------------------------------
 
     def client(self) -> Any:
-        """An ``openai.OpenAI`` for this run; it carries ``model_path``. To be used in threads, not on the rollout's loop."""
+        """An ``openai.OpenAI`` client of this run, with ``model_path``. Use it in threads, not on the rollout's event loop."""
         from rollwright.workflows.openai_clients import RunClient
 
         return RunClient(self.base_url, self.api_key, self.model_name, forbidden_loop=self._sample and self._sample.loop)
 
     def async_client(self) -> Any:
-        """An ``openai.AsyncOpenAI`` for this run; it carries ``model_path``. Works on any event loop."""
+        """An ``openai.AsyncOpenAI`` client of this run, with ``model_path``. Works on any event loop."""
         from rollwright.workflows.openai_clients import AsyncRunClient
 
         return AsyncRunClient(self.base_url, self.api_key, self.model_name)
@@ -151,19 +151,19 @@ class OpenAIEpisode(OpenAIProtocol):
         return [record for record in self.recorder.records if record.metadata.get("call") in self._turn_of_call]
 
     def set_reward(self, reward: float, *, call: str | None = None, turn: int | None = None) -> None:
-        """Reward the run, or one call or turn of it; a second value takes the first one's place.
+        """Reward the run, or one of its calls or turns; a later value replaces an earlier one.
 
-        The run's reward is the reward of every experience. A call's stands at the call's last token, so that it credits the
-        call and what came before it in the same sequence. A turn is what the agent did between one message of the user and
-        the next; its reward is its last call's.
+        The run's reward is the reward of every experience. A call's reward is the token reward of its last token, so it credits the call
+        and earlier calls of the same sequence. A turn consists of the calls between one message of the user and the next; its reward goes
+        to its last call.
 
         Args:
             reward: a finite number.
             call: id of a call.
-            turn: number of a turn from 0; negative: from the end.
+            turn: index of a turn; negative indices count from the end.
 
         Raises:
-            WorkflowError: it is no finite number, or there is no such call or turn.
+            WorkflowError: the reward is not a finite number, or there is no such call or turn.
         """
         if isinstance(reward, bool) or not isinstance(reward, int | float) or not math.isfinite(reward):
             raise WorkflowError(f"the reward is {reward!r}; it has to be a finite number.")
@@ -188,7 +188,7 @@ class OpenAIEpisode(OpenAIProtocol):
             self._journal.result(_REWARD, 0, "recorded", time.time(), value=pack_value(given))
 
     def reward_of(self, call: str) -> float | None:
-        """The reward of a call; None: it was given none."""
+        """The reward of a call. None if it has none."""
         return self._call_rewards.get(call)
 
     async def take_reward(self, request: Request) -> dict[str, Any]:
@@ -202,13 +202,13 @@ class OpenAIEpisode(OpenAIProtocol):
 
     @property
     def run_reward(self) -> float | None:
-        """The reward of the run; 0 where only calls or turns were rewarded; None where nothing was."""
+        """The reward of the run: 0 if only calls or turns were rewarded, None if nothing was."""
         if self._run_reward is None and (self._call_rewards or self._turn_rewards):
             return 0.0
         return self._run_reward
 
     def call_rewards(self) -> dict[int, float]:
-        """Rewards of calls and turns by the index of the record that they belong to."""
+        """Rewards of calls and turns by the index of their record."""
         records = self.records
         last_of_turn = {record.metadata["user_turn"]: record for record in records}
         rewards = {record.index: self._call_rewards.get(record.metadata["call"], 0.0) for record in records}
@@ -220,7 +220,7 @@ class OpenAIEpisode(OpenAIProtocol):
         """The run as experiences: calls that extend one another are one sequence, branches are several.
 
         Args:
-            reward: of the run, in place of what ``set_reward`` was told.
+            reward: reward of the run. None uses the value of ``set_reward``.
         """
         reward = self.run_reward if reward is None else reward
         experiences = experiences_of(self.records, reward=reward, call_rewards=self.call_rewards())
@@ -233,7 +233,7 @@ class OpenAIEpisode(OpenAIProtocol):
     def _render(
         self, messages: list[dict[str, Any]], tools: list[Any] | None, fields: dict[str, Any], variables: dict[str, Any]
     ) -> list[int]:
-        """The tokens of the conversation so far, and what was added to it."""
+        """The tokens of the conversation so far, followed by the encoding of the added messages."""
         if fields.get("continue_final_message") or fields.get("add_generation_prompt") is False:
             return super()._render(messages, tools, fields, variables)
         return self._conversation(variables).encode(messages, tools)
@@ -279,7 +279,7 @@ class OpenAIEpisode(OpenAIProtocol):
         return call
 
     def _conversation_of(self, prompt: list[int]) -> str | None:
-        """Id of the conversation that a prompt goes on from, which nobody else goes on from then; None: a new one."""
+        """Id of the conversation that a prompt continues; no other prompt can continue it then. None if it starts a new one."""
         found = [end for end in self._open_ends if prompt[: len(end[0])] == end[0]]
         if not found:
             return None
@@ -296,7 +296,7 @@ class OpenAIEpisode(OpenAIProtocol):
         self._turn_of_call[call.answer_id] = call.requests[0].metadata["user_turn"]  # from here on the call counts
         for request, response, choice in zip(call.requests, call.responses, call.choices, strict=True):
             self._open_ends.append(([*request.input_ids, *response.output_tokens], request.rid))
-            has_false_image = self.images.token_id in response.output_tokens  # nothing may go on from it
+            has_false_image = self.images.token_id in response.output_tokens  # no prompt may continue it
             if call.is_chat and not has_false_image:
                 conversation = self._conversation(self._variables(given))
                 (reply,) = template_messages([choice["message"]])
@@ -305,7 +305,7 @@ class OpenAIEpisode(OpenAIProtocol):
     # -- runs that outlive their process -------------------------------------------------------------------------------
 
     def _note(self, call: OpenAICall, records: list[RequestRecord]) -> None:
-        """Write a finished call to the journal: its tokens, and what was asked and answered in words."""
+        """Write a finished call to the journal: its tokens, request and answer."""
         if self._journal is None:
             return
         for record in records:
@@ -321,13 +321,13 @@ class OpenAIEpisode(OpenAIProtocol):
         self._last_messages = messages
 
     def restore(self, past: Sequence[RecordedEpisode]) -> None:
-        """Go on where the run stood: its calls are read again, and its rewards.
+        """Restore the calls and rewards of a run from the journal.
 
         Args:
-            past: what each process that had the run wrote of it, in order.
+            past: recorded episodes of the run, one for each process that served it, in order.
 
         Raises:
-            ReplayError: the tokens of its messages are others now (another tokenizer or chat template).
+            ReplayError: its messages have other tokens now, because the tokenizer or chat template has changed.
         """
         journal, self._journal = self._journal, None
         for episode in past:

@@ -1,8 +1,7 @@
-"""The OpenAI front: one HTTP server before any inference engine, at which agents of any framework are recorded.
+"""The OpenAI front: an HTTP server in front of any inference engine that records agents of any framework.
 
-An agent is given a ``base_url`` and an API key of its own. It needs no change and no library of ours; what it asks with its
-key is answered by the engine of its run and recorded token for token. A key that nobody was given, or whose run has ended, is
-refused with 401.
+Each agent gets a ``base_url`` and an API key, and needs no change and no library of ours. Requests with its key are answered by the engine
+of its run and recorded token for token. Unknown keys, and keys of runs that have ended, are refused with 401.
 
 The routes: ``/v1/models``, ``/v1/completions``, ``/v1/chat/completions``, ``/v1/responses`` and ``/v1/messages``
 (tools, streams), and ``POST /v1/rewards`` for agents that score themselves. ``OpenAIAgentWorkflow`` makes a workflow of an agent.
@@ -58,8 +57,8 @@ class OpenAIFront:
             await agent(base_url=episode.base_url, api_key=episode.api_key)
             return episode.experiences(reward=1.0)
 
-    The server is a thread of this process. It starts with the first episode, and ends with ``close``, with the object, or with
-    the process.
+    The server runs in a thread of this process. It starts with the first episode and ends on ``close``, when the object is collected, or
+    when the process exits.
     """
 
     def __init__(
@@ -104,15 +103,15 @@ class OpenAIFront:
         journal: EpisodeWriter | None = None,
         api_key: str | None = None,
     ) -> OpenAIEpisode:
-        """Open a run: its calls are answered by ``engine``, under a key of its own. May be called from any thread.
+        """Open a run with its own key, whose calls ``engine`` answers. May be called from any thread.
 
         Args:
-            engine: usually the one that a workflow is given, which is bound to its sample.
-            gconfig: generation arguments that requests may leave out.
+            engine: usually the engine that a workflow gets, which is bound to its sample.
+            gconfig: defaults of the generation arguments.
             template_kwargs: passed to the chat template.
-            context_length: most tokens of a prompt and its answer; None: the engine's.
-            journal: keeps the run's calls, where the engine does not, so that ``OpenAIEpisode.restore`` can go on with it.
-            api_key: of a run that goes on; None: a new one.
+            context_length: most tokens of a prompt and its answer. None uses the engine's limit.
+            journal: records the run's calls if the engine does not, so that ``OpenAIEpisode.restore`` can continue it.
+            api_key: key of a run that continues. None makes a new one.
 
         Returns:
             The run; it unpacks into ``base_url, api_key``.
@@ -138,7 +137,7 @@ class OpenAIFront:
 
     @contextlib.contextmanager
     def holding_calls(self) -> Iterator[None]:
-        """While runs are restored, calls are told to come again (503) and not that their key is unknown."""
+        """Answer calls with 503 (ask again) instead of 401 while runs are being restored."""
         self._holds_calls = True
         try:
             yield
@@ -156,7 +155,7 @@ class OpenAIFront:
         """
         with self._lock:
             if self._server is None:
-                settings = dataclasses.replace(self._settings)  # which learns the port
+                settings = dataclasses.replace(self._settings)  # the copy receives the port
                 self._server = ServerThread(_application(self, settings), settings)
                 self._stop_server = weakref.finalize(self, self._server.stop)
                 logger.info("the OpenAI front listens at %s", self._server.url)
@@ -179,7 +178,7 @@ class OpenAIFront:
         """The run of a key.
 
         Raises:
-            RequestError: nobody was given the key, or its run has ended (401); runs are being restored (503).
+            RequestError: the key is unknown or its run has ended (401), or runs are being restored (503).
         """
         if self._holds_calls:
             raise RequestError("The runs of this front are being restored: ask again.", status=503)
@@ -197,7 +196,7 @@ class OpenAIFront:
 
 
 def _application(front: OpenAIFront, settings: ServiceSettings) -> FastAPI:
-    """The routes; they hold the front weakly, so that a front that nobody holds any more ends its server."""
+    """The routes. They hold the front weakly, so that the server ends when the front is collected."""
     held = weakref.ref(front)
 
     def route(serve: Callable[[Any, Request], Awaitable[Any]]) -> Callable[[Request], Awaitable[Any]]:
@@ -269,7 +268,7 @@ class OpenAIAgentWorkflow(RolloutWorkflow):
         self.threads = AbandonableThreads(limit=16)
 
     async def arun_episode(self, engine: InferenceEngine, data: dict[str, Any]) -> list[Experience]:
-        """Run the agent once; one experience for each sequence of calls that extend one another."""
+        """Run the agent once; returns one experience for each sequence of calls that extend one another."""
         with await asyncio.to_thread(self.front.episode, engine, gconfig=self.gconfig) as episode:
             try:
                 reward = await self._run(episode, data)
