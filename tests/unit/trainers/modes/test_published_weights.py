@@ -15,7 +15,13 @@ from rollwright.inference.weights.files import read_weights
 from rollwright.rollout.engines import LocalRolloutEngine
 from rollwright.store import Announcement, ExperienceStore
 from rollwright.trainers.modes import published_weights
-from rollwright.trainers.modes.published_weights import PublishedWeights, load_and_audit, newest_weights, read_published
+from rollwright.trainers.modes.published_weights import (
+    PublishedWeights,
+    WeightFollower,
+    load_and_audit,
+    newest_weights,
+    read_published,
+)
 from rollwright.training.engine import TrainEngine
 
 
@@ -112,3 +118,25 @@ def test_weights_that_are_being_replaced_are_looked_for_again(announced, tmp_pat
         with pytest.raises(WeightUpdateError, match=r"no \*\.safetensors"):
             newest_weights(store.announcements, None)
     assert weights
+
+
+def test_an_engine_follows_the_trainer_also_back_to_an_earlier_version(tmp_path, engine, tiny_model):
+    weights, went_back = engine.full_weights(), []
+    tokenizer = load_tokenizer(str(tiny_model))
+    with (
+        ExperienceStore("sqlite://") as store,
+        LocalRolloutEngine(RolloutConfig(), model=str(tiny_model), tokenizer=tokenizer) as rollout,
+    ):
+        store.recover(None)
+        published = PublishedWeights(tmp_path, store.announcements)
+        follower = WeightFollower(rollout, store.announcements, None, lambda: went_back.append(rollout.get_version()))
+        assert not follower.follow()
+        for version in (1, 2):
+            published.update_weights(None, version=version, weights=weights, config=engine.model.config)
+            assert follower.follow()
+            assert (follower.version, rollout.get_version(), went_back) == (version, version, [])
+        assert not follower.follow()
+        store.recover(None)
+        published.update_weights(None, version=1, weights=weights, config=engine.model.config)
+        assert follower.follow()
+        assert (follower.version, rollout.get_version(), went_back) == (1, 1, [2])
