@@ -124,8 +124,10 @@ class TrainEngine:
     def _load(self, shards: bool, like: TrainEngine | None = None) -> None:
         """Create the model and load its weights from its path, or copy those of ``like``; a sharded model one tensor at a time."""
         config, is_given = self.config, self.model is not None
-        if like is not None:
-            self.model = empty_copy(like.model, like.frozen_dtype) if shards else frozen_model(like.model, like.frozen_dtype)
+        if like is not None:  # buffers keep their type, so that rotary frequencies stay exact
+            held = next(like.model.parameters()).dtype
+            dtype = torch.bfloat16 if like.compute_dtype == torch.bfloat16 else held
+            self.model = empty_copy(like.model, dtype) if shards else frozen_model(like.model, dtype)
         elif not is_given:
             dtype = held_dtype(config, self.device)
             self.model = empty_model(config, dtype) if shards else load_model(config, dtype=dtype, device=self.device)
@@ -170,12 +172,6 @@ class TrainEngine:
         engine._load(is_sharded(self.model), like=self)
         engine.model.requires_grad_(False)
         return engine
-
-    @property
-    def frozen_dtype(self) -> torch.dtype:
-        """Parameter type of a frozen copy. Buffers keep their type, so rotary frequencies stay exact."""
-        held = next(self.model.parameters()).dtype
-        return torch.bfloat16 if self.compute_dtype == torch.bfloat16 else held
 
     # Scoring
 

@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
-from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
 import torch
 from safetensors import safe_open
-from torch import Tensor, nn
+from torch import nn
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.filesystem import FileSystem
 from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageReader
@@ -44,7 +42,9 @@ def load_weights(model: Any, path: str) -> None:
     files = _weight_files(path)
     own = own_tensors(model)
     by_name = _names_of_same(model)
-    keys = CheckpointKeys.of(model, _keys_of(files))
+    opened = [safe_open(file, framework="pt") for file in files]
+    place = {key: file for file in opened for key in file.keys()}  # noqa: SIM118
+    keys = CheckpointKeys.of(model, list(place))
     targets = {key: own[by_name[name]] for key, name in keys.direct.items() if name in by_name}
     filled = {by_name[name] for name in keys.direct.values() if name in by_name}
     try:
@@ -57,9 +57,10 @@ def load_weights(model: Any, path: str) -> None:
         raise
     except (Exception, CheckpointException) as error:  # the text names the cause
         raise ConfigError(f"{path} could not be read into a model of type {model.config.model_type!r}: {error}") from error
-    for name, tensor in _converted_tensors(keys, files):
-        own[by_name[name]].copy_(sharded_like(tensor.to(own[by_name[name]].dtype), own[by_name[name]]))
-        filled.add(by_name[name])
+    for converted in keys.converted:  # merged from several tensors or split from one by transformers
+        for name, tensor in keys.convert(converted, lambda key: place[key].get_tensor(key)):
+            own[by_name[name]].copy_(sharded_like(tensor.to(own[by_name[name]].dtype), own[by_name[name]]))
+            filled.add(by_name[name])
     keys.remember()
     if missing := sorted(own.keys() - filled):
         raise ConfigError(
@@ -113,23 +114,6 @@ class _Files(FileSystem):
 
     def ls(self, path: Any) -> list[str]:
         return [str(file) for file in self._files]
-
-
-def _keys_of(files: list[Path]) -> list[str]:
-    keys: list[str] = []
-    for file in files:
-        with safe_open(file, framework="pt") as opened:
-            keys += opened.keys()
-    return keys
-
-
-def _converted_tensors(keys: CheckpointKeys, files: list[Path]) -> Iterator[tuple[str, Tensor]]:
-    """Tensors that transformers merges from several or splits from one, unsharded, one conversion at a time."""
-    with ExitStack() as stack:
-        opened = [stack.enter_context(safe_open(file, framework="pt")) for file in files] if keys.converted else []
-        place = {key: file for file in opened for key in file.keys()}  # noqa: SIM118
-        for name in keys.converted:
-            yield from keys.convert(name, lambda key: place[key].get_tensor(key))
 
 
 def save_model(

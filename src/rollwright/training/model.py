@@ -188,11 +188,11 @@ def new_model(
         tokenizer: sets the vocabulary size and the ids of the begin, end and padding tokens.
         vocab_size: vocabulary size without a tokenizer, or a larger one than the tokenizer's.
         hidden_size: width of the model.
-        intermediate_size: width of the feed-forward layers. None: three times ``hidden_size``, rounded up to a multiple of 32.
+        intermediate_size: width of the feed-forward layers. None uses three times ``hidden_size``, rounded up to a multiple of 32.
         num_hidden_layers: number of layers.
         num_attention_heads: number of query heads.
-        num_key_value_heads: number of key and value heads. None: as many as query heads.
-        head_dim: size of a head. None: ``hidden_size / num_attention_heads``.
+        num_key_value_heads: number of key and value heads. None uses as many as query heads.
+        head_dim: size of a head. None uses ``hidden_size / num_attention_heads``.
         max_position_embeddings: longest sequence.
         tie_word_embeddings: use one matrix for input and output embeddings.
         seed: seed of the weights; global random states do not change.
@@ -271,7 +271,7 @@ def new_vision_model(
         tokenizer: tokenizer with the image tokens (``rollwright.data.vision.VISION_PIECES``).
         vision: vision tower of the new model. None uses the defaults.
         hidden_size, intermediate_size, num_hidden_layers, num_attention_heads, num_key_value_heads,
-        max_position_embeddings, tie_word_embeddings, seed: of the language model; as for ``new_model``.
+        max_position_embeddings, tie_word_embeddings, seed: of the language model, as for ``new_model``.
 
     Returns:
         The model, float32 on the CPU.

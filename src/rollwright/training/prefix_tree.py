@@ -159,15 +159,14 @@ def _picture_numbers(entries: Sequence[Any]) -> np.ndarray:
     for row, entry in enumerate(entries):
         if not entry:
             continue
-        numbers[row] = next((number for number, other in enumerate(seen, 1) if _same_pictures(other, entry)), 0)
-        if not numbers[row]:
+        for number, other in enumerate(seen, 1):
+            if entry is other or (entry.keys() == other.keys() and all(torch.equal(entry[key], other[key]) for key in entry)):
+                numbers[row] = number
+                break
+        else:
             seen.append(entry)
             numbers[row] = len(seen)
     return numbers
-
-
-def _same_pictures(one: dict[str, Tensor], other: dict[str, Tensor]) -> bool:
-    return one is other or (one.keys() == other.keys() and all(torch.equal(one[name], other[name]) for name in one))
 
 
 def build(batch: Trajectory, shared: Sequence[int] | None = None) -> PrefixTree:

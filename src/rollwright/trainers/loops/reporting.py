@@ -44,10 +44,6 @@ class EvaluationResult:
     response_tokens: float  # mean sampled tokens of a sample
     trajectory: Trajectory  # rows in the order of the tasks; a packed batch on a Ray cluster
 
-    def as_metrics(self) -> dict[str, float]:
-        """Scalars for a metrics sink."""
-        return {"reward": self.reward, "truncated": self.truncated, "response_tokens": self.response_tokens}
-
 
 class StageRun:
     """The records of one stage of a run.
@@ -127,7 +123,8 @@ class StageRun:
 
     def report_evaluation(self, step: int, result: EvaluationResult, reported: Mapping[str, float] | None = None) -> None:
         """Log and show an evaluation, together with the metrics ``reported`` while it ran."""
-        self.metrics.log(step, {**(reported or {}), **{f"eval/{name}": value for name, value in result.as_metrics().items()}})
+        scores = {f"eval/{name}": getattr(result, name) for name in ("reward", "truncated", "response_tokens")}
+        self.metrics.log(step, {**(reported or {}), **scores})
         self.display.evaluation(step, result.reward)
         self.dumper.dump(step, result.trajectory, "eval", unpacked)
 

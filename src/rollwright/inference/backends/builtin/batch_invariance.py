@@ -59,7 +59,10 @@ def invariant_runner(
     Raises:
         EngineError: results on this machine vary even if requests are computed one at a time.
     """
-    reason = why_not_in_blocks(model)
+    reason, parameter = None, next(model.parameters())
+    if parameter.device.type != "cpu" or parameter.dtype != torch.float32:
+        kind = f"{str(parameter.dtype).removeprefix('torch.')} on {parameter.device.type}"
+        reason = f"{kind} is multiplied in an order that depends on the batch (float32 on a CPU is not)"
     runner = ModelRunner(model, *limits, shapes=Shapes.FREE if reason else Shapes.BLOCKS, invariant_attention=InvariantPrefill)
     known = _results.setdefault(model, {})
     setting = threads, prefill_tokens, runner.context_length, runner.device, model.dtype
@@ -115,17 +118,6 @@ def _check(runner: ModelRunner, limits: tuple[int, int | None, int], prefill_tok
         return _CheckResult(None, dict(runner.forward.most_rows) if isinstance(runner.forward, LlamaFamily) else {})
     alone = ModelRunner(runner.model, *limits, shapes=Shapes.ONE_ROW)
     return _CheckResult(reason, differs_alone=differing_request(alone, prefill_tokens))
-
-
-def why_not_in_blocks(model: torch.nn.Module) -> str | None:
-    """Why this model cannot be sampled in blocks of fixed shape; None if it may be possible."""
-    parameter = next(model.parameters())
-    if parameter.device.type != "cpu" or parameter.dtype != torch.float32:
-        kind = str(parameter.dtype).removeprefix("torch.")
-        return (
-            f"{kind} on {parameter.device.type} is multiplied in an order that depends on the batch (float32 on a CPU is not)"
-        )
-    return None
 
 
 @torch.inference_mode()

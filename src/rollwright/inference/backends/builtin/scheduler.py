@@ -234,7 +234,7 @@ class Scheduler:
         followers: list[tuple[Sequence, Sequence]] = []
         budget = self._prefill_tokens
         if self.partial is not None:
-            chunks.append(self._chunk(self.partial, budget))
+            chunks.append(self._next_chunk(self.partial, budget))
             budget -= chunks[0].length
             if not chunks[0].completes:
                 return Prefill([chunks])
@@ -260,26 +260,25 @@ class Scheduler:
             if is_plain and prompt in leaders:
                 followers.append((sequence, leaders[prompt]))
                 continue
-            self._find_prefix(sequence)
-            chunks.append(self._chunk(sequence, budget))
+            chunks.append(self._next_chunk(sequence, budget))
             budget = budget - chunks[-1].length if chunks[-1].completes else 0
             if chunks[-1].completes and is_plain:
                 leaders[prompt] = sequence
         return Prefill(self._place(chunks, followers), followers)
 
-    def _find_prefix(self, sequence: Sequence) -> None:
-        """Find a computed prefix of the sequence; it is copied once the sequence has its row."""
-        sequence.cached, sequence.prefix_source = 0, None
-        # the last token, and the one before each scored token, must be computed for their logits
-        limit = min(sequence.shareable_length, (sequence.next_scored or len(sequence.tokens)) - 1)
-        if limit <= 0 or self._prompts_alone:
-            return
-        for index in (self._active_prefixes, self.kept):
-            source, length = index.find(sequence.tokens)
-            if min(length, limit) > sequence.cached:
-                sequence.cached, sequence.prefix_source = min(length, limit), source
+    def _next_chunk(self, sequence: Sequence, budget: int) -> Chunk:
+        """Return the tokens of a sequence to compute now.
 
-    def _chunk(self, sequence: Sequence, budget: int) -> Chunk:
+        A new sequence starts after the longest computed prefix, which is copied once the sequence has its row.
+        """
+        if sequence is not self.partial:
+            sequence.cached, sequence.prefix_source = 0, None
+            # the last token, and the one before each scored token, must be computed for their logits
+            limit = min(sequence.shareable_length, (sequence.next_scored or len(sequence.tokens)) - 1)
+            for index in (self._active_prefixes, self.kept) if limit > 0 and not self._prompts_alone else ():
+                source, length = index.find(sequence.tokens)
+                if min(length, limit) > sequence.cached:
+                    sequence.cached, sequence.prefix_source = min(length, limit), source
         end = len(sequence.tokens)
         budget = self._prefill_tokens if self._prompts_alone else budget
         budget = budget if sequence.next_scored is None else min(budget, _SCORED_TOKENS)
