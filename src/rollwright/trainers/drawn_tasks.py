@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import inspect
 from collections import OrderedDict
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable
 from typing import Any
 
 from rollwright.config.experiment import PPOConfig
@@ -104,12 +104,11 @@ def evaluation_rows(config: PPOConfig) -> list[Row]:
     return get_dataset(config.valid_dataset, config.tokenizer_path or config.actor.path, thinks(given))
 
 
-def training_rows(config: PPOConfig) -> Iterator[Row]:
-    """Yield all rows that training tasks are drawn from."""
-    if not config.tasksets:
-        yield from get_dataset(config.train_dataset, config.tokenizer_path or config.actor.path, thinks(config.workflow_kwargs))
-    for taskset in config.tasksets:
-        yield from taskset_rows(taskset)
+def training_rows(config: PPOConfig) -> list[Row]:
+    """Return all rows that training tasks are drawn from."""
+    if config.tasksets:
+        return [row for taskset in config.tasksets for row in taskset_rows(taskset)]
+    return get_dataset(config.train_dataset, config.tokenizer_path or config.actor.path, thinks(config.workflow_kwargs))
 
 
 def training_workflow(config: PPOConfig, tokenizer: Any, source: Any, services: TaskServices) -> Any:
@@ -218,7 +217,7 @@ class DrawnTasks:
 def task_source(config: PPOConfig) -> TaskMixture | list[Row]:
     """Return the training tasks: the mixture of the tasksets, or the rows of ``train_dataset``."""
     if not config.tasksets:
-        return get_dataset(config.train_dataset, config.tokenizer_path or config.actor.path, thinks(config.workflow_kwargs))
+        return training_rows(config)
     rows = [taskset_rows(taskset) for taskset in config.tasksets]
     return TaskMixture(config.tasksets, rows, config.train_dataset.batch_size, config.seed)
 

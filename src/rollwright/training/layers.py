@@ -66,8 +66,6 @@ def output_logprobs(
             head(hidden), labels, temperature, with_entropy=with_entropy, entropy_gradient=entropy_gradient
         )
 
-    if tokens <= chunk_tokens and keep_logits:
-        return score(hidden_TH, labels_T, temperature_T)
     chunks = zip(*(each.split(chunk_tokens) for each in (hidden_TH, labels_T, temperature_T)), strict=True)
     pieces = [score(*chunk) if keep_logits else checkpoint(score, *chunk, use_reentrant=False) for chunk in chunks]
     return torch.cat([piece[0] for piece in pieces]), torch.cat([piece[1] for piece in pieces])
