@@ -352,7 +352,7 @@ def aggregation_weights(
         reduce: sums a scalar over the ranks that share the batch.
 
     Returns:
-        ``[B, L]`` float, 0 where ``mask_BL`` is 0. All zeros where nothing trains.
+        ``[B, L]`` float, 0 where ``mask_BL`` is 0. All zeros if nothing trains.
     """
     mask_BL = mask_BL.to(torch.get_default_dtype() if not mask_BL.is_floating_point() else mask_BL.dtype)
     tokens_B = mask_BL.sum(-1)

@@ -15,7 +15,7 @@ from collections.abc import Callable
 
 _SOFT = 1  # omp_pause_soft keeps settings such as the number of threads
 _MEASURED_CALLS, _MEASURED_SECONDS = 8, 0.1  # most for each number of threads
-_AS_FAST = 1.1  # fewer threads are preferred if they take at most this many times as long: others need processors, too
+_AS_FAST = 1.1  # fewer threads are preferred if they take at most this many times as long: other work needs processors, too
 
 
 @functools.cache

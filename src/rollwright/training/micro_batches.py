@@ -214,7 +214,7 @@ def rows_of_ranks(
         batch: the rows.
         ranks: number of ranks.
         at_least: groups that each rank needs.
-        count_tokens: returns the tokens of each group, which ranks should have about the same number of.
+        count_tokens: returns the number of tokens of each group; the ranks get about equal sums.
     """
     groups_B = torch.arange(len(batch["input_ids"])) if batch.get("group_ids") is None else batch["group_ids"]
     tokens = count_tokens({**batch, "group_ids": groups_B})

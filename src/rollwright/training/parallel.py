@@ -53,7 +53,7 @@ def join_processes(device: torch.device, *, also_alone: bool = False) -> torch.d
     Returns:
         The device of this rank; on CUDA the one of ``LOCAL_RANK``.
     """
-    backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"  # Gloo on GPUs, too: for what is on the CPU
+    backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"  # Gloo on GPUs, too, for tensors on the CPU
     if environment_ranks() <= 1:
         if also_alone and not dist.is_initialized():
             importlib.import_module("torch.distributed.nn.functional")  # see below
@@ -195,7 +195,7 @@ def from_first_rank(make: Callable[[], Any]) -> Any:
     """Call ``make`` on the first rank and return its result on every rank; if it fails there, every rank raises.
 
     Args:
-        make: called on the first rank only, and takes as long as it takes; returns a JSON value.
+        make: called on the first rank only, for as long as it needs; returns a JSON value.
 
     Raises:
         RollwrightError: of the type that ``make`` raised, with its message; ``TrainingError`` for any other failure.

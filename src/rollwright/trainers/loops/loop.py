@@ -43,7 +43,7 @@ class Part(Protocol):
 
 
 class Trainer(ABC):
-    """One training run: opened with ``with``, resumed where it was interrupted, trained to its end, saved.
+    """A training run: opened with ``with``, resumed if it was interrupted, trained to its end, and saved.
 
     Args:
         config: the experiment.

@@ -120,7 +120,9 @@ class SupervisedTrainer(Trainer):
         """Publish the current weights to the engine and run the held-out tasks."""
         rollout = self.rollout
         assert rollout is not None
-        self.model.version = max(self.model.version, rollout.get_version()) + 1  # ranks elsewhere count no evaluations
+        self.model.version = (
+            max(self.model.version, rollout.get_version()) + 1
+        )  # ranks in other processes do not count evaluations
         if self.weights is not None:
             self.weights.publish(self.model, self.model.version)
         else:

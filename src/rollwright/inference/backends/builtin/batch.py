@@ -1,4 +1,4 @@
-"""What a step works on: sequences, the table of decoding rows, and the tokens of one forward pass.
+"""Data of an engine step: sequences, the table of decoding rows, and the tokens of one forward pass.
 
 Tokens are packed along one axis, every row's queries at its next columns. A step takes well under a millisecond with a small model, so
 whatever changes only when a sequence enters or leaves a row is computed then (``RowTable``, ``DecodeBatch``), not at every step. Rows are
@@ -279,7 +279,7 @@ class ForwardBatch:
     """Input of one forward pass.
 
     Attributes:
-        token_ids, positions, rows, columns: ``[T]``: the token, its rotary position, its cache row and column.
+        token_ids, positions, rows, columns: ``[T]``: token, rotary position, cache row and cache column.
         padded_tokens, padded_positions: ``token_ids`` and ``positions`` followed by padding, which is also computed.
         position_limit: one more than the largest position.
         first_row, row_count: the contiguous rows ``first_row .. first_row + row_count - 1``, in packed order.
@@ -438,10 +438,10 @@ class DecodeBatch(ForwardBatch):
     forward pass.
 
     Args:
-        table: state of the rows, as the previous step left it.
-        running: the sequences by row.
-        cache: their slots.
-        device: of the model.
+        table: state of the rows after the previous step.
+        running: sequences by row.
+        cache: the KV cache that holds the rows.
+        device: device of the model.
 
     Attributes:
         padded_count: number of computed rows; a multiple of the cache's ``row_block`` if the cache has that many rows.
@@ -489,7 +489,7 @@ class DecodeBatch(ForwardBatch):
         self.kv_length += 1
         if self._device.type != "cpu":
             vars(self).update(self._read_table())
-        if self._hidden:  # without them plain causal attention gives the same
+        if self._hidden:  # otherwise plain causal attention gives the same result
             columns = torch.arange(self.kv_length, device=self._device)
             self.visible = (columns <= self.columns[:, None])[:, None]
             for row, hidden in self._hidden:

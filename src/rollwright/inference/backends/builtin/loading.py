@@ -1,4 +1,4 @@
-"""Loads a model for the engine, copies weights into it, and says how it can be run."""
+"""Loads a model for the engine, copies weights into it, and decides how it can be run."""
 
 from __future__ import annotations
 

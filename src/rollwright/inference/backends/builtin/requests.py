@@ -230,7 +230,7 @@ class Outbox:
         self._batches, self._count = [], 0
         for sequences, error in zip(batches, self._queue(batches), strict=True):
             if error is not None and sequences:
-                sequences[0].future.set_exception(error)  # whoever awaits it cancels the others
+                sequences[0].future.set_exception(error)  # the task that awaits it cancels the others
 
 
 def resolve(finished: list[Finished]) -> None:

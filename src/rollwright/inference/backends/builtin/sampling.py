@@ -1,4 +1,4 @@
-"""Draws the tokens of a step: temperature, top-k, top-p, min-p; and how a row's output ends.
+"""Samples the tokens of a step (temperature, top-k, top-p, min-p) and finds the rows whose output ends.
 
 Log-probabilities are those of the temperature-scaled softmax, before top-k, top-p, min-p, bias and penalties (``adjustments``). Each token
 takes one uniform number, a function of the request's seed and the index of the token only, so what a request draws depends on its own
@@ -26,8 +26,8 @@ def sample(logits_BV: Tensor, plan: StepPlan) -> tuple[np.ndarray, np.ndarray]:
     """Draw one token for each row of the plan.
 
     Args:
-        logits_BV: of these rows.
-        plan: how each row is sampled.
+        logits_BV: logits of these rows.
+        plan: settings of the rows.
 
     Returns:
         Tokens ``[B]`` int64, and their log-probabilities ``[B]`` float32 under the temperature-scaled softmax.
@@ -162,7 +162,7 @@ class StepPlan:
         running: the sequences by row.
         first: the first row; the plan reaches to the last running sequence.
         vocabulary: number of tokens.
-        device: of the logits.
+        device: device of the logits.
 
     Attributes:
         steps: number of tokens sampled by this plan for each row.
@@ -263,7 +263,7 @@ def score_prompts(group: list[Chunk], logits_TV: Tensor) -> None:
 
     Args:
         group: chunks of prompts that are scored.
-        logits_TV: of their tokens.
+        logits_TV: logits of their tokens.
     """
     for chunk, logits in zip(group, logits_TV.split([chunk.length for chunk in group]), strict=True):
         sequence, request = chunk.sequence, chunk.sequence.request

@@ -23,7 +23,7 @@ Finished = tuple[Sequence, ModelResponse | BaseException]
 
 #: Most prompt tokens that are scored in one pass: their logits are in memory together.
 _SCORED_TOKENS = 512
-_HEADROOM = 64  # columns beyond its tokens that a sequence must find free when not all it may need fits
+_HEADROOM = 64  # free columns that a sequence needs beyond its tokens if its whole length does not fit
 
 
 class Stepper:
