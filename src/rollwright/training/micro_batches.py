@@ -26,7 +26,7 @@ from rollwright.inference.visible_tokens import sees
 from rollwright.tracking.logging import getLogger
 from rollwright.training import parallel
 from rollwright.training.logprobs import own_lengths, picture_ids
-from rollwright.training.prefix_tree import SortedRows
+from rollwright.training.prefix_tree import SortedRows, enough_parts
 from rollwright.training.prefix_tree import build as build_tree
 from rollwright.training.tree_attention import why_not
 
@@ -63,12 +63,7 @@ def split_rows(lengths: Sequence[int], spec: MicroBatchSpec, *, at_least: int = 
             parts[-1].append(row)
         else:
             parts.append([row])
-    while len(parts) < min(max(spec.n_mbs, at_least), len(order)):
-        widest = max(range(len(parts)), key=lambda index: (len(parts[index]) > 1, len(parts[index]) * lengths[parts[index][0]]))
-        half = (len(parts[widest]) + 1) // 2
-        parts[widest : widest + 1] = [parts[widest][:half], parts[widest][half:]]
-    parts += [[] for _ in range(at_least - len(parts))]
-    return parts
+    return enough_parts(parts, spec, at_least, lambda part: (len(part) > 1, len(part) * lengths[part[0]]))
 
 
 def micro_batches(

@@ -18,7 +18,7 @@ calls of an ordinary kernel (``attention_calls``), which ``tree_attention`` make
 from __future__ import annotations
 
 import itertools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -145,11 +145,25 @@ class SortedRows:
                 else:
                     used += fresh[index]
         parts = [list(range(a, b)) for a, b in zip(starts, [*starts[1:], len(self.order)], strict=True)]
-        while len(parts) < min(max(spec.n_mbs, at_least), len(self.order)):
-            widest = max(range(len(parts)), key=lambda index: len(parts[index]))
-            half = (len(parts[widest]) + 1) // 2
-            parts[widest : widest + 1] = [parts[widest][:half], parts[widest][half:]]
-        return parts + [[] for _ in range(at_least - len(parts))]
+        return enough_parts(parts, spec, at_least, len)
+
+
+def enough_parts(
+    parts: list[list[int]], spec: MicroBatchSpec, at_least: int, size: Callable[[list[int]], Any]
+) -> list[list[int]]:
+    """Halve the largest micro-batches until there are enough of them; without enough rows, add empty ones.
+
+    Args:
+        parts: row indices of each micro-batch.
+        spec: has the smallest number of micro-batches.
+        at_least: another minimum, which holds even if there are fewer rows.
+        size: size of a micro-batch.
+    """
+    while len(parts) < min(max(spec.n_mbs, at_least), sum(map(len, parts))):
+        largest = max(range(len(parts)), key=lambda index: size(parts[index]))
+        half = (len(parts[largest]) + 1) // 2
+        parts[largest : largest + 1] = [parts[largest][:half], parts[largest][half:]]
+    return parts + [[] for _ in range(at_least - len(parts))]
 
 
 def _picture_numbers(entries: Sequence[Any]) -> np.ndarray:
