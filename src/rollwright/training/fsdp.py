@@ -134,13 +134,9 @@ def transformer_layers(model: nn.Module) -> list[nn.Module]:
 
 def own_tensors(model: nn.Module) -> dict[str, Tensor]:
     """Parameters and persistent buffers by name, not gathered; a tied tensor once, under its first name."""
-    seen: set[int] = set()
-    own: dict[str, Tensor] = {}
-    for name, tensor in model.state_dict(keep_vars=True).items():
-        if isinstance(tensor, Tensor) and id(tensor) not in seen:
-            seen.add(id(tensor))
-            own[name] = tensor.detach()
-    return own
+    named = {name: tensor for name, tensor in model.state_dict(keep_vars=True).items() if isinstance(tensor, Tensor)}
+    first: dict[int, str] = {}
+    return {name: tensor.detach() for name, tensor in named.items() if first.setdefault(id(tensor), name) == name}
 
 
 def whole_weights(model: nn.Module, dtype: torch.dtype | None = None) -> WeightStream:

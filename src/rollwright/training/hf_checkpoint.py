@@ -72,10 +72,7 @@ def load_weights(model: Any, path: str) -> None:
 def _names_of_same(model: Any) -> dict[str, str]:
     """Map every name in the model's state to the name that ``own_tensors`` uses for it; tied tensors have several names."""
     first: dict[int, str] = {}
-    names = {}
-    for name, tensor in model.state_dict(keep_vars=True).items():
-        names[name] = first.setdefault(id(tensor), name)
-    return names
+    return {name: first.setdefault(id(tensor), name) for name, tensor in model.state_dict(keep_vars=True).items()}
 
 
 def _weight_files(path: str) -> list[Path]:
