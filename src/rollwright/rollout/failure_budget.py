@@ -1,6 +1,6 @@
-"""Failures of samples: kept, reported in a line each with the traceback in the run's log, and counted against a budget.
+"""Failures of samples: each is kept, logged in one line (the run's log has the traceback) and counted against a budget.
 
-A failed sample is data, not a crash; too many failed samples are a broken run.
+A failed sample is data, not a crash. Too many failed samples mean a broken run.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from rollwright.tracking.logging import attached_file, getLogger
 
 logger = getLogger("rollout")
 
-WINDOW = 64  # samples that the failure budget looks back on
+WINDOW = 64  # latest samples that the failure budget counts
 IN_A_ROW = 512  # consecutive samples that may fail, whatever share of failures is allowed
 KEPT = 32  # failures whose tracebacks are kept
 SHOWN = 160  # characters of a task's row in a message
@@ -43,7 +43,7 @@ class Failure:
 
 
 def with_cause(message: str, failure: Failure | None) -> RolloutError:
-    """An error with a failure's cause in its message, and the traceback as a note, which is shown where nobody handles it."""
+    """Make an error with a failure's cause in its message and the traceback as a note."""
     if failure is None:
         return RolloutError(message)
     error = RolloutError(f"{message} First cause: {failure.cause} in {failure.workflow}, {failure.sample}: {failure.task}.")
@@ -65,7 +65,7 @@ class FailureLog:
         self.max_share = max_share
         self.recent: deque[Failure] = deque(maxlen=KEPT)
         self.first: Failure | None = None
-        self.outcomes: deque[bool] = deque(maxlen=WINDOW)  # of samples, after their retries: True where it failed
+        self.outcomes: deque[bool] = deque(maxlen=WINDOW)  # True for each sample that failed after its retries
         self._logged: set[tuple[str, str]] = set()
         self._in_a_row = 0
         self.is_hurried = False
@@ -130,8 +130,8 @@ _COROUTINE = re.compile(r"'?\bcoroutine\b'?")
 def _cause(error: BaseException) -> str:
     """An exception in one line, with the innermost line of the user's code.
 
-    Where the message ends with the traceback of another process, such as that of a reward function, the line is of that one. Any other
-    error of a reward names its function, and where the workflow called it is beside the point.
+    If the message ends with the traceback of another process, such as a reward function's, the line is taken from that traceback. Other
+    errors of a reward name its function, and no line is added.
     """
     message = "".join(traceback.format_exception_only(error))
     lines = message.removeprefix("rollwright.errors.").strip().splitlines() or [type(error).__name__]
