@@ -382,8 +382,8 @@ def test_calls_that_end_in_several_threads_are_numbered_as_they_are_written(tmp_
 
 def test_a_checkpoint_in_the_background_is_noted_as_that_of_its_step(tmp_path):
     journal = Journal(tmp_path)
-    rollout = SimpleNamespace(journal=journal, executor=SimpleNamespace(frontier=12))
-    trainer = SimpleNamespace(step=3, rollout=rollout)
+    rollout = SimpleNamespace(executor=SimpleNamespace(frontier=12))
+    trainer = SimpleNamespace(step=3, rollout=rollout, journal=journal)
     commit = PPOTrainer.before_recover_visible(trainer)
     trainer.step, rollout.executor.frontier = 5, 20  # made while it was written
     commit()
