@@ -174,7 +174,7 @@ def test_a_run_goes_on_when_one_of_its_servers_is_killed_or_its_only_one(tmp_pat
 
 
 @pytest.mark.parametrize(("transport", "target", "method", "count"), DURING_PUBLICATIONS)
-def test_a_run_goes_on_when_its_only_server_is_killed_a_publication(tmp_path, monkeypatch, transport, target, method, count):
+def test_a_run_goes_on_when_its_only_server_is_killed_in_a_publication(tmp_path, monkeypatch, transport, target, method, count):
     """The restarted server is waited for and given the version, also if it is lost again."""
     path = str(tmp_path / "weights") if transport == "disk" else None
     config = config_of(tmp_path, weight_update=transport, weight_update_path=path)
