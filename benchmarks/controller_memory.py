@@ -28,7 +28,7 @@ from rollwright.experience.trajectory import row_lengths
 from rollwright.inference.engine import InferenceEngine
 from rollwright.inference.request import ModelRequest, ModelResponse
 from rollwright.rollout.executor import RolloutExecutor
-from rollwright.rollout.workers.controller import RolloutWorkers
+from rollwright.rollout.workers.episode_leases import RolloutWorkers
 from rollwright.rollout.workers.worker import RolloutWorker
 
 GROUP = 4

@@ -101,7 +101,8 @@ async def measure(dialect: str, together: int, conversations: int) -> dict[str, 
 
     from rollwright.inference.request import ModelRequest, ModelResponse
     from rollwright.rollout.front.openai_front import OpenAIFront
-    from rollwright.rollout.sample_engine import SampleEngine, SampleName
+    from rollwright.rollout.sample_engine import SampleEngine
+    from rollwright.rollout.seeds import SampleName
 
     tokenizer = make_tokenizer()
     texts = [CALL] * (TURNS - 1) + [ANSWER]

@@ -35,7 +35,8 @@ def run(turns: int, kind: str) -> dict[str, Any]:
     from rollwright.config.generation import GenerationHyperparameters
     from rollwright.experience.normaliser import normalise
     from rollwright.inference.request import ModelRequest, ModelResponse
-    from rollwright.rollout.sample_engine import SampleEngine, SampleName
+    from rollwright.rollout.sample_engine import SampleEngine
+    from rollwright.rollout.seeds import SampleName
     from rollwright.workflows.turns import Turns
 
     torch.set_num_threads(1)

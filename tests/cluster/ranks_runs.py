@@ -16,7 +16,7 @@ import numpy as np
 import torch
 
 from rollwright.inference.backends.builtin.sampling import counter_uniforms
-from rollwright.rollout.sample_engine import SampleName, request_seed
+from rollwright.rollout.seeds import SampleName, request_seed
 from rollwright.rollout.task_group import SAMPLE_BITS
 from rollwright.viewer.run import Run
 

@@ -24,6 +24,7 @@ from rollwright.config.experiment import STAGE_CLASSES, BaseExperimentConfig, GR
 from rollwright.config.faults import Faults, has_key, reset
 from rollwright.config.generation import ALIASES
 from rollwright.config.interpolation import resolve
+from rollwright.config.overrides import merge_overrides, parse_override
 from rollwright.config.recipes import apply_recipe
 from rollwright.config.rules import faults_of
 from rollwright.config.source import (
@@ -34,8 +35,6 @@ from rollwright.config.source import (
     dialects,
     dump_yaml,
     merge,
-    merge_overrides,
-    parse_override,
     plain,
     read_yaml,
 )

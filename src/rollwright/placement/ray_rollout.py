@@ -24,7 +24,7 @@ from rollwright.placement.local_servers import LocalServers
 from rollwright.placement.ray_ranks import RayRanks
 from rollwright.placement.task_services import MovingModelConfig, serve
 from rollwright.processes.supervisor import Process, wait_running
-from rollwright.rollout.workers.controller import DistributedRolloutEngine, RolloutWorkers
+from rollwright.rollout.workers.episode_leases import DistributedRolloutEngine, RolloutWorkers
 from rollwright.tracking.logging import getLogger
 from rollwright.tracking.run_directory import RunDirectory
 

@@ -31,7 +31,8 @@ from rollwright.processes.pool import START_SECONDS
 from rollwright.processes.sandbox import sandboxed
 from rollwright.rollout.event_loop import place_of
 from rollwright.rollout.failure_budget import Failure, FailureLog
-from rollwright.rollout.sample_engine import CURRENT_SAMPLE, SampleEngine, SampleName
+from rollwright.rollout.sample_engine import CURRENT_SAMPLE, SampleEngine
+from rollwright.rollout.seeds import SampleName
 from rollwright.rollout.task_group import Group
 from rollwright.tracking.logging import getLogger
 from rollwright.tracking.metrics import get_tracker

@@ -23,7 +23,8 @@ from rollwright.experience.recorder import common_length
 from rollwright.inference.engine import InferenceEngine
 from rollwright.inference.request import ModelRequest, ModelResponse
 from rollwright.rollout.episode import run
-from rollwright.rollout.sample_engine import SampleEngine, SampleName
+from rollwright.rollout.sample_engine import SampleEngine
+from rollwright.rollout.seeds import SampleName
 from rollwright.rollout.task_group import GroupFactory
 
 AT_ONCE = 64  # episodes that run concurrently

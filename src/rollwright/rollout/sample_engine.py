@@ -1,4 +1,4 @@
-"""The engine bound to a sample: a workflow gets it instead of the run's engine. Also the names of samples and their seeds.
+"""The engine bound to a sample: a workflow gets it instead of the run's engine.
 
 Invariants:
 
@@ -15,10 +15,9 @@ import asyncio
 import contextlib
 import contextvars
 import functools
-import hashlib
 import time
 from collections.abc import AsyncGenerator, Iterator
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 
@@ -29,36 +28,8 @@ from rollwright.experience.recorder import Recorder, common_length
 from rollwright.inference.engine import InferenceEngine
 from rollwright.inference.request import ModelRequest, ModelResponse
 from rollwright.processes.child import UncountedTime
+from rollwright.rollout.seeds import SampleName, request_seed
 from rollwright.workflows.base import SampleBoundEngine
-
-
-class SampleName(NamedTuple):
-    """Identifies one execution of a task: ordinal of the draw, index of the sample in its group, and attempt."""
-
-    ordinal: int
-    index: int
-    attempt: int = 0
-    is_eval: bool = False
-
-    def __str__(self) -> str:
-        kind = "evaluation task" if self.is_eval else "task"
-        again = f", attempt {self.attempt + 1}" if self.attempt else ""
-        return f"{kind} {self.ordinal}, sample {self.index}{again}"
-
-
-def request_seed(run_seed: int, sample: SampleName, conversation: int, turn: int, index: int = 0) -> int:
-    """Seed of a request: 63 bits of BLAKE2b over its place in the run, equal in every process and version of Python.
-
-    Args:
-        run_seed: the run's seed.
-        sample: the sample. Its attempt does not count, so a repeated sample draws the same tokens.
-        conversation: number of the conversation, in order of first appearance in the sample.
-        turn: number of the request in its conversation.
-        index: number among several completions of one prompt.
-    """
-    place = f"{run_seed}/{int(sample.is_eval)}/{sample.ordinal}/{sample.index}/{conversation}/{turn}/{index}"
-    return int.from_bytes(hashlib.blake2b(place.encode(), digest_size=8).digest(), "little") >> 1
-
 
 #: The sample that the running asyncio task belongs to; inherited by the tasks that it starts.
 CURRENT_SAMPLE: contextvars.ContextVar[SampleEngine | None] = contextvars.ContextVar("current_sample", default=None)

@@ -30,7 +30,7 @@ from rollwright.errors import RolloutError
 from rollwright.experience.trajectory import Trajectory
 from rollwright.rollout.failure_budget import Failure, FailureLog
 from rollwright.rollout.resume import ReplayOrder
-from rollwright.rollout.sample_engine import SampleName
+from rollwright.rollout.seeds import SampleName
 from rollwright.rollout.task_group import Group, GroupState
 from rollwright.tracking.logging import getLogger
 

@@ -27,7 +27,7 @@ from rollwright.experience.journal.writing import EpisodeWriter, Journal
 from rollwright.experience.packed import as_packed, check_joined, unpacked
 from rollwright.experience.trajectory import Trajectory, concat_padded_tensors
 from rollwright.rollout.failure_budget import Failure
-from rollwright.rollout.sample_engine import SampleName
+from rollwright.rollout.seeds import SampleName
 from rollwright.tracking.logging import getLogger
 from rollwright.workflows.registry import resolve_function, resolve_workflow, workflow_name
 from rollwright.workflows.task_runner import TaskRunner

@@ -12,7 +12,7 @@ from torch import nn
 
 from rollwright.errors import ConfigError
 from rollwright.inference.request import ModelRequest
-from rollwright.rollout.sample_engine import SampleName, request_seed
+from rollwright.rollout.seeds import SampleName, request_seed
 from rollwright.sequence_processing.batches import BatchedSequences, LogprobResults, decoded, gathered, own_share
 from rollwright.sequence_processing.generation import (
     BatchSize,

@@ -1,8 +1,8 @@
 """Log-probabilities of given tokens under a model, a micro-batch at a time.
 
 Only the hidden states of requested tokens go through the output layer. A row's log-probabilities equal those of the model's own,
-unmodified forward of the row alone. In a row with branches, ``inference.visible_tokens`` defines what a token sees, and a layer's window or
-chunk is measured in positions (see ``inference.visible_tokens``): if ``position_ids`` let a branch continue the trunk, its tokens have
+unmodified forward of the row alone. In a row with branches, ``inference.attention_masks`` defines what a token sees, and a layer's window or
+chunk is measured in positions (see ``inference.attention_masks``): if ``position_ids`` let a branch continue the trunk, its tokens have
 the log-probabilities of a row of the trunk and this branch alone.
 """
 
@@ -18,8 +18,8 @@ from torch import Tensor, nn
 
 from rollwright.errors import TrainingError
 from rollwright.experience.trajectory import MULTI_MODAL, Trajectory, row_lengths
+from rollwright.inference.attention_masks import VisibleTokens, branch_attention, last_visible, only_visible
 from rollwright.inference.model_facts import fixed_frequencies, frequency_groups
-from rollwright.inference.visible_tokens import VisibleTokens, branch_attention, last_visible, only_visible
 from rollwright.training.layers import output_logprobs, selected_logprobs
 from rollwright.training.prefix_tree import PrefixTree
 from rollwright.training.tree_attention import over_tree

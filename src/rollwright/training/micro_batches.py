@@ -21,8 +21,8 @@ from rollwright.config.sections import MicroBatchSpec, TrainEngineConfig
 from rollwright.errors import TrainingError
 from rollwright.experience.contract import MULTI_MODAL
 from rollwright.experience.trajectory import Trajectory, row_lengths, select_rows
+from rollwright.inference.attention_masks import sees
 from rollwright.inference.model_facts import Proofs, frequency_groups
-from rollwright.inference.visible_tokens import sees
 from rollwright.tracking.logging import getLogger
 from rollwright.training import parallel
 from rollwright.training.logprobs import own_lengths, picture_ids

@@ -10,7 +10,7 @@ longest prefix with the row before it; only the rest of it, its *run*, is new. T
 Invariants:
 
 * two tokens are merged only if everything they can see is equal: ids, positions, branches and images up to them;
-* a token sees the tokens of its own row and nothing else; in rows with branches, ``inference.visible_tokens`` says which of them.
+* a token sees the tokens of its own row and nothing else; in rows with branches, ``inference.attention_masks`` says which of them.
 
 Everything but attention works on single tokens, so a Hugging Face model computes the layout unchanged. Attention over it becomes a few
 calls of an ordinary kernel (``attention_calls``), which ``tree_attention`` makes. Autograd sums the gradients of a shared token."""
@@ -268,7 +268,7 @@ def _put(array: np.ndarray, device: torch.device) -> Tensor:
 
 
 def _segments(branches_L: np.ndarray) -> list[tuple[int, np.ndarray]]:
-    """Runs of one branch in a row: the start of each and the columns that its last token sees (see ``inference.visible_tokens``)."""
+    """Runs of one branch in a row: the start of each and the columns that its last token sees (see ``inference.attention_masks``)."""
     length = len(branches_L)
     starts = [0, *(np.flatnonzero(np.diff(branches_L)) + 1).tolist()]
     result = []

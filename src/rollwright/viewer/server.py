@@ -24,7 +24,8 @@ from starlette.types import Message, Receive, Scope, Send
 
 from rollwright.errors import DataError, RollwrightError
 from rollwright.inference.server.exchange import RequestError
-from rollwright.inference.server.service import Guard, make_service
+from rollwright.inference.server.request_guard import Guard
+from rollwright.inference.server.service import make_service
 from rollwright.inference.server.settings import LOOPBACK, ServiceSettings
 from rollwright.tracking.logging import getLogger
 from rollwright.viewer import run_pages, sample_pages

@@ -4,7 +4,8 @@ from pathlib import Path
 
 import pytest
 
-from rollwright.config.source import Document, Origins, parse_override, parse_value, parse_yaml, read_yaml
+from rollwright.config.overrides import parse_override
+from rollwright.config.source import Document, Origins, parse_value, parse_yaml, read_yaml
 from rollwright.errors import ConfigError
 
 

@@ -3,7 +3,7 @@
 import pytest
 
 from rollwright import PPOConfig, load_expr_config
-from rollwright.config.source import parse_override
+from rollwright.config.overrides import parse_override
 from rollwright.errors import ConfigError
 
 

@@ -9,9 +9,10 @@ import pytest
 from rollwright import GRPOConfig, load_stages, to_yaml
 from rollwright.cli.main import main
 from rollwright.config.loading import build_config, build_stages, config_to_dict
+from rollwright.config.overrides import parse_override
 from rollwright.config.secrets import HIDDEN, Secret, command_line, copy_without_secrets, is_secret_name, secrets_of
 from rollwright.config.sections import RolloutConfig
-from rollwright.config.source import parse_override, parse_yaml
+from rollwright.config.source import parse_yaml
 from rollwright.errors import ConfigError
 
 KEY = "sk-4f9a1c77d2"

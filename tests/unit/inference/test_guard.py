@@ -11,7 +11,8 @@ from services import service
 from starlette.datastructures import Headers
 
 from rollwright.inference.server.application import create_application
-from rollwright.inference.server.service import Guard, bind
+from rollwright.inference.server.request_guard import Guard
+from rollwright.inference.server.service import bind
 from rollwright.inference.server.settings import ServerSettings, ServiceSettings
 
 JSON = {"Content-Type": "application/json"}

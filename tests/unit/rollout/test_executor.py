@@ -24,7 +24,7 @@ from rollwright.processes.pool import close_pools
 from rollwright.processes.sandbox import sandbox_name
 from rollwright.rewards.wrapper import AsyncRewardWrapper
 from rollwright.rollout.executor import RolloutExecutor
-from rollwright.rollout.sample_engine import SampleName, request_seed
+from rollwright.rollout.seeds import SampleName, request_seed
 from rollwright.tracking import logging
 
 GCONFIG = GenerationHyperparameters(max_new_tokens=3)

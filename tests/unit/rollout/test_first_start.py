@@ -8,7 +8,7 @@ from rollwright.config.sections import RolloutConfig
 from rollwright.errors import EngineError, LostProcessError
 from rollwright.processes.supervisor import wait_running
 from rollwright.rollout.engines import RolloutEngine
-from rollwright.rollout.workers.controller import DistributedRolloutEngine, RolloutWorkers
+from rollwright.rollout.workers.episode_leases import DistributedRolloutEngine, RolloutWorkers
 
 
 class Starts:

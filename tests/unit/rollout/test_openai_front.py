@@ -22,7 +22,8 @@ from rollwright.errors import WorkflowError
 from rollwright.experience.normaliser import normalise
 from rollwright.inference.request import ModelResponse
 from rollwright.rollout.front.openai_front import OpenAIFront
-from rollwright.rollout.sample_engine import SampleEngine, SampleName
+from rollwright.rollout.sample_engine import SampleEngine
+from rollwright.rollout.seeds import SampleName
 from rollwright.workflows.task_runner import TaskRunner
 
 DOCS = Path(__file__).resolve().parents[3] / "docs" / "openai-front.md"

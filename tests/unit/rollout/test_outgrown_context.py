@@ -18,7 +18,8 @@ from rollwright.data.tokenizer import build_character_tokenizer
 from rollwright.errors import PromptTooLongError, RolloutError
 from rollwright.rollout.executor import RolloutExecutor
 from rollwright.rollout.front.openai_front import OpenAIAgentWorkflow, OpenAIFront
-from rollwright.rollout.sample_engine import SampleEngine, SampleName
+from rollwright.rollout.sample_engine import SampleEngine
+from rollwright.rollout.seeds import SampleName
 from rollwright.workflows.task_runner import TaskRunner
 
 GCONFIG = GenerationHyperparameters(temperature=0.5, max_new_tokens=8)

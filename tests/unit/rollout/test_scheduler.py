@@ -12,8 +12,8 @@ from rollwright.config.sections import RolloutConfig
 from rollwright.errors import RolloutError
 from rollwright.rollout.failure_budget import Failure
 from rollwright.rollout.resume import ReplayOrder
-from rollwright.rollout.sample_engine import SampleName
 from rollwright.rollout.scheduler import Frontier, GroupScheduler, Staleness
+from rollwright.rollout.seeds import SampleName
 from rollwright.rollout.task_group import Batch, GroupFactory, GroupState
 
 QUEUED, RUNNING, READY = GroupState.QUEUED, GroupState.RUNNING, GroupState.READY

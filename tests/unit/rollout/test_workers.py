@@ -24,8 +24,8 @@ from rollwright.inference.request import ModelRequest
 from rollwright.inference.server_watch import ServerWatch
 from rollwright.rollout.executor import RolloutExecutor
 from rollwright.rollout.resume import read_past
-from rollwright.rollout.sample_engine import SampleName
-from rollwright.rollout.workers.controller import RolloutWorkers
+from rollwright.rollout.seeds import SampleName
+from rollwright.rollout.workers.episode_leases import RolloutWorkers
 from rollwright.rollout.workers.worker import RolloutWorker
 from rollwright.tracking.metrics import get_tracker
 
@@ -266,7 +266,7 @@ def test_who_is_not_wanted_any_more_takes_no_past_from_others(make, tmp_path, mo
         goes_on[len(reads) - 1].wait(20.0)
         return read_past(directories, is_open, *more)
 
-    monkeypatch.setattr("rollwright.rollout.workers.controller.read_past", slow)
+    monkeypatch.setattr("rollwright.rollout.workers.episode_leases.read_past", slow)
     journal = Journal(tmp_path)
     before = RolloutExecutor(EchoEngine(), RolloutConfig(), journal=journal)
     before.rollout_batch(rows(3), Asks())

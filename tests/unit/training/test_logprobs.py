@@ -5,7 +5,7 @@ import torch
 from tiny_policy import VOCABULARY, tiny_batch, tiny_model
 
 from rollwright.errors import TrainingError
-from rollwright.inference.visible_tokens import branch_attention, last_visible
+from rollwright.inference.attention_masks import branch_attention, last_visible
 from rollwright.training.layers import output_logprobs, selected_logprobs
 from rollwright.training.logprobs import TokenScorer
 

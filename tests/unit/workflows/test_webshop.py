@@ -10,7 +10,8 @@ from rollwright.environments.shop.tasks import vocabulary, worked_steps
 from rollwright.errors import PromptTooLongError, WorkflowError
 from rollwright.experience.normaliser import normalise
 from rollwright.inference.request import ModelResponse
-from rollwright.rollout.sample_engine import SampleEngine, SampleName
+from rollwright.rollout.sample_engine import SampleEngine
+from rollwright.rollout.seeds import SampleName
 from rollwright.workflows.registry import WORKFLOWS
 from rollwright.workflows.task_runner import TaskRunner
 from rollwright.workflows.webshop import SYSTEM_PROMPT, parse_action

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import asyncio
 
-from rollwright.rollout.sample_engine import SampleEngine, SampleName
+from rollwright.rollout.sample_engine import SampleEngine
+from rollwright.rollout.seeds import SampleName
 
 
 def sampled(engine) -> SampleEngine:

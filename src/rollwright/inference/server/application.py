@@ -18,7 +18,8 @@ from rollwright.inference.server.control import Control, ServerMetrics
 from rollwright.inference.server.exchange import RequestError
 from rollwright.inference.server.native import NativeProtocol
 from rollwright.inference.server.openai import ROUTES, OpenAIProtocol
-from rollwright.inference.server.service import Guard, bind, make_service, run, url_of
+from rollwright.inference.server.request_guard import Guard
+from rollwright.inference.server.service import bind, make_service, run, url_of
 from rollwright.inference.server.settings import ServerSettings
 from rollwright.tracking.logging import getLogger
 

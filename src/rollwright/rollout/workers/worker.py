@@ -24,7 +24,8 @@ from rollwright.inference.remote import RemoteInferenceEngine
 from rollwright.rollout.episode import EpisodeRunner, Outcome, record_end
 from rollwright.rollout.event_loop import LoopThread
 from rollwright.rollout.failure_budget import Failure, FailureLog
-from rollwright.rollout.sample_engine import SampleEngine, SampleName
+from rollwright.rollout.sample_engine import SampleEngine
+from rollwright.rollout.seeds import SampleName
 from rollwright.rollout.task_group import Group, GroupFactory, GroupState
 from rollwright.tracking.metrics import get_tracker
 

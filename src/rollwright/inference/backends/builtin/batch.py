@@ -23,11 +23,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from rollwright.inference.attention_masks import sees
 from rollwright.inference.backends.builtin.adjustments import Adjustment
 from rollwright.inference.backends.builtin.kv_cache import INVARIANT_ROWS, KEY_BLOCK, KVCache, in_blocks
 from rollwright.inference.backends.builtin.stop_strings import StopStrings
 from rollwright.inference.request import ModelRequest, ModelResponse, TopTokens
-from rollwright.inference.visible_tokens import sees
 
 _NO_TOKEN = -1
 

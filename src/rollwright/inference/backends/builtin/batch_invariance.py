@@ -24,13 +24,13 @@ from torch import Tensor
 
 from rollwright.config.generation import GenerationHyperparameters
 from rollwright.errors import EngineError
+from rollwright.inference.attention_masks import sees
 from rollwright.inference.backends.builtin.batch import Chunk, ForwardBatch, Sequence
 from rollwright.inference.backends.builtin.kv_cache import INVARIANT_ROWS, KEY_BLOCK, Shapes, in_blocks
 from rollwright.inference.backends.builtin.model import LlamaFamily, Matrix, ModelRunner, weighted_sum
 from rollwright.inference.backends.builtin.scheduler import Stepper, answer
 from rollwright.inference.model_facts import ordinary_tokens
 from rollwright.inference.request import ModelRequest, TopTokens
-from rollwright.inference.visible_tokens import sees
 from rollwright.tracking.logging import getLogger
 
 logger = getLogger(__name__)

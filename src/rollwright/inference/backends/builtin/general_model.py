@@ -18,12 +18,12 @@ from transformers import DynamicCache
 from transformers.cache_utils import Cache, CacheLayerMixin
 
 from rollwright.errors import EngineError, RollwrightError
+from rollwright.inference.attention_masks import VisibleTokens, only_visible
 from rollwright.inference.backends.builtin.batch import ForwardBatch
 from rollwright.inference.backends.builtin.kv_cache import KVCache, LayerShape
 from rollwright.inference.backends.builtin.proof import Difference, prove
 from rollwright.inference.model_facts import ordinary_tokens
 from rollwright.inference.request import ModelRequest
-from rollwright.inference.visible_tokens import VisibleTokens, only_visible
 from rollwright.tracking.logging import getLogger
 
 logger = getLogger(__name__)

@@ -23,6 +23,7 @@ import torch
 
 from rollwright.config.generation import GenerationHyperparameters
 from rollwright.errors import EngineError, PromptTooLongError
+from rollwright.inference.attention_masks import sees
 from rollwright.inference.backends.builtin.adjustments import Adjustment, grammar_of
 from rollwright.inference.backends.builtin.batch import Sequence
 from rollwright.inference.backends.builtin.general_model import GeneralModel
@@ -30,7 +31,6 @@ from rollwright.inference.backends.builtin.model import ModelRunner
 from rollwright.inference.backends.builtin.scheduler import Finished
 from rollwright.inference.backends.builtin.stop_strings import StopStrings
 from rollwright.inference.request import ModelRequest, ModelResponse
-from rollwright.inference.visible_tokens import sees
 
 Batches = SequenceOf[list[Sequence]]
 

@@ -11,7 +11,7 @@ from transformers.masking_utils import (
 )
 
 from rollwright.errors import ConfigError
-from rollwright.inference.visible_tokens import VisibleTokens, branch_attention, only_visible
+from rollwright.inference.attention_masks import VisibleTokens, branch_attention, only_visible
 
 BRANCHES = torch.tensor([[0, 0, 0, 1, 1, 1, 2, 2, 2, 0]])
 POSITIONS = torch.tensor([[0, 1, 2, 3, 4, 5, 3, 4, 5, 6]])

@@ -30,7 +30,8 @@ from rollwright.inference.remote import RemoteInferenceEngine
 from rollwright.processes.supervisor import Process, Supervisor, wait_running
 from rollwright.rollout.engines import RemoteEngine
 from rollwright.rollout.resume import PastEpisodes, read_past
-from rollwright.rollout.sample_engine import SampleEngine, SampleName
+from rollwright.rollout.sample_engine import SampleEngine
+from rollwright.rollout.seeds import SampleName
 from rollwright.rollout.task_group import Group
 from rollwright.tracking.logging import getLogger
 from rollwright.tracking.metrics import get_tracker
