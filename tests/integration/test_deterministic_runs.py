@@ -15,7 +15,7 @@ from rollwright.config.loading import build_config
 from rollwright.config.source import parse_yaml
 from rollwright.data.datasets import get_dataset
 from rollwright.trainers.loops.rl import PPOTrainer
-from rollwright.trainers.modes.run_replay import RunReplay
+from rollwright.trainers.modes.recorded_runs import RunReplay
 
 CONFIG = """
 experiment_name: repeats

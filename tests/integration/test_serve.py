@@ -24,7 +24,7 @@ from rollwright.config.sections import PPOActorConfig
 from rollwright.errors import ConfigError
 from rollwright.inference.weights.files import write_weights
 from rollwright.store import ExperienceStore
-from rollwright.trainers.modes.run_replay import load_run_config
+from rollwright.trainers.modes.recorded_runs import load_run_config
 from rollwright.trainers.modes.serve import serve
 from rollwright.trainers.modes.shared_run import claim_part, open_run_store, trial_path
 

@@ -40,7 +40,7 @@ def replay(
     --reward-fn or --workflow changed code is run on recorded episodes.
     """
     from rollwright.tracking.logging import console
-    from rollwright.trainers.modes.run_replay import RunReplay, journaled_directory
+    from rollwright.trainers.modes.recorded_runs import RunReplay, journaled_directory
 
     if sampled and model is None:
         model = _newest_model(journaled_directory(run))
@@ -86,7 +86,7 @@ def replay(
 
 
 def _newest_model(directory: Path) -> str:
-    from rollwright.trainers.modes.run_replay import load_run_config
+    from rollwright.trainers.modes.recorded_runs import load_run_config
 
     checkpoints = sorted((directory / "checkpoints").glob("*/config.json"), key=lambda path: path.stat().st_mtime)
     return str(checkpoints[-1].parent) if checkpoints else load_run_config(directory).actor.path

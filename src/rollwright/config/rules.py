@@ -1,6 +1,6 @@
 """Rules between several keys, which refuse combinations that cannot work as written.
 
-``RULES`` is the whole table, with the rules of ``unread_keys`` about keys that are not read.
+``RULES`` is the whole table, with the rules of ``keys_without_effect`` about keys that are not read.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from dataclasses import fields
 from functools import partial
 from typing import Any
 
-from rollwright.config import unread_keys
+from rollwright.config import keys_without_effect
 from rollwright.config.experiment import (
     BaseExperimentConfig,
     DPOConfig,
@@ -22,11 +22,11 @@ from rollwright.config.experiment import (
 )
 from rollwright.config.faults import Fault, Rule, faults_in, refuse, refuse_set, sections_of
 from rollwright.config.generation import GenerationHyperparameters
+from rollwright.config.keys_without_effect import has_interval
 from rollwright.config.modes import AuxiliaryModelConfig
 from rollwright.config.sections import ClusterConfig, NormConfig
 from rollwright.config.source import dotted
 from rollwright.config.tasksets import TasksetConfig
-from rollwright.config.unread_keys import has_interval
 from rollwright.config.validation import annotations_of, choices_of, is_section
 from rollwright.errors import ConfigError
 
@@ -239,31 +239,31 @@ _READ_ELSEWHERE = (
     refuse_set(
         RunConfig,
         [f"{section}.{name}" for section in _DATASETS for name in _ONLY_IN["tasksets"] if name != "name"],
-        unread_keys.always,
+        keys_without_effect.always,
         "is read in tasksets, not in a dataset, which takes it from the run's own keys; take it out",
     ),
     refuse_set(
         RunConfig,
         [f"{section}.name" for section in _DATASETS],
-        unread_keys.always,
+        keys_without_effect.always,
         "is a taskset's name in metrics; the subset of a Hugging Face dataset is called subset",
     ),
     refuse_set(
         PPOConfig,
         [f"{section}.{name}" for section in _TASKSETS for name in _ONLY_IN["datasets"]],
-        unread_keys.always,
+        keys_without_effect.always,
         "is read in train_dataset and valid_dataset, not in a taskset; take it out",
     ),
     refuse_set(
         PPOConfig,
         [f"{section}.format.{key}" for section in _TASKSETS for key in ("chosen_key", "rejected_key")],
-        unread_keys.always,
+        keys_without_effect.always,
         "is not read by task-style workflows: pairs of replies are trained on by a stage of kind dpo",
     ),
     refuse_set(
         PPOConfig,
         [f"{section}.format.image_key" for section in _TASKSETS],
-        unread_keys.always,
+        keys_without_effect.always,
         "is not read by task-style workflows: a workflow finds its images in task.raw_task; or use train_dataset and vision_rlvr",
     ),
 )
@@ -652,7 +652,7 @@ RULES: tuple[Rule, ...] = (
     *_DATASET_OR_TASKSETS,
     *_READ_ELSEWHERE,
     *_TASKS,
-    *unread_keys.RULES,
+    *keys_without_effect.RULES,
     *_POLICY,
     *_ENGINES,
     *_CLUSTER,

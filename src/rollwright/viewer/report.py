@@ -18,7 +18,7 @@ from rollwright.viewer import sample_view
 from rollwright.viewer.pages import Pages
 from rollwright.viewer.run import Run
 from rollwright.viewer.run_pages import overview
-from rollwright.viewer.sample_pages import title_of_key
+from rollwright.viewer.step_and_sample_pages import title_of_key
 
 #: Longest time to bring the index up to date.
 _INDEX_SECONDS = 600.0

@@ -24,7 +24,7 @@ PLACE = "_place"
 CHECKS = frozenset(
     [
         *(f"rollwright.config.{name}" for name in ("faults", "loading", "plan", "recipes", "rules", "schema", "secrets")),
-        *(f"rollwright.config.{name}" for name in ("source", "unread_keys", "validation")),
+        *(f"rollwright.config.{name}" for name in ("source", "keys_without_effect", "validation")),
         *(
             "rollwright.tracking.learning_signs",
             "rollwright.trainers.checks.missing_inputs",

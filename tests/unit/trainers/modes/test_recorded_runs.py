@@ -10,7 +10,7 @@ from PIL import Image
 from rollwright.errors import ConfigError, ReplayError
 from rollwright.experience.journal.records import Begin, End, digest_of
 from rollwright.experience.journal.writing import Journal
-from rollwright.trainers.modes.run_replay import RunReplay, selected
+from rollwright.trainers.modes.recorded_runs import RunReplay, selected
 
 
 def write(directory, *episodes):
