@@ -12,7 +12,7 @@ from rollwright.inference.backends.server_backend import servers_of
 
 @dataclass(frozen=True)
 class Demand:
-    """Processes of one role: their number, and the resources of each."""
+    """Number of processes of one role, and the resources that each needs."""
 
     role: str  # rank, server, worker or auxiliary
     count: int
@@ -22,7 +22,7 @@ class Demand:
 
 @dataclass(frozen=True)
 class Node:
-    """A machine of a cluster, and its free resources."""
+    """A machine of a cluster and the resources that processes may use there."""
 
     address: str
     cpus: float
@@ -30,18 +30,18 @@ class Node:
 
 
 def demands_of(config: PPOConfig | SFTConfig, cluster_has_gpus: bool) -> list[Demand]:
-    """The demands of a stage, those that are hardest to place first.
+    """Return the demands of a stage in the order in which to place them.
 
     Args:
-        config: of the stage.
-        cluster_has_gpus: some node has GPUs.
+        config: the stage's config.
+        cluster_has_gpus: whether any node has GPUs.
     """
     cluster, rollout = config.cluster, config.rollout
     of_rank, of_server = cluster.gpus_per_rank, cluster.gpus_per_server
     if of_rank is None:
         of_rank = int(cluster_has_gpus and section_of(config).device != "cpu")
     ranks = Demand("rank", cluster.processes, cluster.cpus_per_rank, of_rank)
-    if not isinstance(config, PPOConfig):  # it does not sample, or in the controller
+    if not isinstance(config, PPOConfig):  # such a stage does not sample, or samples in the controller
         return [ranks]
     if of_server is None:
         backend = servers_of(rollout.backend)
@@ -58,15 +58,15 @@ def demands_of(config: PPOConfig | SFTConfig, cluster_has_gpus: bool) -> list[De
 
 
 def place(demands: Sequence[Demand], nodes: Sequence[Node], least_nodes: int = 1) -> list[tuple[str, str]]:
-    """The node that each process fits on: ranks close together, servers and workers spread.
+    """Choose a node for each process: ranks are packed together, servers and workers are spread out.
 
     Args:
-        demands: of the run.
-        nodes: of the cluster.
-        least_nodes: number of nodes that must be there.
+        demands: the run's demands.
+        nodes: the cluster's nodes.
+        least_nodes: minimum number of nodes.
 
     Returns:
-        ``(process, address)``, such as ``("rank 0", "10.0.0.1")``. The cluster may choose another node.
+        Pairs ``(process, address)``, such as ``("rank 0", "10.0.0.1")``. The cluster may later choose another node.
 
     Raises:
         ConfigError: there are too few nodes, or a process fits nowhere.

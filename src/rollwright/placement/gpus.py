@@ -17,12 +17,12 @@ logger = getLogger("rollout")
 
 
 def refuse_too_few_gpus(config: PPOConfig | SFTConfig) -> None:
-    """Refuse a run whose processes and servers need more GPUs than this machine has, before anything is loaded.
+    """Raise an error, before anything is loaded, if the run's processes and servers need more GPUs than this machine has.
 
-    Machines without a GPU are not checked: components that need one raise their own errors.
+    Machines without a GPU are not checked, because components that need one raise their own errors.
 
     Raises:
-        ConfigError: there are too few; the message has the demands, the number of GPUs and a split that fits.
+        ConfigError: there are too few GPUs; the message lists the demands, the number of GPUs, and settings that fit.
     """
     mode = config.mode if isinstance(config, PPOConfig) else "train"
     training = _training_processes(config) if mode in ("both", "train") else 0
@@ -37,10 +37,10 @@ def refuse_too_few_gpus(config: PPOConfig | SFTConfig) -> None:
 
 
 def first_gpu_of_servers(config: PPOConfig, *, trains_here: bool) -> int:
-    """First GPU of the servers that are started here: the first one after the trainer's, or ``rollout.first_gpu``.
+    """Return the first GPU of the servers started on this machine: ``rollout.first_gpu``, by default the one after the trainer's GPUs.
 
     Raises:
-        ConfigError: there are too few for all, or too few for the servers starting at ``rollout.first_gpu``.
+        ConfigError: there are too few GPUs for the trainer, or for the servers from their first GPU on.
     """
     rollout, present = config.rollout, torch.cuda.device_count()
     training = _training_processes(config) if trains_here else 0
@@ -64,7 +64,7 @@ def first_gpu_of_servers(config: PPOConfig, *, trains_here: bool) -> int:
 
 
 def _fitting(config: PPOConfig, training: int, present: int) -> str:
-    """What to set so that every process has its own GPU."""
+    """Suggest settings that fit the GPUs of this machine."""
     rollout, least = config.rollout, 1 if training else 0
     size = min(rollout.tensor_parallel, present - least)
     remedies = ["sample in the trainer's process (rollout.backend: builtin)"] if training == 1 else []
@@ -87,14 +87,14 @@ def _starts_servers(config: PPOConfig) -> bool:
 
 
 def _needs_gpu(config: PPOConfig) -> bool:
-    """True if each server of this run needs its own GPUs."""
+    """Return True if each server of this run needs its own GPUs."""
     backend = servers_of(config.rollout.backend)
     on_cpu = {"vllm": config.vllm.device == "cpu", "sglang": config.sglang.implementation == "builtin"}
     return backend is not None and backend.needs_gpu and not on_cpu.get(config.rollout.backend, False)
 
 
 def _training_processes(config: PPOConfig | SFTConfig) -> int:
-    """Processes that train on GPUs of this machine."""
+    """Return the number of processes that train on GPUs of this machine."""
     if section_of(config).device == "cpu":
         return 0
     of_this_machine = os.environ.get("LOCAL_WORLD_SIZE")

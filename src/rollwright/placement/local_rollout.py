@@ -31,12 +31,12 @@ logger = getLogger("rollout")
 
 
 def make_local_engine(config: Any, model: Any, tokenizer: Any) -> RolloutEngine:
-    """The engine in this process that ``rollout.backend`` names; the built-in one if the backend has servers.
+    """Open an engine in this process: the one that ``rollout.backend`` names, or the built-in engine if that backend has servers.
 
     Args:
-        config: of the run.
-        model: a live model, whose weights are shared, or a directory or name.
-        tokenizer: the model's.
+        config: the run's config.
+        model: a loaded model, whose weights are shared, or a model's directory or name.
+        tokenizer: the model's tokenizer.
     """
     settings = {"seed": config.seed, "deterministic": config.deterministic}
     if config.rollout.backend == "builtin" or servers_of(config.rollout.backend) is not None:
@@ -46,7 +46,7 @@ def make_local_engine(config: Any, model: Any, tokenizer: Any) -> RolloutEngine:
 
 
 def copy_to_sample(section: TrainEngineConfig) -> Any:
-    """Load a whole model for an engine in this process, because the trained one is sharded; weights are published to it."""
+    """Load an unsharded model for an engine in this process, for use if the trained model is sharded. Weights are published to it."""
     section = dataclasses.replace(section, gradient_checkpointing=False)
     model = load_model(section, dtype=resolve_dtype(section.dtype, resolve_device(section.device))).requires_grad_(False)
     parameter = next(model.parameters())
@@ -56,17 +56,18 @@ def copy_to_sample(section: TrainEngineConfig) -> Any:
 
 
 def make_rollout_engine(config: PPOConfig, actor: Any, tokenizer: Any, directory: RunDirectory) -> RolloutEngine:
-    """The engine that ``config.rollout.backend`` names.
+    """Open the engine that ``config.rollout.backend`` names.
 
-    Servers that the config or the environment names are used. Otherwise servers are started on this machine; they are restarted if they
-    are lost, and end with the engine. The engine writes the journal if ``config.journal`` enables it.
+    If the backend has servers, the servers that the config or the environment names are used. If neither names any, servers are started
+    on this machine; they are restarted if they are lost, and end with the engine. The engine writes the journal if ``config.journal``
+    enables it.
 
     Args:
-        config: of the run.
-        actor: trains the model: an actor, or ``TrainRanks``, whose ``model`` is None if it is sharded. None if nothing is trained in
-            this process; then the model is that of ``actor.path``, and weights come as files.
-        tokenizer: the model's.
-        directory: of the run.
+        config: the run's config.
+        actor: what trains the model in this process: an actor, or ``TrainRanks``, whose ``model`` is None if the model is sharded. If
+            nothing is trained in this process, None; the model is then loaded from ``actor.path``, and weights arrive as files.
+        tokenizer: the model's tokenizer.
+        directory: the run's directory.
 
     Raises:
         ConfigError: there is no such backend, or its servers have no model to load.
@@ -113,19 +114,19 @@ def _rollout_engine(config: PPOConfig, actor: Any, tokenizer: Any, directory: Ru
 
 
 def with_key(rollout: RolloutConfig) -> RolloutConfig:
-    """The section with the API key of its servers: the configured one, or a new one that is neither logged nor written to a file."""
+    """Return the section with an API key for its servers: the configured key, or a new one that is not logged."""
     key = rollout.api_key or os.environ.get("ROLLWRIGHT_API_KEY") or secrets.token_urlsafe(24)
     return dataclasses.replace(rollout, api_key=key)
 
 
 def model_for_servers(config: PPOConfig, trained: Any, tokenizer: Any, directory: Path) -> str:
-    """Path of the model that the servers of a run load; random initial weights are saved to ``directory`` for them.
+    """Return the path of the model that a run's servers load. Random initial weights are first saved below ``directory``.
 
     Args:
-        config: of the run.
-        trained: saves the weights (``Ranks``); None if nothing is trained in this process.
-        tokenizer: the model's.
-        directory: of the run.
+        config: the run's config.
+        trained: ``Ranks`` that can save the weights; None if nothing is trained in this process.
+        tokenizer: the model's tokenizer.
+        directory: the run's directory.
 
     Raises:
         ConfigError: the weights are random, and nothing is trained in this process.
@@ -143,8 +144,10 @@ def model_for_servers(config: PPOConfig, trained: Any, tokenizer: Any, directory
 
 
 def _engine_threads(config: PPOConfig) -> int:
-    """Threads of each server. Half of the cores generate and the others train, because threads of both on all cores would wait for each
-    other."""
+    """Return the number of threads for each server, and set torch's threads in this process if ``cluster.threads`` does not.
+
+    Half of the cores generate and the other half train; if both used all cores, their threads would wait for each other.
+    """
     cores = len(os.sched_getaffinity(0))
     generating = max(1, cores // 2)
     threads = max(1, generating // config.rollout.servers)

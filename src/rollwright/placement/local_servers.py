@@ -32,7 +32,7 @@ class LocalServers(Launcher):
 
     Attributes:
         addresses: ``host:port`` of each server after the first start.
-        weights_root: a directory that the servers may load weights from; removed at the end.
+        weights_root: a directory that the servers may load weights from; ``close`` removes it.
     """
 
     def __init__(
@@ -53,17 +53,17 @@ class LocalServers(Launcher):
         """Start ``count`` servers of ``rollout.backend`` and wait until they are healthy.
 
         Args:
-            rollout: backend, limits of the engine and ``setup_timeout``.
-            model_path: the model, unless the server's section names one.
+            rollout: section with the backend, the engine's limits and ``setup_timeout``.
+            model_path: the model to load, unless the server's section names one.
             logs: directory for the servers' logs.
             count: number of servers.
             tensor_parallel: GPUs per server.
             base_gpu: first GPU.
             threads: compute threads of each ``rollwright serve-model``.
             weights_roots: further directories that ``rollwright serve-model`` may load weights from.
-            deterministic: answers must not depend on the rest of the batch.
-            host: address that they listen on; set ``rollout.api_key`` if it is not a loopback address.
-            sections: the sections of the experiment that describe servers, by backend: ``sglang``, ``vllm``.
+            deterministic: whether answers must not depend on the rest of the batch.
+            host: address that the servers listen on; set ``rollout.api_key`` if this is not a loopback address.
+            sections: the config sections that describe servers, by backend: ``sglang``, ``vllm``.
 
         Raises:
             ConfigError: the backend has no servers.
@@ -82,7 +82,7 @@ class LocalServers(Launcher):
         fcntl.flock(self._owned, fcntl.LOCK_EX)
         self.weights_root = made.rename(
             made.with_name(made.name[1:])
-        )  # it is locked before it gets the name that others look for
+        )  # locked before it gets the name that ``remove_abandoned`` looks for
         super().__init__(logs, host=host)
         roots = [str(self.weights_root), *weights_roots]
         key_file: Path | None = None
@@ -116,7 +116,7 @@ class LocalServers(Launcher):
 
 
 def remove_abandoned(parent: Path) -> None:
-    """Remove shared directories of processes that were killed together with their supervisors, as Ray does."""
+    """Remove the shared directories of processes that were killed together with their supervisors, for example by Ray."""
     for path in parent.glob(f"rollwright-*/{_OWNED}"):
         try:
             if path.parent.lstat().st_uid != os.geteuid():  # every user may write to ``parent``

@@ -1,4 +1,4 @@
-"""The placement ``ray``: ranks, inference servers and workers are processes on a Ray cluster, and this process controls them."""
+"""The placement ``ray``: ranks, inference servers and workers are processes on a Ray cluster, controlled by this process."""
 
 from __future__ import annotations
 
@@ -34,13 +34,13 @@ class RayPlacement:
         self._cluster = cluster
 
     def check(self, config: PPOConfig | SFTConfig) -> None:
-        """Compare a stage with this machine if the run would start Ray on it alone. A running cluster is checked when the run starts."""
+        """Check that a stage fits on this machine, if the run would start Ray on it alone. An existing cluster is checked when the run starts."""
         cluster = self._cluster
         if not (cluster.address or os.environ.get("RAY_ADDRESS") or slurm_nodes.nodes() > 1 or slurm_nodes.resources()):
             self._fit(config)
 
     def show(self, stages: Sequence[Stage], words: Sequence[str]) -> list[str]:
-        """Which process of each training stage fits on which node, as the cluster is now."""
+        """List, for each training stage, the node that each process would fit on, given the cluster's current state."""
         lines = []
         for stage in stages:
             if stage.kind in TRAINS:
@@ -55,10 +55,10 @@ class RayPlacement:
         return [f"  {process} ({needs[process.split()[0]]}): {node}" for process, node in fitting]
 
     def start(self, words: Sequence[str], run_directory: Path) -> None:
-        """Nothing: this process controls the run."""
+        """Return None, because this process controls the run."""
 
     def join(self, configs: Sequence[Any]) -> None:
-        """Refuse torchrun, because Ray places the ranks."""
+        """Raise an error if torchrun started this process, because Ray places the ranks."""
         if (started := started_processes()) > 1:
             raise ConfigError(
                 f"cluster.kind is ray, which places the ranks, but WORLD_SIZE is {started}: start it without torchrun."

@@ -45,27 +45,27 @@ class Ranks(Protocol):
         """The whole model, which an engine in this process may share; None if no process can share it."""
 
     def prepare(self, batch: Trajectory) -> Trajectory:
-        """Move a batch to the device from which a call takes it."""
+        """Move a batch to the device where ``call`` expects it."""
         ...
 
     def call(
         self, name: str, batch: Trajectory | None = None, *, first_rank: dict[str, Any] | None = None, **arguments: Any
     ) -> Any:
-        """Make a call of ``ranks.CALLS`` on all ranks and return the first rank's result.
+        """Execute one of ``ranks.CALLS`` on all ranks and return the first rank's result.
 
         Args:
-            name: of the call.
-            batch: is divided over the ranks; columns that the call computes are added to it.
-            first_rank: arguments of the first rank alone, in place of those of the same name.
-            arguments: of all ranks; JSON values.
+            name: name of the call.
+            batch: divided over the ranks; the columns that the call computes are added to it.
+            first_rank: arguments for rank 0 only; they override ``arguments`` of the same name.
+            arguments: arguments for every rank; JSON values.
         """
 
     def with_weights(self, use: Callable[[Any], None], scratch: Path) -> None:
-        """Call ``use`` in this process with the present weights, by name.
+        """Call ``use`` in this process with the current weights.
 
         Args:
             use: called with a mapping of names to tensors.
-            scratch: directory for weights that cannot be passed in memory; all ranks see it, and it is removed afterwards.
+            scratch: directory, visible to all ranks, for weights that cannot be passed in memory; removed afterwards.
         """
 
     def save(self, path: Any, tokenizer: Any = None) -> None:
@@ -76,12 +76,12 @@ class Ranks(Protocol):
 
 
 class Placement(Protocol):
-    """Where the processes of a run are.
+    """Decides where the processes of a run are placed, and starts them there.
 
     Attributes:
-        inputs_are_here: models and datasets are read on this machine.
-        runs_episodes_here: episodes run in this process, so a workflow may be an object.
-        reopens_after: errors after which this process can close the trainer and open it again, to resume as after a kill.
+        inputs_are_here: True if models and datasets are read on this machine.
+        runs_episodes_here: True if episodes run in this process, so that a workflow may be an object.
+        reopens_after: errors after which this process can close the trainer and reopen it, which resumes the run as after a kill.
     """
 
     inputs_are_here: bool
@@ -91,64 +91,67 @@ class Placement(Protocol):
     def __init__(self, cluster: ClusterConfig) -> None: ...
 
     def check(self, config: Any) -> None:
-        """Refuse a training stage for which there is no room, before anything is loaded.
+        """Check, before anything is loaded, that there is room for a training stage.
 
         Raises:
-            ConfigError: with what is missing and what to set.
+            ConfigError: there is none; the message says what is missing and what to set.
         """
 
     def show(self, stages: Sequence[Stage], words: Sequence[str]) -> list[str]:
         """Describe for a dry run where the processes would be placed.
 
         Args:
-            stages: of the run.
+            stages: the stages of the run.
             words: arguments of the ``rollwright`` command.
         """
         ...
 
     def start(self, words: Sequence[str], run_directory: Path) -> int | None:
-        """Run ``rollwright`` with these arguments in other processes and return its exit status. None if this process runs the stages."""
+        """Run ``rollwright`` with these arguments in other processes and return the exit status.
+
+        Returns None, without starting anything, if the caller should run the stages in this process.
+        """
 
     def join(self, configs: Sequence[Any]) -> None:
         """Join the other processes of the training, if there are any.
 
         Args:
-            configs: of the stages that train.
+            configs: configs of the stages that train.
 
         Raises:
-            ConfigError: a stage does not fit the processes that were started.
+            ConfigError: a stage does not fit the processes that were started, or cannot run in this process.
         """
 
     def ranks(self, config: Any, spec: FinetuneSpec, directory: RunDirectory, *, shares_weights: bool) -> Ranks:
         """Load the model of a stage on all ranks.
 
         Args:
-            config: of the stage.
-            spec: its length.
-            directory: of the stage.
-            shares_weights: an engine in this process may compute with the trained tensors.
+            config: the stage's config.
+            spec: the stage's length.
+            directory: the stage's directory.
+            shares_weights: whether an engine in this process may compute with the trained tensors.
         """
         ...
 
     def serve_models(self, config: PPOConfig, ranks: Any, directory: RunDirectory, opened: ExitStack) -> PPOConfig:
-        """Start the servers of auxiliary models that are placed before the run; returns the config with their addresses."""
+        """Start those servers of auxiliary models that must run before the rollout starts; return the config with their addresses."""
         ...
 
     def rollout(self, config: PPOConfig, ranks: Any, tokenizer: Any, directory: RunDirectory) -> RolloutEngine:
-        """The engine that the run samples from."""
+        """Open the engine that the run samples from."""
         ...
 
 
 def placement_of(cluster: ClusterConfig) -> Placement:
-    """The placement that ``cluster.kind`` names."""
+    """Return the placement that ``cluster.kind`` names."""
     return pkgutil.resolve_name(PLACEMENTS[cluster.kind])(cluster)
 
 
 def placement_of_stages(stages: Sequence[Stage]) -> Placement:
-    """The placement of a run; all of its stages have the same.
+    """Return the placement of a run, which all of its stages share.
 
     Raises:
-        ConfigError: they name different ones.
+        ConfigError: the stages have different placements.
     """
     first, *others = [stage.config.cluster for stage in stages if hasattr(stage.config, "cluster")] or [ClusterConfig()]
     for other in others:

@@ -1,7 +1,7 @@
 """Opens the ranks that torchrun started to train one model.
 
 Rank 0 owns the run: its directory, the order of the tasks, the engine that samples, and the reports. The other ranks load their shard of
-the model, execute the calls that rank 0 sends (``rollwright.placement.ranks``), and end with it.
+the model, execute the calls that rank 0 sends (``rollwright.placement.ranks``), and end with rank 0.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ TRAINS = ("sft", "dpo", "rl")
 
 
 def training_configs(stages: Sequence[Stage]) -> list[Any]:
-    """The configs of the stages in which all ranks take part."""
+    """Return the configs of the stages in which all ranks take part."""
     return [stage.config for stage in stages if stage.kind in TRAINS]
 
 
@@ -38,10 +38,10 @@ def open_ranks(config: Any, spec: FinetuneSpec, directory: RunDirectory, *, shar
     """On rank 0, load the trained engine on all ranks.
 
     Args:
-        config: of the stage.
-        spec: its length.
-        directory: of the stage.
-        shares_weights: an engine in this process may compute with the trained tensors.
+        config: the stage's config.
+        spec: the stage's length.
+        directory: the stage's directory.
+        shares_weights: whether an engine in this process may compute with the trained tensors.
     """
     send({"spec": dataclasses.asdict(spec), "recover": str(directory.recover.absolute())})
     with parallel.watched():
@@ -74,7 +74,7 @@ def _open_engine(config: Any, spec: FinetuneSpec, shares_weights: bool) -> Train
 
 
 def announce_stage(name: str | None) -> None:
-    """On rank 0, announce a stage to the other ranks. None announces the end of the run."""
+    """On rank 0, announce the next stage to the other ranks, or the end of the run if ``name`` is None."""
     send({"stage": name})
 
 
@@ -82,7 +82,7 @@ def follow_stages(stages: Sequence[Stage], prepare: Any) -> None:
     """On the other ranks, take part in the stages that rank 0 announces, until the run has ended.
 
     Args:
-        stages: of the run, equal on every rank.
+        stages: the run's stages, equal on every rank.
         prepare: called with the config of each stage before it starts.
     """
     ignore_signals()
@@ -99,7 +99,7 @@ def follow_config(config: Any) -> None:
     with parallel.watched():
         ranks = load_ranks(config, FinetuneSpec(**opening["spec"]), Path(opening["recover"]))
     if isinstance(ranks.engine, FSDPPPOActor):
-        ranks.engine.connect_engine(WeightReceiver())  # stands in for that of rank 0, and is never called
+        ranks.engine.connect_engine(WeightReceiver())  # a stand-in for rank 0's engine; never called
     ranks.follow()
     ranks.recover.wait()
     ranks.engine.destroy()

@@ -2,9 +2,9 @@
 
 Invariants:
 
-* all ranks make collective calls in the same order: rank 0 sends the name of each call before it makes it, and the others, in
-  ``TrainRanks.follow``, make no other calls;
-* a batch is divided by whole groups (pairs, rows) and, within each optimizer step, by tokens; it is sent packed, without padding;
+* all ranks make collective calls in the same order: rank 0 sends the name of each call before executing it, and the other ranks
+  execute only the calls that they receive (``TrainRanks.follow``);
+* a batch is divided into whole groups (or pairs, or rows), balanced by tokens within each optimizer step, and sent without padding;
 * a rank that fails ends its process: the others lose the connection, and their launcher ends them.
 """
 
@@ -47,7 +47,7 @@ def send(message: dict[str, Any]) -> None:
 
 
 def received() -> dict[str, Any]:
-    """On the other ranks, wait for the next message of rank 0."""
+    """On the other ranks, wait for the next message from rank 0."""
     with parallel.watched():
         return json.loads(parallel.broadcast(b""))
 
@@ -56,7 +56,7 @@ def received() -> dict[str, Any]:
 
 
 def policy_step(ranks: TrainRanks, batch: Trajectory) -> dict[str, float]:
-    """Compute advantages and update on a batch of samples; returns the update's metrics."""
+    """Compute advantages and update the policy on a batch of samples. Returns the update's metrics."""
     actor = ranks.engine
     actor.compute_advantages(batch)
     stats = actor.ppo_update(batch)
@@ -65,14 +65,14 @@ def policy_step(ranks: TrainRanks, batch: Trajectory) -> dict[str, float]:
 
 
 def supervised_step(ranks: TrainRanks, batch: Trajectory) -> dict[str, float]:
-    """Update on a batch of worked completions; returns metrics."""
+    """Update the model on a batch of given completions. Returns metrics."""
     stats = ranks.engine.sft_update(batch)
     ranks.engine.step_lr_scheduler()
     return stats
 
 
 def preference_step(ranks: TrainRanks, batch: Trajectory, *, beta: float, label_smoothing: float) -> dict[str, float]:
-    """Update on a batch of preference pairs; returns metrics."""
+    """Update the model on a batch of preference pairs. Returns metrics."""
     stats = ranks.engine.dpo_update(batch, beta=beta, label_smoothing=label_smoothing)
     ranks.engine.step_lr_scheduler()
     return stats
@@ -86,12 +86,12 @@ def save_recover(
     rest: dict[str, Any] | None = None,
     before_visible: Callable[[], object] | None = None,
 ) -> None:
-    """Write the recover checkpoint of a step. Rank 0 adds ``rest``, the states of all parts except the engine."""
+    """Write the recover checkpoint of a step. Rank 0 adds ``rest``, the states of everything except the engine."""
     ranks.recover.save(step, {part: ranks.engine.state_dict(), **(rest or {})}, before_visible=before_visible)
 
 
 def load_recover(ranks: TrainRanks, *, part: str) -> tuple[int, dict[str, Any]]:
-    """Load the newest recover checkpoint into the engine; returns its step and its content."""
+    """Load the newest recover checkpoint into the engine. Returns the checkpoint's step and content."""
     step, state = ranks.recover.load()
     ranks.engine.load_state_dict(state[part])
     return step, state
@@ -117,9 +117,9 @@ class Call:
     """A call that ranks execute.
 
     Attributes:
-        make: the function.
-        units: returns the unit of each row, by which a batch is divided; None for a call without a batch.
-        minibatches: returns the number of minibatches from the config section of the trained model.
+        make: the function that each rank executes.
+        units: returns the unit of each row; a unit is never divided over ranks. None for a call without a batch.
+        minibatches: returns the number of minibatches, given the config section of the trained model.
     """
 
     make: Callable[..., Any]
@@ -133,7 +133,7 @@ class Call:
         ranks: int,
         count_tokens: Callable[[Trajectory], dict[int, int]] = distinct_tokens,
     ) -> tuple[Trajectory, list[list[int]]]:
-        """Divide a batch over ranks; returns the columns to send and the rows of each rank. See ``shares``."""
+        """Divide a batch over ranks; see ``shares``. Returns the columns to send and the rows of each rank."""
         assert self.units is not None
         minibatches = self.minibatches(section)
         sent = sent_columns(batch, minibatches)
@@ -155,11 +155,11 @@ CALLS = {
 
 
 class TrainRanks:
-    """The ranks that train one model: rank 0 uses ``call``, the others ``follow``. With one process, ``call`` is a plain call.
+    """The ranks that train one model: rank 0 uses ``call``, the others use ``follow``. With one process, ``call`` only runs the function.
 
     Args:
-        engine: of this rank, initialised.
-        recover: the recover checkpoints of the run.
+        engine: this rank's engine, already initialised.
+        recover: the run's recover checkpoints.
     """
 
     def __init__(self, engine: Any, recover: RecoverCheckpoints) -> None:
@@ -172,11 +172,11 @@ class TrainRanks:
         return None if is_sharded(self.engine.model) else self.engine.model
 
     def prepare(self, batch: Trajectory) -> Trajectory:
-        """Move a batch to the device or, with several ranks, to host memory, to be divided there."""
+        """Move a batch to the engine's device, or with several ranks to host memory, where it is divided."""
         return tensor_container_to(batch, self.engine.device if parallel.world_size() == 1 else "cpu")
 
     def with_weights(self, use: Callable[[Any], None], scratch: Path) -> None:
-        """See ``Ranks``; ``scratch`` is not needed."""
+        """See ``Ranks``. ``scratch`` is not used."""
         self.call("use_weights", first_rank={"use": use})
 
     def save(self, path: Any, tokenizer: Any = None) -> None:
@@ -205,7 +205,7 @@ class TrainRanks:
         send({"call": _DONE})
 
     def follow(self) -> None:
-        """On the other ranks, make the calls that rank 0 sends, until it has finished."""
+        """On the other ranks, execute the calls that rank 0 sends until it calls ``finish``."""
         with parallel.watched():
             while (message := received())["call"] != _DONE:
                 call, arguments = CALLS[message["call"]], message["arguments"]
@@ -216,7 +216,7 @@ class TrainRanks:
                     parallel.gathered(written)
 
     def make_with(self, call: Call, share: Trajectory, arguments: dict[str, Any]) -> tuple[Any, bytes]:
-        """Make a call with this rank's share; returns its result and, packed, the columns that it wrote."""
+        """Execute a call on this rank's share of a batch. Returns the result and, packed, the columns that the call wrote."""
         share = tensor_container_to(share, self.engine.device)
         before = dict(share)
         result = call.make(self, share, **arguments)
@@ -225,7 +225,7 @@ class TrainRanks:
 
 
 def sent_columns(batch: Trajectory, minibatches: int) -> Trajectory:
-    """The columns that ranks compute with: tensors, images, packed rows and, with several minibatches, the minibatch of each row."""
+    """Select the columns that ranks need: tensors, images, packed rows and, with several minibatches, each row's minibatch."""
     sent = {key: value for key, value in batch.items() if isinstance(value, Tensor) or key in (MULTI_MODAL, PACKED)}
     if minibatches > 1:
         sent[MINIBATCH_IDS] = torch.zeros(len(batch["input_ids"]), dtype=torch.int64)
@@ -235,7 +235,7 @@ def sent_columns(batch: Trajectory, minibatches: int) -> Trajectory:
 
 
 def merge_written(batch: Trajectory, batch_rows: Sequence[Sequence[int]], parts: Sequence[Trajectory]) -> None:
-    """Write the columns that the ranks returned into the batch; existing columns are replaced."""
+    """Write the columns that the ranks returned into the batch, replacing existing ones."""
     width, written = batch["input_ids"].shape[1], dict[str, Tensor]()
     for rows, part in zip(batch_rows, parts, strict=True):
         size = tuple(part["input_ids"].shape)
@@ -262,7 +262,7 @@ TRAINED = "trained"
 
 
 def trained_rows(batch: Trajectory) -> list[TrainedRow]:
-    """The ``TrainedRow`` of each row, from the columns that a step wrote."""
+    """Return the ``TrainedRow`` of each row, built from the columns that a step wrote."""
     if TRAINED in batch:
         return batch[TRAINED]
     masked_BL = batch["loss_mask"].bool()
@@ -282,15 +282,15 @@ def trained_rows(batch: Trajectory) -> list[TrainedRow]:
 
 
 def _flat(values_BL: Tensor | None, masked_BL: Tensor, dtype: str) -> np.ndarray:
-    """The values of the trained tokens, row by row; empty if the step computed none."""
+    """Return the values of the trained tokens, row by row; empty if the step computed none."""
     return np.empty(0, dtype) if values_BL is None else values_BL[masked_BL.to(values_BL.device)].cpu().numpy().astype(dtype)
 
 
 def refuse_images(engine: Any) -> None:
-    """Refuse vision models on several ranks: a rank without images would skip the vision tower and deadlock the collectives.
+    """Reject vision models on several ranks: a rank without images would skip the vision tower and deadlock the collectives.
 
     Raises:
-        ConfigError: it is a vision model, and there are several processes.
+        ConfigError: the engine's model is a vision model, and there are several processes.
     """
     model_config = engine.model.config
     if parallel.world_size() > 1 and getattr(model_config, "vision_config", None) is not None:
@@ -300,7 +300,7 @@ def refuse_images(engine: Any) -> None:
 
 
 def ignore_signals() -> None:
-    """On the other ranks, ignore SIGINT and SIGTERM: rank 0 handles them, and these ranks end when they lose the connection to it."""
+    """On the other ranks, ignore SIGINT and SIGTERM: rank 0 handles them, and the others end when they lose the connection to rank 0."""
     if threading.current_thread() is threading.main_thread():
         for number in (signal.SIGINT, signal.SIGTERM):
             signal.signal(number, signal.SIG_IGN)
@@ -316,12 +316,12 @@ def shares(
     minibatches: int = 1,
     count_tokens: Callable[[Trajectory], dict[int, int]] = distinct_tokens,
 ) -> list[list[int]]:
-    """Divide rows over ranks by whole units, with similar numbers of tokens per rank in every optimizer step.
+    """Divide rows over ranks without splitting a unit, with similar numbers of tokens per rank in every optimizer step.
 
     Args:
         batch: all rows.
-        units_B: unit of each row; units are not divided.
-        ranks: number of ranks; with fewer units than ranks, some get no rows.
+        units_B: unit of each row.
+        ranks: number of ranks; with fewer units than ranks, some ranks get no rows.
         minibatches: optimizer steps; see ``split_minibatches``.
         count_tokens: see ``rows_of_ranks``.
 

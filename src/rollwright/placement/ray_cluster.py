@@ -1,7 +1,7 @@
 """A connection to a Ray cluster: joins or starts Ray, reports its nodes, and places processes.
 
-The code of a process is given as an import path, and this module knows nothing about it. Ray is only the control plane: tokens travel
-over HTTP, gradients and weights over ``torch.distributed``.
+The code of a process is given as an import path; this module does not depend on it. Ray carries calls and their arguments; requests to
+inference servers use HTTP, and the ranks' collectives use ``torch.distributed``.
 """
 
 from __future__ import annotations
@@ -37,17 +37,17 @@ except ModuleNotFoundError as error:
 
 logger = getLogger("ray")
 
-#: Where a Ray of one machine listens. Ray replaces 127.0.0.1 by the machine's address, which other machines can reach.
+#: Address that Ray listens on if it only serves this machine. Ray would replace 127.0.0.1 with an address that other machines can reach.
 _LOOPBACK = "127.0.0.2" if sys.platform == "linux" else "127.0.0.1"
 #: Longest wait for room on the cluster, for a process or a gang.
 PLACE_SECONDS = 120.0
 #: Longest wait for resources that another run holds, because it may be an attempt of this run that has just ended.
 ROOM_SECONDS = 60.0
-#: Time without an answer from Ray's head after which the cluster is lost. After 60 s Ray itself would end this process.
+#: The cluster counts as lost when Ray's head has not answered for this long. After 60 s Ray itself would end this process.
 HEAD_SECONDS = 20.0
-#: Longest wait for a connection to a Ray that is joined. Ray itself tries for 60 s.
+#: Longest wait for a connection to an existing Ray. Ray itself tries for 60 s.
 ANSWER_SECONDS = 10.0
-#: Time that the run then has to end by itself, because threads that wait for Ray cannot be woken.
+#: Once the cluster is lost, time for the run to end by itself before its process exits: threads that wait for Ray cannot be woken.
 END_SECONDS = 15.0
 
 
@@ -55,9 +55,9 @@ class RayCluster:
     """A connection to a Ray cluster and the processes that it places, which end with it.
 
     Args:
-        config: names the cluster. If it does not and ``RAY_ADDRESS`` is not set, Ray is started on the loopback interface of this
-            machine, or on all nodes of the Slurm job, and ends with this object.
-        logs: directory of the processes' logs.
+        config: names the cluster. If neither it nor ``RAY_ADDRESS`` does, Ray is started on the loopback interface of this machine, or on
+            all nodes of the Slurm job, and ends with this object.
+        logs: directory for the processes' logs.
     """
 
     def __init__(self, config: ClusterConfig, logs: str | os.PathLike[str]) -> None:
@@ -66,7 +66,7 @@ class RayCluster:
         self._spare: list[RayProcess] = []
         self._groups: list[Any] = []
         self._closed = threading.Event()
-        self._lost: ClusterError | None = None  # with its head
+        self._lost: ClusterError | None = None  # set when its head is lost
         self._others: slurm_nodes.OtherNodes | None = None
         self._began, address = not ray.is_initialized(), ""
         if self._began:
@@ -99,7 +99,7 @@ class RayCluster:
                 raise
 
     def _watch_head(self, address: str) -> None:
-        """End the run if Ray's head has ended: all calls fail with this cause."""
+        """Watch Ray's head. If it is lost, fail all calls with that cause, and end this process unless the run soon ends by itself."""
         host, _, port = address.rpartition(":")
         answered = time.monotonic()
         while not self._closed.wait(2.0):
@@ -121,7 +121,7 @@ class RayCluster:
             self._leave()
 
     def _leave(self) -> None:
-        """With a lost head, end this process at once; otherwise Ray would wait for the head and then abort."""
+        """If the head is lost, end this process at once; otherwise Ray would wait for the head and then abort."""
         if self._lost is not None:
             sys.stdout.flush()
             sys.stderr.flush()
@@ -129,7 +129,7 @@ class RayCluster:
 
     @property
     def nodes(self) -> list[Node]:
-        """The living nodes, with their free resources."""
+        """The nodes that are alive, with their free resources."""
         free = ray_private("state").available_resources_per_node()
         return self._nodes(lambda node: free.get(node["NodeID"], {}))
 
@@ -139,13 +139,13 @@ class RayCluster:
         return [Node(address, has.get("CPU", 0.0), int(has.get("GPU", 0))) for address, has in found]
 
     def fit(self, demands: Sequence[Demand], least_nodes: int, *, is_waited_for: bool = False) -> list[tuple[str, str]]:
-        """The node that each process fits on; see ``place``. Waits for resources that another run still holds.
+        """Choose a node for each process, as ``place`` does, but wait for resources that another run still holds.
 
         Args:
-            demands: of the run.
-            least_nodes: number of nodes that must be there.
-            is_waited_for: also wait for nodes, because the run had them before and one may have just been lost. A node that stays away is
-                done without if the others have room.
+            demands: the run's demands.
+            least_nodes: minimum number of nodes.
+            is_waited_for: also wait for missing nodes. A resumed run had enough of them before, and may have just lost one. If a node is
+                still missing after ``ROOM_SECONDS``, the run continues without it, provided that the others have room.
 
         Raises:
             ConfigError: there is no room, or there are too few nodes.
@@ -168,7 +168,7 @@ class RayCluster:
 
     @classmethod
     def look(cls, config: ClusterConfig) -> list[Node]:
-        """The nodes that a run would find: those of the running Ray, or this machine if Ray would be started."""
+        """Return the nodes that a run would find: those of the existing Ray, or this machine if the run would start Ray."""
         if not (config.address or os.environ.get("RAY_ADDRESS")):
             import torch
 
@@ -191,16 +191,16 @@ class RayCluster:
         strategy: Any = "SPREAD",
         is_spare: bool = False,
     ) -> RayProcess:
-        """Place one process; it starts in the background.
+        """Place one process, which starts in the background.
 
         Args:
-            name: in messages, and of its log.
-            path: import path of the function or class that makes its object, called with its ``Place`` and the arguments.
-            arguments: returns the arguments, for each start anew.
+            name: name of the process in messages, and of its log.
+            path: import path of the function or class that makes the process's object; called with the ``Place`` and the arguments.
+            arguments: called at every start; returns the arguments.
             cpus, gpus: resources of the process.
-            concurrency: number of concurrent calls.
+            concurrency: maximum number of concurrent calls.
             strategy: Ray's scheduling strategy.
-            is_spare: the process ends for good if another process finds no room.
+            is_spare: whether to end the process for good if another one finds no room.
         """
         options = {
             "num_cpus": cpus,
@@ -217,7 +217,7 @@ class RayCluster:
         return process
 
     def gang(self, role: str, path: str, count: int, *, cpus: float, gpus: int) -> list[RayProcess]:
-        """Place processes that work together, all or none, and close together; see ``process``.
+        """Place a group of processes close together, either all of them or none; see ``process``.
 
         Returns:
             The processes, in the order of their nodes' addresses and their GPUs, because Ray's order is arbitrary.
@@ -263,7 +263,7 @@ class RayCluster:
             self.remove(spare)
 
     def remove(self, processes: Sequence[RayProcess]) -> None:
-        """End processes, and release the resources of their gangs."""
+        """End processes, and release the placement groups of their gangs."""
         if self._lost is not None:
             raise self._lost
         for process in processes:
@@ -290,7 +290,7 @@ class RayCluster:
 
 
 def ray_private(module: str) -> Any:
-    """A private module of Ray. The only access to Ray's internals, for two things that have no public API:
+    """Return a private module of Ray. All access to Ray's internals goes through here; two things have no public API:
 
     * ``worker.print_worker_logs`` prints a paragraph for each process that ends, and ``log_to_driver=False`` does not stop it;
     * ``state.available_resources_per_node``: ``ray.available_resources`` only returns the sum over all nodes.
@@ -314,10 +314,10 @@ def _to_the_run_s_log(data: dict[str, Any], *arguments: Any, **keywords: Any) ->
 
 
 def _refuse_silence(address: str) -> None:
-    """Wait until ``host:port`` accepts a connection. Other kinds of addresses are left to Ray.
+    """Wait until ``host:port`` accepts a connection. Addresses of other forms are not checked.
 
     Raises:
-        ConfigError: nothing listens there.
+        ConfigError: nothing listens at the address.
     """
     host, _, port = address.rpartition(":")
     if not host or not port.isdigit() or "/" in host:

@@ -1,4 +1,4 @@
-"""The Ray actor in every process that a run places. It is the first import there, and so imports little itself."""
+"""The Ray actor of every process that a run places. The process imports this module first, so it imports little itself."""
 
 from __future__ import annotations
 
@@ -24,8 +24,8 @@ class Place:
     """Where a process runs.
 
     Attributes:
-        address: of its node, as other nodes reach it.
-        gpus: its GPUs, as Ray numbers them on the node.
+        address: address by which other nodes reach its node.
+        gpus: indices of its GPUs on the node, as Ray numbers them.
     """
 
     address: str
@@ -33,7 +33,7 @@ class Place:
 
 
 class Host:
-    """Holds the object of a process and answers calls. Failures are returned as values, so that no exception is pickled."""
+    """Holds a process's object and answers calls to it. Failures are returned as values, so that no exception is pickled."""
 
     def __init__(self, log_path: str, environment: dict[str, str], paths: list[str]) -> None:
         os.environ.update(environment)

@@ -1,4 +1,4 @@
-"""Handles of processes on a Ray cluster, which start, call and restart them. ``RayCluster`` places the processes."""
+"""Handles that start, call and restart processes on a Ray cluster. ``RayCluster`` places the processes."""
 
 from __future__ import annotations
 
@@ -20,9 +20,9 @@ from rollwright import errors
 from rollwright.errors import ClusterError, LostProcessError, RolloutError, RollwrightError
 from rollwright.placement.ray_host import Host, Place
 
-#: Environment variables that are passed on to the processes; all others are those of their node.
+#: Prefixes of the environment variables that are passed on to the processes; other variables come from the process's node.
 _PASSED_ON = ("ROLLWRIGHT_", "HF_", "OMP_", "NCCL_", "GLOO_", "TOKENIZERS_", "PYTHONPATH")
-#: Time that a process waits for room before spare processes are ended for it.
+#: Seconds that a process waits for room before spare processes are ended to make room.
 SPARE_SECONDS = 30.0
 
 
@@ -30,16 +30,16 @@ class RayProcess:
     """A process on a Ray cluster that hosts one object. ``call`` calls that object's methods.
 
     Args:
-        name: in messages.
+        name: name of the process in messages.
         path: import path of the function or class that makes the object.
-        arguments: returns its arguments, for each start anew.
-        options: of the Ray actor.
-        log_path: file of its log.
-        make_room: called if the process finds no room for ``SPARE_SECONDS`` after a restart. None for a spare process.
+        arguments: called at every start; returns the arguments for ``path``.
+        options: options of the Ray actor.
+        log_path: path of the process's log file.
+        make_room: called if the process has found no room ``SPARE_SECONDS`` after a restart. None for a spare process.
 
     Attributes:
-        place: node and GPUs; done when the process runs.
-        started: done when its object was made.
+        place: future of the node and GPUs; done when the process runs.
+        started: future that is done when the object has been made.
     """
 
     def __init__(
@@ -68,18 +68,18 @@ class RayProcess:
         self.started: Future[None] = self._send("start", self._path, tuple(self._arguments()))
 
     def wait_started(self, timeout: float) -> None:
-        """Wait until its object was made.
+        """Wait until the object has been made.
 
         Raises:
-            ClusterError: that took more than ``timeout`` seconds.
+            ClusterError: this took more than ``timeout`` seconds.
         """
         self.answer(self.started, timeout, "start")
 
     def answer(self, future: Future[Any], timeout: float, action: str) -> Any:
-        """Wait for an answer.
+        """Wait for the result of a future.
 
         Raises:
-            ClusterError: "it did not <action> within ``timeout`` seconds".
+            ClusterError: there was no result within ``timeout`` seconds. ``action`` is the verb for the message ("did not start within …").
         """
         try:
             return future.result(timeout)
@@ -90,7 +90,7 @@ class RayProcess:
             ) from error
 
     def call(self, method: str, *arguments: Any) -> Future[Any]:
-        """Call a method of the object, which may be a coroutine.
+        """Call a plain or async method of the object.
 
         The future raises the ``RollwrightError`` that the method raised, a ``RolloutError`` for any other exception, or
         ``LostProcessError``.
@@ -101,7 +101,7 @@ class RayProcess:
         """End the process and place another one, with a new object.
 
         Raises:
-            LostProcessError: ``end`` was called. Ray, if it was shut down, would start a cluster here.
+            LostProcessError: ``end`` was called before. If Ray has been shut down since, placing a process would start a new cluster.
         """
         with self._lock:
             if self._lost is not None:
@@ -119,7 +119,7 @@ class RayProcess:
             self._make_room()
 
     def end(self) -> None:
-        """End the process and its children for good. Idempotent."""
+        """End the process and its children permanently. Idempotent."""
         with self._lock:
             self._is_ended = True
             self._kill()
@@ -136,7 +136,7 @@ class RayProcess:
             ray.kill(self._actor)
 
     def is_in(self, group: Any) -> bool:
-        """True if it was placed in this placement group."""
+        """Return True if the process was placed in this placement group."""
         strategy = self._options["scheduling_strategy"]
         return isinstance(strategy, PlacementGroupSchedulingStrategy) and strategy.placement_group is group
 
@@ -153,7 +153,7 @@ class RayProcess:
 
 
 def _settle(answer: Future[Any], name: str, log_path: str, received: Future[Any]) -> None:
-    """Pass on what Ray received, with errors of our own."""
+    """Set the result that Ray received on ``answer``, or the failure as one of our errors."""
     with contextlib.suppress(concurrent.futures.InvalidStateError):
         try:
             value, failure = received.result()
@@ -172,7 +172,7 @@ def _settle(answer: Future[Any], name: str, log_path: str, received: Future[Any]
 
 
 def _error_of(kind: str, message: str, trace: str) -> RollwrightError:
-    """The error that a process reported, with its class if it is one of ours."""
+    """Rebuild the error that a process reported: with its own class if that is one of ours, else as a ``RolloutError``."""
     known = getattr(errors, kind, None)
     is_ours = isinstance(known, type) and issubclass(known, RollwrightError)
     error: RollwrightError = known(message) if is_ours and known else RolloutError(f"{kind}: {message}")
@@ -181,5 +181,5 @@ def _error_of(kind: str, message: str, trace: str) -> RollwrightError:
 
 
 def _own_paths() -> list[str]:
-    """Directories of ``sys.path`` with modules that are not installed."""
+    """Return the directories of ``sys.path`` that are not ``site-packages``."""
     return [path for path in sys.path if path and os.path.isdir(path) and "site-packages" not in path and path != sys.prefix]

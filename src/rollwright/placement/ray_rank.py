@@ -1,4 +1,4 @@
-"""One rank of a training on a Ray cluster; the controller (``ray_ranks``) calls it."""
+"""One of the ranks that train on a Ray cluster, called by the controller (``ray_ranks``)."""
 
 from __future__ import annotations
 
@@ -32,9 +32,9 @@ from rollwright.training.actor import FSDPPPOActor
 from rollwright.training.model import resolve_device
 from rollwright.training.publish_and_audit import Publication
 
-#: Version of the weights, and their latest publication.
+#: Version of the weights, and the latest publication.
 RankState = tuple[int, Publication | None]
-#: A rank's rows: packed parts, the position of each row in them (``packed.rows_of``), and packed columns of the controller.
+#: A rank's rows: packed parts, the position of each row in the parts (``packed.rows_of``), and packed columns that the controller added.
 PackedShare = tuple[list[Any], list[tuple[int, int]], bytes]
 
 
@@ -42,7 +42,7 @@ class TrainRank:
     """Joins the other ranks, loads its shard of the model, and executes the controller's calls.
 
     Args:
-        place: of this process (``placement.ray_host.Place``).
+        place: this process's ``placement.ray_host.Place``.
     """
 
     def __init__(self, place: Any) -> None:
@@ -53,13 +53,13 @@ class TrainRank:
         self._client: RemoteInferenceEngine | None = None
 
     def meeting_place(self) -> tuple[str, int]:
-        """Host and port at which the ranks meet if this one is rank 0."""
+        """Return a host and port for the ranks' rendezvous, for use if this is rank 0."""
         return self._address, find_free_ports(1)[0]
 
     async def open(
         self, config: Any, spec: dict[str, Any], recover: str, rank: int, world: int, meeting: tuple[str, int]
     ) -> str:
-        """Join the other ranks and load this one's shard of the model; returns its compute dtype."""
+        """Join the other ranks and load this rank's shard of the model. Returns the model's compute dtype."""
         variables = {"RANK": rank, "WORLD_SIZE": world, "LOCAL_RANK": 0, "MASTER_ADDR": meeting[0], "MASTER_PORT": meeting[1]}
         os.environ.update({name: str(value) for name, value in variables.items()})
         if interface := _interface_of(self._address):  # the host name may resolve to an address outside the cluster
@@ -81,7 +81,7 @@ class TrainRank:
         """On rank 0, connect to the servers that weights are published to. Collective."""
 
         def connect() -> None:
-            engine: Any = WeightReceiver()  # stands in for that of rank 0, and is never called
+            engine: Any = WeightReceiver()  # a stand-in for rank 0's engine; never called
             if parallel.rank() == 0:
                 backend = servers_of(rollout.backend)
                 assert backend is not None
@@ -92,26 +92,26 @@ class TrainRank:
         await asyncio.get_running_loop().run_in_executor(self._thread, connect)
 
     def use_servers(self, addresses: list[str]) -> None:
-        """On rank 0, publish to these servers from now on. Answered during calls."""
+        """On rank 0, publish to these servers from now on. Also takes effect while a call runs."""
         if self._client is not None:  # otherwise ``connect`` gets them
             self._client.use_servers(addresses)
 
     def holders(self) -> tuple[int, list[str]] | None:
-        """On rank 0, the published version and the servers that hold it. Answered during calls."""
+        """On rank 0, return the published version and the servers that hold it. Also answers while a call runs."""
         return None if self._client is None else (self._client.get_version(), self._client.weight_holders)
 
     async def call(
         self, name: str, share: PackedShare | None, arguments: dict[str, Any]
     ) -> tuple[Any, list[TrainedRow], RankState]:
-        """Make a call of ``CALLS``.
+        """Execute one of ``CALLS``.
 
         Args:
-            name: of the call.
+            name: name of the call.
             share: this rank's rows; None for a call without rows.
-            arguments: of the call.
+            arguments: arguments of the call.
 
         Returns:
-            The result, the values computed for the tokens of each row, and the weights' version and publication.
+            The result (on rank 0, else None), the values computed for the tokens of each row, and the weights' version and publication.
         """
         return await asyncio.get_running_loop().run_in_executor(self._thread, self._make, name, share, arguments)
 
@@ -136,7 +136,7 @@ class TrainRank:
 
 
 def _unpacked(parts: list[Any], places: list[tuple[int, int]], written: bytes) -> Trajectory:
-    """The rows of a share, with the columns that a rank computes with."""
+    """Unpack the rows of a share, keeping only the columns that a rank computes with."""
     rows = rows_of(parts, places)
     return {key: value for key, value in rows.items() if isinstance(value, torch.Tensor) or key == MULTI_MODAL} | unpack_bytes(
         written
@@ -144,7 +144,7 @@ def _unpacked(parts: list[Any], places: list[tuple[int, int]], written: bytes) -
 
 
 def _interface_of(address: str) -> str | None:
-    """The network interface with this IPv4 address, or None if it cannot be found."""
+    """Return the name of the network interface that has this IPv4 address, or None if none is found."""
     if address.startswith("127."):
         return "lo0" if sys.platform == "darwin" else "lo"
     with contextlib.suppress(OSError), socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as asked:

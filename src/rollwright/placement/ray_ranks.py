@@ -1,8 +1,8 @@
-"""The ranks of a training on a Ray cluster, seen from the controller, which is none of them.
+"""Controls the ranks that train on a Ray cluster, from the controller process, which is not a rank itself.
 
-The ranks make the same calls as ranks that torchrun starts (``rollwright.placement.ranks``); the controller sends these calls in place of
-rank 0. It divides a packed batch (``experience.packed``) and sends each rank its rows with the call. The values that a step
-computes for each token come back in the form in which the journal stores them.
+The ranks execute the same calls as ranks that torchrun starts (``rollwright.placement.ranks``), but the controller sends the calls instead
+of rank 0. The controller divides each batch, packs it (``experience.packed``), and sends each rank its rows with the call. The values that
+a step computes for each token are returned in the format in which the journal stores them.
 
 If a rank is lost, the call raises ``LostRankError``, which ends the attempt: ``trainers.stages`` closes the trainer and opens it again,
 and the run resumes from its newest recover checkpoint and its journal, as after a kill.
@@ -41,11 +41,11 @@ from rollwright.training.recovery_checkpoint import RecoverCheckpoints
 
 logger = getLogger("ranks")
 
-#: Longest start of the ranks: interpreters, torch, the model.
+#: Longest wait for the processes of the ranks to start and import torch.
 START_SECONDS = 600.0
-#: After a rank has failed, seconds to find out whether it failed because another rank was lost.
+#: After a rank has failed, seconds to wait for other failures, because the cause may be that another rank was lost.
 _CAUSE_SECONDS = 3.0
-#: Longest wait for an answer that rank 0 gives beside its calls.
+#: Longest wait for an answer that rank 0 can give while it executes a call.
 _ANSWER_SECONDS = 10.0
 
 
@@ -68,17 +68,17 @@ class PolicyProxy:
 
 
 class RayRanks:
-    """The ranks of a training on a Ray cluster; see ``placement.Ranks``.
+    """The ranks that train on a Ray cluster; see ``placement.Ranks``.
 
     Args:
-        config: of a training stage.
-        spec: its length.
-        directory: of the stage; all nodes see it.
+        config: the training stage's config.
+        spec: the stage's length.
+        directory: the stage's directory; all nodes must see it.
 
     Attributes:
-        engine: the policy, as far as this process knows it.
+        engine: this process's view of the policy.
         model: None, because no engine in this process can share the weights.
-        cluster: where the ranks run; the rollout engine places its processes there, too.
+        cluster: the cluster of the ranks; the rollout engine also places its processes there.
         demands: the resources of each role.
         recover: the recover checkpoints of the run, which the ranks write.
     """
@@ -125,7 +125,7 @@ class RayRanks:
         self.call("save", path=os.fspath(Path(path).absolute()))
 
     def finish(self) -> None:
-        """Nothing: the ranks wait for calls until ``close``."""
+        """Do nothing: the ranks wait for calls until ``close``."""
 
     def call(
         self, name: str, batch: Trajectory | None = None, *, first_rank: dict[str, Any] | None = None, **arguments: Any
@@ -169,16 +169,16 @@ class RayRanks:
             self.use_servers(running)
 
     def use_servers(self, addresses: list[str]) -> None:
-        """Make rank 0 publish to these servers from now on, also during a call. No-op before ``connect``."""
+        """Make rank 0 publish to these servers from now on, even while it executes a call. No-op before ``connect``."""
         if self._is_connected:
             with contextlib.suppress(LostProcessError):  # the next call reports the loss
                 self._gang[0].call("use_servers", addresses).result(60.0)
 
     def holders(self) -> tuple[int, list[str]]:
-        """The version that was published last and the servers that hold it by now, as reported by rank 0.
+        """Return the latest published version and the servers that hold it, as rank 0 last reported them.
 
         Raises:
-            EngineError: nothing was published yet.
+            EngineError: nothing has been published yet.
         """
         if self._published is None:
             raise EngineError("no weights have been published yet")
@@ -211,7 +211,7 @@ class RayRanks:
 
 @contextlib.contextmanager
 def _losses_as_lost_ranks() -> Iterator[None]:
-    """Raise ``LostRankError`` in place of the error for any lost process."""
+    """Convert ``LostProcessError`` to ``LostRankError``."""
     try:
         yield
     except LostProcessError as error:
@@ -219,7 +219,7 @@ def _losses_as_lost_ranks() -> Iterator[None]:
 
 
 def _packed_shares(shares: Sequence[Trajectory]) -> list[PackedShare]:
-    """Pack the rows of each rank for sending. A rank without rows gets a part of another rank's, to know the columns."""
+    """Pack each rank's rows for sending. A rank without rows gets a part of another rank's data, which tells it the columns."""
     divided = [parts_of(share) for share in shares]
     example = next((parts[:1] for parts, _ in divided if parts), [])
     return [
@@ -234,7 +234,7 @@ def _packed_shares(shares: Sequence[Trajectory]) -> list[PackedShare]:
 
 @_losses_as_lost_ranks()
 def _together(answers: Sequence[Any]) -> list[Any]:
-    """Wait for the answers of all ranks. A failure is raised soon, because the other ranks may wait forever for the one that failed."""
+    """Wait for the answers of all ranks. Raise a failure soon, because the other ranks may wait forever for the rank that failed."""
     done, left = wait(answers, return_when=FIRST_EXCEPTION)
     if any(answer.exception() is not None for answer in done):
         done, _ = wait(answers, _CAUSE_SECONDS) if left else (done, left)

@@ -1,4 +1,4 @@
-"""Sampling on a Ray cluster: inference servers and workers in processes of their own, and the engine that uses them."""
+"""Sampling on a Ray cluster: inference servers and workers in separate processes, and the rollout engine that uses them."""
 
 from __future__ import annotations
 
@@ -37,13 +37,13 @@ _ADDRESS = "address"
 
 
 def make_ray_rollout(config: PPOConfig, ranks: RayRanks, tokenizer: Any, directory: RunDirectory) -> DistributedRolloutEngine:
-    """Place the servers and the workers of a run, and connect to them.
+    """Place the servers and workers of a run, and connect to them.
 
     Args:
-        config: of the run.
-        ranks: train the model; the processes are placed on their cluster.
-        tokenizer: the model's.
-        directory: of the run. All nodes must see it, because it holds the weights that are published as files.
+        config: the run's config.
+        ranks: ranks that train the model; servers and workers are placed on the same cluster.
+        tokenizer: the model's tokenizer.
+        directory: the run's directory. All nodes must see it, because weights that are published as files are written there.
 
     Raises:
         ConfigError: the backend has no servers to start.
@@ -109,7 +109,7 @@ def make_ray_rollout(config: PPOConfig, ranks: RayRanks, tokenizer: Any, directo
         [place_server(index) for index in range(of_server.count, most_servers)],
         [place_worker(index) for index in range(of_worker.count, most_workers)],
     )
-    if journal is not None:  # records what becomes of groups; the workers record the episodes in journals of their own
+    if journal is not None:  # records how groups end; each worker records its episodes in a journal of its own
         engine.journal = Journal(journal, config.journal, hidden_texts(config))
     return engine
 
@@ -118,10 +118,10 @@ def serve_auxiliary_models(config: PPOConfig, ranks: RayRanks, directory: RunDir
     """Place a server on the cluster for each auxiliary model that has none.
 
     Args:
-        config: of the run.
-        ranks: train the model; the servers are placed on their cluster.
-        directory: of the run.
-        opened: lost servers are restarted until it is closed.
+        config: the run's config.
+        ranks: ranks that train the model; the servers are placed on the same cluster.
+        directory: the run's directory.
+        opened: lost servers are restarted until this is closed.
 
     Returns:
         The config with the servers' addresses.
@@ -160,18 +160,18 @@ def serve_auxiliary_models(config: PPOConfig, ranks: RayRanks, directory: RunDir
     return dataclasses.replace(config, auxiliary_models=models)
 
 
-# -- in the processes of servers, which end with them ------------------------------------------------------------------
+# -- in the servers' processes, which end with the servers ------------------------------------------------------------------
 
 
 def start_server(place: Any, config: PPOConfig, rollout: RolloutConfig, model_path: str, logs: str) -> RestartableServer:
     """Start an inference server of the policy.
 
     Args:
-        place: of this process (``placement.ray_host.Place``).
-        config: of the run.
-        rollout: its section, with the API key.
-        model_path: of the model.
-        logs: directory of its log.
+        place: this process's ``placement.ray_host.Place``.
+        config: the run's config.
+        rollout: the ``rollout`` section, with the API key.
+        model_path: path of the model.
+        logs: directory for the server's log.
     """
     launcher = LocalServers(
         rollout,
@@ -191,10 +191,10 @@ def start_auxiliary_server(place: Any, model: AuxiliaryModelConfig, threads: int
     """Start a server of a model that is not trained.
 
     Args:
-        place: of this process (``placement.ray_host.Place``).
-        model: its section.
-        threads: used if the section sets none.
-        logs: directory of its log, and of the file with its address.
+        place: this process's ``placement.ray_host.Place``.
+        model: the model's section.
+        threads: compute threads if the section sets none.
+        logs: directory for the server's log and the file with its address.
         key: the API key.
     """
     launcher = Launcher(logs, host=place.address)

@@ -2,8 +2,8 @@
 
 Invariants:
 
-* every state other than those of waiting and running jobs is an end;
-* if Slurm's controller does not answer, it is asked again for a limited time; a missing answer is never taken for an end;
+* a job has ended if its state is not one of the known states of waiting and running jobs;
+* if Slurm's controller does not answer, it is asked again for a limited time; silence never counts as the end of a job;
 * a run has at most one job: a second command for the same run follows the existing job.
 """
 
@@ -32,12 +32,12 @@ from rollwright.tracking.logging import getLogger
 
 logger = getLogger("Slurm")
 
-#: States of waiting and running jobs. All others, also those of later versions of Slurm, are ends.
+#: States of waiting and running jobs. A job in any other state has ended, even if a later version of Slurm added that state.
 _GOES_ON = {
     *("PENDING", "CONFIGURING", "RUNNING", "SUSPENDED", "STOPPED", "SIGNALING", "RESIZING", "STAGE_OUT", "COMPLETING"),
     *("REQUEUED", "REQUEUE_FED", "REQUEUE_HOLD", "RESV_DEL_HOLD", "SPECIAL_EXIT", "EXPEDITING", "POWER_UP_NODE"),
 }
-#: Exit statuses for states in which the program has none.
+#: Exit statuses for states in which Slurm reports none for the program.
 _STATUS_OF = {"COMPLETED": 0, "TIMEOUT": 124, "DEADLINE": 124, "OUT_OF_MEMORY": 137, "CANCELLED": 143, "PREEMPTED": 143}
 #: Seconds without an answer from Slurm's controller after which a job is no longer followed.
 _SILENCE_SECONDS = 600.0
@@ -48,7 +48,7 @@ _KEPT = {"SLURM_CONF", "SLURM_JWT", "SLURM_CLUSTERS"}
 
 
 class SlurmPlacement:
-    """See ``Placement``. A job runs the same command on one machine, or on a Ray cluster of its nodes. Nothing is trained here."""
+    """See ``Placement``. Submits a job that runs the same command on one node, or on a Ray cluster of the job's nodes."""
 
     inputs_are_here = False
 
@@ -56,10 +56,10 @@ class SlurmPlacement:
         self._cluster = cluster
 
     def check(self, config: Any) -> None:
-        """Nothing, because the job runs on another machine."""
+        """Do nothing, because the job runs on another machine."""
 
     def show(self, stages: Sequence[Stage], words: Sequence[str]) -> list[str]:
-        """The script of the job, without secrets."""
+        """Return the job's script, without secrets."""
         script = job_script(self._cluster, run_directory_of(stages).absolute(), words, hides_secrets=True)
         return ["\nIt would be the job of this script:\n", script]
 
@@ -68,18 +68,18 @@ class SlurmPlacement:
         return run_job(self._cluster, run_directory, words)
 
     def join(self, configs: Sequence[Any]) -> None:
-        """Refuse to run the stages in this process."""
+        """Raise an error: stages never run in this process."""
         raise ConfigError("cluster.kind: is slurm, whose jobs `rollwright run` submits; set cluster.kind=local to run here.")
 
 
 def job_script(cluster: ClusterConfig, run_directory: Path, words: Sequence[str], *, hides_secrets: bool = False) -> str:
-    """The batch script of a run.
+    """Return the batch script of a run.
 
     Args:
-        cluster: its ``slurm`` section has the resources.
-        run_directory: of the run; the job's output is written next to it.
+        cluster: section whose ``slurm`` section has the resources.
+        run_directory: the run's directory; the job's output is written next to it.
         words: arguments of the job's ``rollwright`` command.
-        hides_secrets: replace secrets, for a script that is only shown.
+        hides_secrets: mask secrets, for a script that is only shown.
     """
     slurm, name = cluster.slurm, _name_of(run_directory)
     options = {
@@ -113,7 +113,7 @@ def job_script(cluster: ClusterConfig, run_directory: Path, words: Sequence[str]
 
 
 def run_job(cluster: ClusterConfig, run_directory: Path, words: Sequence[str]) -> int:
-    """Submit a job for a run, or find its existing job, and follow it to its end.
+    """Submit a job for a run, or find the run's existing job, and follow the job until it ends.
 
     The job's output is copied to stdout. The first SIGINT or SIGTERM makes the run finish its step and save (a waiting job is
     cancelled); a second one cancels the job. If this process is killed, the job continues.
@@ -123,7 +123,7 @@ def run_job(cluster: ClusterConfig, run_directory: Path, words: Sequence[str]) -
 
     Raises:
         ConfigError: Slurm is not installed here.
-        ClusterError: Slurm refused the job, or no longer answers.
+        ClusterError: Slurm rejected the job, or no longer answers.
     """
     if shutil.which("sbatch") is None:
         raise ConfigError(
@@ -162,7 +162,7 @@ class State:
 
     @property
     def is_end(self) -> bool:
-        """True if the job neither waits nor runs."""
+        """True if the job is neither waiting nor running."""
         return self.name not in _GOES_ON
 
     @property
@@ -188,9 +188,9 @@ class Job:
         """Submit a script.
 
         Raises:
-            ClusterError: Slurm refused it.
+            ClusterError: Slurm rejected the script.
         """
-        inside = "SLURM_JOB_ID" in os.environ  # a job does not inherit the resources of this one
+        inside = "SLURM_JOB_ID" in os.environ  # the new job must not inherit the resources of this one
         environment = {
             name: value for name, value in os.environ.items() if not (inside and name.startswith("SLURM_")) or name in _KEPT
         }
@@ -203,7 +203,7 @@ class Job:
 
     @classmethod
     def of(cls, run_directory: Path) -> Job | None:
-        """This user's waiting or running job for a run directory, or None."""
+        """Return this user's waiting or running job for a run directory, or None."""
         answer = subprocess.run(
             ["squeue", "--me", "--noheader", f"--name={_name_of(run_directory)}", "--format=%i"], capture_output=True, text=True
         )
@@ -219,10 +219,10 @@ class Job:
         return cls(number, Path(f"{run_directory}.slurm-{number}.log"))
 
     def state(self) -> State | None:
-        """The job's state, or None if Slurm does not answer.
+        """Return the job's state, or None if Slurm does not answer.
 
         Raises:
-            ClusterError: Slurm knows no such job.
+            ClusterError: Slurm does not know the job.
         """
         answer = self._shown()
         if answer.returncode == 0 and (name := _field("JobState", answer.stdout)):
@@ -240,7 +240,7 @@ class Job:
         return subprocess.run(["scontrol", "show", "job", self.number, "--oneliner"], capture_output=True, text=True)
 
     def _recorded(self) -> State | None:
-        """The state of a forgotten job from Slurm's accounting, or None without accounting."""
+        """Look up a job that the controller no longer knows in Slurm's accounting. Returns None if that has no record."""
         if shutil.which("sacct") is None:
             return None
         asked = ["sacct", "-j", self.number, "-X", "--noheader", "--parsable2", "--format=State,ExitCode"]
@@ -252,7 +252,7 @@ class Job:
         return State.of(name.split()[0], "", codes)  # the name may be "CANCELLED by 0"
 
     def ask_to_end(self) -> None:
-        """Make the run finish its step and save; cancel a job that does not run yet."""
+        """Make the run finish its step and save, or cancel the job if it is not running yet."""
         state = self.state()
         if state is None or state.name != "RUNNING" or not self._signal("--batch", "--signal=TERM"):
             self.cancel()
@@ -266,7 +266,7 @@ class Job:
 
 
 def _follow(job: Job, poll_seconds: float) -> int:
-    """Copy a job's output to stdout until it has ended; returns the exit status."""
+    """Copy a job's output to stdout until the job has ended. Returns the exit status."""
     shown, said, handled = 0, "", 0
     asked = answered = time.monotonic() - poll_seconds
     with signals_to(lambda received: None) as signals:
@@ -303,7 +303,7 @@ def _follow(job: Job, poll_seconds: float) -> int:
 
 
 def _show(log: Path, shown: int) -> int:
-    """Copy new output to stdout; returns the number of bytes copied so far."""
+    """Copy new output to stdout. Returns the number of bytes copied so far."""
     try:
         with log.open("rb") as file:
             file.seek(shown)
@@ -328,7 +328,7 @@ def _name_of(run_directory: Path) -> str:
 
 
 def _log_pattern(run_directory: Path) -> str:
-    """The output file of a job, as a pattern for ``sbatch``."""
+    """Return the path of the job's output file, as a pattern for ``sbatch``."""
     return str(run_directory).replace("%", "%%") + ".slurm-%j.log"
 
 

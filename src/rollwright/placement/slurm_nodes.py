@@ -1,6 +1,7 @@
-"""Runs Ray on all nodes of a Slurm job: the head on this node, the job's first, and with ``srun`` a Ray node on every other.
+"""Runs Ray on all nodes of a Slurm job: the head on the job's first node, which is this one, and a Ray node on each of the others.
 
-Each Ray node has the CPUs of the job on that node, and listens on the address by which Slurm reaches it.
+The other Ray nodes are started with ``srun``. Each Ray node gets the job's CPUs on its machine, and listens on the address by which Slurm
+reaches that machine.
 """
 
 from __future__ import annotations
@@ -20,20 +21,20 @@ from rollwright.tracking.logging import getLogger
 
 logger = getLogger("Slurm")
 
-#: Longest wait for the nodes of a job. All of them load Python and Ray from one file system at the same time.
+#: Longest wait for all nodes to join Ray. They may be slow, because all load Python and Ray from one file system at the same time.
 START_SECONDS = 300.0
 _END_SECONDS = 20.0
-#: How often to start Ray on a node. Ray waits less than 30 s for its own processes, and a busy machine may need more.
+#: Attempts to start Ray on a node. Ray waits less than 30 s for its own processes, and a busy machine may need more.
 START_TRIES = 3
 
 
 def nodes() -> int:
-    """Number of nodes of the job that this process runs in; 1 outside of a job's nodes."""
+    """Return the number of nodes of the Slurm job that this process runs in, or 1 if it does not run on a job's node."""
     return int(os.environ.get("SLURM_JOB_NUM_NODES", 1)) if "SLURMD_NODENAME" in os.environ else 1
 
 
 def resources() -> dict[str, Any]:
-    """The job's resources on this node, as arguments of ``ray.init``. Ray itself would use all cores of the machine."""
+    """Return the job's resources on this node, as arguments of ``ray.init``. By default Ray would use all cores of the machine."""
     own: dict[str, Any] = {}
     if "SLURMD_NODENAME" in os.environ:
         own["num_cpus"] = int(os.environ["SLURM_CPUS_ON_NODE"])
@@ -47,7 +48,7 @@ class OtherNodes:
 
     Args:
         head: ``host:port`` of Ray's head.
-        logs: directory of their logs.
+        logs: directory for the nodes' logs.
     """
 
     def __init__(self, head: str, logs: str | os.PathLike[str]) -> None:
@@ -74,7 +75,7 @@ class OtherNodes:
         """Wait until all nodes of the job have joined.
 
         Args:
-            joined_nodes: counts the nodes of Ray.
+            joined_nodes: returns the current number of Ray nodes.
 
         Raises:
             ClusterError: ``srun`` has ended, or the nodes were too slow.
@@ -97,8 +98,8 @@ class OtherNodes:
 
 
 def _address() -> str | None:
-    """The IP address by which Slurm reaches this node. None if Slurm has a host name, which may resolve to the loopback interface here;
-    then Ray chooses the address."""
+    """Return the IP address by which Slurm reaches this node, or None if Slurm uses a host name. Ray then chooses the address, because
+    the name may resolve to the loopback interface here."""
     asked = ["scontrol", "show", "node", os.environ["SLURMD_NODENAME"], "--oneliner"]
     words = subprocess.run(asked, capture_output=True, text=True).stdout.split()
     address = next((word.removeprefix("NodeAddr=") for word in words if word.startswith("NodeAddr=")), "")
@@ -109,12 +110,12 @@ def _address() -> str | None:
 
 
 def main() -> None:
-    """On another node, join the Ray head that the command line names."""
+    """On one of the other nodes, join the Ray head that the command line names."""
     own = resources()
     options = [f"--address={sys.argv[1]}", f"--num-cpus={own['num_cpus']}", "--block"]
     if own["_node_ip_address"] is not None:
         options.append(f"--node-ip-address={own['_node_ip_address']}")
-    for _ in range(START_TRIES):  # it returns at the end, or early if the machine was too slow for Ray's own limits
+    for _ in range(START_TRIES):  # it returns when Ray ends, or early if the machine was too slow for Ray's own limits
         if (status := subprocess.call([sys.executable, "-P", "-m", "ray.scripts.scripts", "start", *options])) == 0:
             return
     raise SystemExit(status)

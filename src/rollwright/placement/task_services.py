@@ -2,7 +2,7 @@
 
 Both start on first use, and end with ``close``, with the object or with the process. On a Ray cluster, each process that runs episodes
 has its own front, and the servers are placed like other processes (``placement.ray_rollout``). A lost server is restarted, perhaps at
-another address, to which its clients follow it.
+another address; its clients then use the new address.
 """
 
 from __future__ import annotations
@@ -39,12 +39,12 @@ class MovingModelConfig(AuxiliaryModelConfig):
 
 
 class TaskServices:
-    """The front and the auxiliary models of one run; training and evaluation share them.
+    """The front and the auxiliary models of one run, shared by training and evaluation.
 
     Args:
-        config: the experiment.
-        tokenizer: the policy's.
-        logs: directory for the servers' logs; by default that of the run.
+        config: the run's config.
+        tokenizer: the policy's tokenizer.
+        logs: directory for the servers' logs; by default the run's ``logs`` directory.
     """
 
     def __init__(self, config: PPOConfig, tokenizer: Any, logs: str | Path | None = None) -> None:
@@ -71,7 +71,7 @@ class TaskServices:
 
     @property
     def auxiliary_models(self) -> list[Any]:
-        """An ``openai.OpenAI`` client for each of ``auxiliary_models``, in order. Its ``model_path`` names the model.
+        """An ``openai.OpenAI`` client for each entry of ``auxiliary_models``, in order. Each client's ``model_path`` names its model.
 
         Raises:
             ConfigError: the openai package is missing, or a server names no model.
@@ -138,11 +138,11 @@ def serve(
     Args:
         models: each with a ``model_path`` or a ``base_url``.
         launcher: starts and ends the servers.
-        threads: of servers whose section sets none; by default half of this machine's cores.
-        key: API key; by default a new one.
+        threads: threads of a server whose section sets none; by default half of this machine's cores.
+        key: API key of the servers; by default a new one.
 
     Returns:
-        The models, each with the URL and the key of its server.
+        The models, each with a ``base_url``.
     """
     key = key or secrets.token_urlsafe(24)
     for model in models:
@@ -165,7 +165,7 @@ def _command(model: AuxiliaryModelConfig, threads: int) -> Any:
 
 
 def _address(launcher: Launcher, place: int) -> str | None:
-    """Address of a server; None once the servers have been ended."""
+    """Return a server's address, or None once the servers have been ended."""
     try:
         return launcher.server(place).address
     except LostProcessError:
@@ -173,10 +173,10 @@ def _address(launcher: Launcher, place: int) -> str | None:
 
 
 def _following_client(address: Callable[[], str | None], timeout: float) -> Any:
-    """Class of a client for a server that may be restarted at another address.
+    """Make a client class for a server that may be restarted at another address.
 
     Args:
-        address: returns the server's current address; None once it has been ended for good.
+        address: returns the server's current address, or None once the server has been ended for good.
         timeout: seconds to wait for a lost server.
     """
     import openai

@@ -1,4 +1,4 @@
-"""The placement ``local``: the run's processes are this one, or the ranks that torchrun's agent starts on this machine."""
+"""The placement ``local``: a run trains in this process, or in ranks that torchrun's agent starts on this machine."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from rollwright.training.model import resolve_device
 
 
 class ThisMachine:
-    """See ``Placement``. Several processes shard the trained model."""
+    """See ``Placement``. With several processes, the trained model is sharded."""
 
     inputs_are_here = True
     runs_episodes_here = True
@@ -34,11 +34,11 @@ class ThisMachine:
         self._cluster = cluster
 
     def check(self, config: Any) -> None:
-        """Refuse a stage that needs more GPUs than this machine has."""
+        """Raise an error if a stage needs more GPUs than this machine has."""
         refuse_too_few_gpus(config)
 
     def show(self, stages: Sequence[Stage], words: Sequence[str]) -> list[str]:
-        """Nothing: the plan of the stages shows how many processes train."""
+        """Return nothing, because the plan of the stages already shows how many processes train."""
         return []
 
     def start(self, words: Sequence[str], run_directory: Path) -> int | None:
@@ -48,7 +48,7 @@ class ThisMachine:
         return start_ranks(words, self._cluster.processes)
 
     def join(self, configs: Sequence[Any]) -> None:
-        """Join the other ranks if torchrun started several; ``cluster.processes`` has to be their number, or 1."""
+        """Join the other ranks if torchrun started several; ``cluster.processes`` must be 1 or their number."""
         started = started_processes()
         for config in configs:
             wanted, mode = config.cluster.processes, getattr(config, "mode", "both")
@@ -66,9 +66,9 @@ class ThisMachine:
         return open_ranks(config, spec, directory, shares_weights=shares_weights)
 
     def serve_models(self, config: PPOConfig, ranks: TrainRanks, directory: RunDirectory, opened: ExitStack) -> PPOConfig:
-        """Nothing: ``TaskServices`` starts the servers of auxiliary models when a workflow asks for them."""
+        """Return the config unchanged: ``TaskServices`` starts the servers of auxiliary models when a workflow first needs them."""
         return config
 
     def rollout(self, config: PPOConfig, ranks: TrainRanks, tokenizer: Any, directory: RunDirectory) -> RolloutEngine:
-        """An engine in this process, or a client of servers that run already or are started here."""
+        """Open an engine in this process, or a client of servers that already run or are started here."""
         return make_rollout_engine(config, ranks, tokenizer, directory)

@@ -15,14 +15,14 @@ from typing import Any
 from rollwright.errors import ConfigError
 from rollwright.processes.tree import AGENT, children
 
-#: After one process has failed, seconds that the others have to end by themselves.
+#: After one process has failed, seconds for the others to end by themselves.
 GRACE_SECONDS = 10
-#: Most ranks per processor. More is probably a typing error, because each rank is a Python with torch of about 0.5 GB.
+#: Maximum number of ranks per processor. More are probably a typing error: each rank is a Python process with torch and needs about 0.5 GB.
 RANKS_PER_PROCESSOR = 8
 
 
 def started_processes() -> int:
-    """Number of ranks that torchrun started, including this process; 1 without torchrun."""
+    """Return the number of ranks that torchrun started, including this process, or 1 without torchrun."""
     world = os.environ.get("WORLD_SIZE", "1")
     if not world.isdigit():
         raise ConfigError(f"WORLD_SIZE is {world!r} in the environment, and torchrun sets a number: unset it.")
@@ -30,17 +30,17 @@ def started_processes() -> int:
 
 
 def start_ranks(arguments: Sequence[str], processes: int) -> int:
-    """Run ``rollwright`` in several processes, which find each other through the environment, until all have ended.
+    """Run ``rollwright`` in several processes, which find each other through the environment, and wait until all have ended.
 
-    SIGINT and SIGTERM are passed on: rank 0 finishes its step and saves, and the other ranks end with it. A second signal ends all
+    SIGINT and SIGTERM are passed on: rank 0 finishes its step and saves, and the other ranks end with it. A second signal ends all ranks
     immediately. If one process fails or is killed, the others are ended.
 
     Args:
-        arguments: of the command.
+        arguments: arguments of the command.
         processes: number of ranks.
 
     Returns:
-        The exit status: 0, that of rank 0 if it failed, that of the first failed rank, or 128 plus a signal's number.
+        The exit status: 0, the status of the lowest rank that failed, or 128 plus the number of a signal.
 
     Raises:
         ConfigError: there are far more processes than processors.
@@ -79,7 +79,7 @@ def start_ranks(arguments: Sequence[str], processes: int) -> int:
 
 
 def _status(failures: dict[int, Any], signals: Sequence[int]) -> int:
-    """The exit status of the run. A killed process could not report this itself; those that the agent ended do not count."""
+    """Return the run's exit status, and report a killed rank, which could not do so itself. Ranks that the agent ended do not count."""
     if signals:
         return 128 + signals[0]
     codes = {rank: failure.exitcode for rank, failure in sorted(failures.items())}
@@ -94,9 +94,9 @@ def _status(failures: dict[int, Any], signals: Sequence[int]) -> int:
 
 
 def _pass_on(received: Sequence[int]) -> None:
-    """Pass the latest signal on to the child processes; kill them at the second one."""
+    """Pass the first signal on to the child processes; at the second one, kill them."""
     started = children(os.getpid())
-    if not started:  # none has started, or this kernel does not list them: the agent ends them
+    if not started:  # none has started, or this kernel does not list children: the agent ends them
         raise KeyboardInterrupt
     for pid in started:
         with suppress(ProcessLookupError):
