@@ -30,11 +30,11 @@ class VisibleTokens:
     """Which keys a query may see, before layers apply their windows.
 
     Attributes:
-        visible: ``[B, Q, K]`` bool. Each query sees at least one key; causality is part of it.
+        visible: ``[B, Q, K]`` bool, including causality. Each query sees at least one key.
         query_positions: ``[B, Q]``, positions of the queries.
         key_positions: ``[B, K]``, positions of the keys, including cached ones.
-        masks: number of masks that were combined with it. 0 after a forward pass means that the model builds its masks in another
-            way and ignored the restriction.
+        masks: number of layer masks that were combined with this restriction. 0 after a forward pass means that the model builds its
+            masks in another way and ignored the restriction.
     """
 
     visible: Tensor
@@ -120,7 +120,7 @@ def _combined(name: str, make: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _by_position(mask_function: Any, choice: VisibleTokens) -> Tensor:
-    """Keys inside a layer's window or chunk, by position and ignoring causality: ``[B, Q, K]`` bool."""
+    """Return the visible keys inside a layer's windows and chunks, which are measured in positions: ``[B, Q, K]`` bool."""
     seen = choice.visible
     query, key = choice.query_positions[:, None, :, None], choice.key_positions[:, None, None, :]
     rows = query.new_zeros(1, 1, 1, 1) + query.new_tensor(range(len(query)))[:, None, None, None]
@@ -130,7 +130,7 @@ def _by_position(mask_function: Any, choice: VisibleTokens) -> Tensor:
 
 
 def _overlays(mask_function: Any) -> list[Callable[..., Tensor]]:
-    """The windows and chunks that a causal mask function of transformers applies."""
+    """Return the windows and chunks that a causal mask function of transformers applies."""
     name = getattr(mask_function, "__qualname__", repr(mask_function))
     if name == "causal_mask_function":
         return []
@@ -149,20 +149,20 @@ def _overlays(mask_function: Any) -> list[Callable[..., Tensor]]:
 
 
 def sees(query_branches: Tensor, key_branches: Tensor) -> Tensor:
-    """Mask ``[..., Q, K]`` of the keys that each query sees, from branches ``[..., Q]`` and ``[..., K]``; not causal."""
+    """Return the mask ``[..., Q, K]`` of the keys that each query sees, given branches ``[..., Q]`` and ``[..., K]``; not causal."""
     query, key = query_branches[..., :, None], key_branches[..., None, :]
     return (key == 0) | (key == query) | (query == 0)
 
 
 def branch_attention(branch_ids_BL: Tensor) -> Tensor:
-    """Causal attention mask ``[B, L, L]`` without other branches."""
+    """Return the causal attention mask ``[B, L, L]`` in which no branch sees another."""
     length = branch_ids_BL.shape[1]
     causal_LL = torch.ones(length, length, dtype=torch.bool, device=branch_ids_BL.device).tril()
     return sees(branch_ids_BL, branch_ids_BL) & causal_LL
 
 
 def last_visible(branch_ids_BL: Tensor) -> Tensor:
-    """Column of the token that predicts each token: the last earlier one that it attends to.
+    """Return, for each token, the column of the token that predicts it: the last earlier token that it attends to.
 
     Without branches this is the column to the left. The first token of a branch is predicted by the trunk that it starts from. The first
     column, which nothing predicts, gets 0.

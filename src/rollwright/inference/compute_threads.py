@@ -14,13 +14,13 @@ import time
 from collections.abc import Callable
 
 _SOFT = 1  # omp_pause_soft keeps settings such as the number of threads
-_MEASURED_CALLS, _MEASURED_SECONDS = 8, 0.1  # most for each number of threads
+_MEASURED_CALLS, _MEASURED_SECONDS = 8, 0.1  # limits for each number of threads
 _AS_FAST = 1.1  # fewer threads are preferred if they take at most this many times as long: other work needs processors, too
 
 
 @functools.cache
 def _pause_resources() -> Callable[[int], int] | None:
-    """``omp_pause_resource_all`` of torch's OpenMP (OpenMP 5.0, GNU's and LLVM's); None if it has none."""
+    """Return ``omp_pause_resource_all`` of torch's OpenMP (since OpenMP 5.0, in GNU's and LLVM's), or None if it is missing."""
     return getattr(ctypes.CDLL(None), "omp_pause_resource_all", None)
 
 
@@ -32,7 +32,7 @@ def release_workers() -> None:
 
 
 def fastest_number(compute: Callable[[], object]) -> int:
-    """Measure the smallest number of torch threads that computes about as fast as any other, up to the current number."""
+    """Measure and return the smallest number of torch threads, up to the current one, that is about as fast as any."""
     import torch
 
     most, seconds = torch.get_num_threads(), dict[int, float]()

@@ -39,7 +39,7 @@ class ServerRefusedError(EngineError):
 
 
 class LostServersError(WeightUpdateError):
-    """No server took new weights because servers were lost meanwhile; those that are restarted can take them."""
+    """No server took new weights because servers were lost meanwhile; restarted servers can take the weights."""
 
 
 class UpdateRefusedError(WeightUpdateError):
@@ -51,7 +51,7 @@ _TOO_LONG = ("longer than", "too long", "context length", "no room", "maximum mo
 
 
 def refusal_of(error: ServerRefusedError) -> EngineError:
-    """Convert a refused generation request to the error for its caller; a prompt that is too long has its own type."""
+    """Convert a server's rejection of a generation request to the caller's error; a prompt that is too long has its own type."""
     text = str(error).lower()
     if error.status in (400, 422) and any(sign in text for sign in _TOO_LONG):
         return PromptTooLongError(f"{error} Shorten the prompt, or start the server with a larger context.")
@@ -60,12 +60,12 @@ def refusal_of(error: ServerRefusedError) -> EngineError:
 
 @functools.cache
 def _ssl_context() -> ssl.SSLContext:
-    """Shared by all clients, because creating it reads every root certificate, which takes longer than a request."""
+    """Return a context that all clients share, because creating one reads every root certificate, which takes longer than a request."""
     return ssl.create_default_context()
 
 
 def _message_of(content: bytes) -> str:
-    """The message of an error response, in one line."""
+    """Extract the message of an error response, shortened if it is long."""
     text = content.decode(errors="replace").strip()
     with contextlib.suppress(json.JSONDecodeError):
         body = json.loads(text)
@@ -145,7 +145,7 @@ class Connections:
 
         Raises:
             ConnectionLostError: the connection failed before a response began.
-            ServerRefusedError: an error status.
+            ServerRefusedError: the response has an error status.
             EngineError: the request timed out, or the response broke off.
         """
         if self._closed:
@@ -172,7 +172,7 @@ class Connections:
         """Make a synchronous request; works while an event loop runs in this thread.
 
         Raises:
-            ConnectionLostError, ServerRefusedError, EngineError: as for ``post``.
+            ConnectionLostError, ServerRefusedError, EngineError: see ``post``.
         """
         limit = httpx2.USE_CLIENT_DEFAULT if timeout is None else timeout
         try:

@@ -3,7 +3,7 @@
 Invariants:
 
 * every response carries the version that sampled each token, as reported by the engine that sampled it;
-* ``agenerate`` may be awaited on any event loop, of any thread; synchronous methods work while a loop runs;
+* ``agenerate`` may be awaited on any event loop, in any thread; synchronous methods work while a loop runs;
 * between ``pause`` and ``resume`` no token is sampled.
 
 An engine has to define the six abstract methods. Everything else has a default, so callers never inspect an engine's attributes.
@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 
 Result = TypeVar("Result")
 
-#: Largest mean difference between the log-probabilities of an engine and a trainer if one of them computes in a 16-bit type.
+#: Largest accepted mean difference between the log-probabilities of engine and trainer if either computes in a 16-bit type.
 TOLERANCE_OF_16_BITS = 5e-2
 
 
@@ -38,14 +38,14 @@ class WeightReceiver:
     """Receives the weights that a trainer publishes: an engine, or an object that forwards them to engines.
 
     Attributes:
-        local_model: the model in this process that computes the tokens. None if other processes compute them.
+        local_model: the model in this process that computes the tokens, or None if other processes compute them.
     """
 
     local_model: nn.Module | None = None
 
     @property
     def logprob_tolerance(self) -> float | None:
-        """Largest mean difference from the trainer's log-probabilities. None derives it from the compute types."""
+        """Largest accepted mean difference from the trainer's log-probabilities. If None, it depends on the compute types."""
         return None
 
     @property
@@ -55,8 +55,8 @@ class WeightReceiver:
 
     @property
     def weight_dtype(self) -> torch.dtype | None:
-        """The type in which the engines hold the weights, so that no more bytes than necessary are sent. None if it is unknown, or if
-        engines differ."""
+        """Data type in which the engines hold the weights, or None if it is unknown or differs between engines. The trainer sends the
+        weights in this type, to save bytes."""
         return None if self.local_model is None else next(self.local_model.parameters()).dtype
 
     @property
@@ -77,7 +77,7 @@ class WeightReceiver:
     def publish(self, version: int) -> None:
         """Report that the weights of ``local_model`` were changed in place and are now ``version``.
 
-        The engine must not step between the first change and this call, so call ``pause`` before.
+        The engine must not step between the first change and this call, so call ``pause`` first.
         """
         raise takes_no_weights(self)
 
@@ -104,14 +104,14 @@ class WeightReceiver:
         self.receive_weights(WeightStream.of(weights), version, meta, config)
 
     def receive_weights(self, weights: WeightStream, version: int, meta: WeightUpdateMeta | None, config: Any) -> None:
-        """Take new weights for ``update_weights``; an engine that can be given weights defines this."""
+        """Take new weights. ``update_weights`` calls this method, and engines that accept weights override it."""
         raise takes_no_weights(self)
 
     def probe(self, request: ModelRequest) -> dict[str, ModelResponse] | None:
         """Sample the audit's request on each engine with its current weights.
 
         Returns:
-            Responses by engine name; empty if no engine can be asked, None if they can only be asked after ``resume``.
+            Responses by engine name; empty if no engine can answer. None if the engines are paused and can answer only after ``resume``.
         """
         return {}
 
@@ -121,7 +121,7 @@ class WeightReceiver:
 
 
 def takes_no_weights(engine: object) -> WeightUpdateError:
-    """The error for an object that weights cannot be published to."""
+    """Return the error for an object that weights cannot be published to."""
     return WeightUpdateError(
         f"{type(engine).__name__} can be given no weights: it has neither update_weights (servers) nor publish (an engine in "
         "this process)."
@@ -134,7 +134,7 @@ class InferenceEngine(WeightReceiver, ABC):
     Attributes:
         context_length: largest number of tokens of a prompt and its output together, if known.
         is_batch_invariant: the answer to a request does not depend on what else is computed (docs/determinism.md).
-        recorder: records every request of the sample that the engine is bound to. None if it is not bound to a sample.
+        recorder: records every request of the sample that the engine is bound to, or None if it is not bound to a sample.
     """
 
     context_length: int | None = None
@@ -154,7 +154,7 @@ class InferenceEngine(WeightReceiver, ABC):
         Raises:
             PromptTooLongError: the prompt leaves no room for a new token.
             RequestAborted: the request was aborted or the engine closed.
-            EngineError: the request cannot be served as asked.
+            EngineError: the engine cannot serve this request.
         """
 
     async def agenerate_batch(self, requests: list[ModelRequest]) -> list[ModelResponse]:
@@ -162,7 +162,7 @@ class InferenceEngine(WeightReceiver, ABC):
         return await run_concurrently(self.agenerate(request) for request in requests)
 
     async def astream(self, request: ModelRequest) -> AsyncGenerator[ModelResponse, None]:
-        """Yield the response as it grows. Each one contains all tokens of the one before it, and the last is complete.
+        """Yield the response as it grows. Each response contains all tokens of the previous one, and the last is complete.
 
         By default only the complete response is yielded.
         """
@@ -170,7 +170,7 @@ class InferenceEngine(WeightReceiver, ABC):
 
     @abstractmethod
     def get_version(self) -> int:
-        """Version of the weights that the next token is sampled with."""
+        """Return the version of the weights that the next token is sampled with."""
 
     @abstractmethod
     def set_version(self, version: int) -> None:
@@ -186,7 +186,7 @@ class InferenceEngine(WeightReceiver, ABC):
 
     @abstractmethod
     def abort(self, rid: str | None = None) -> None:
-        """End the requests of one conversation, or all requests; they return their tokens with stop_reason "abort"."""
+        """End the requests of one conversation, or all requests. Each returns the tokens sampled so far, with stop_reason "abort"."""
 
     def go_back(self, version: int, *, finish: bool = False) -> None:
         """Prepare for weights of an earlier version, from a trainer that resumed from a checkpoint.
@@ -197,7 +197,7 @@ class InferenceEngine(WeightReceiver, ABC):
         """
 
     def stats(self) -> dict[str, float]:
-        """Counters since the start, and the numbers of running and waiting requests."""
+        """Return counters since the start, and the numbers of running and waiting requests."""
         return {}
 
 
@@ -208,7 +208,7 @@ async def run_concurrently(parts: Iterable[Coroutine[Any, Any, Result]]) -> list
     sample for an episode that has already failed.
 
     Raises:
-        Exception: whatever the first part to fail raised.
+        Exception: the first exception that a coroutine raised.
     """
     tasks = [asyncio.create_task(part) for part in parts]
     try:

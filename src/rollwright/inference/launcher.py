@@ -40,7 +40,7 @@ _PORTS_TRIED = 3
 
 
 class ServerProcess:
-    """A command under a supervisor, with its output in a file."""
+    """A server's command, run under a supervisor that ends it with this process; its output goes to a file."""
 
     def __init__(
         self,
@@ -73,7 +73,7 @@ class ServerProcess:
         return self._process.poll()
 
     def log_tail(self) -> str:
-        """The end of the server's output."""
+        """Return the end of the server's output."""
         try:
             with self.log_path.open("rb") as file:
                 file.seek(max(0, self.log_path.stat().st_size - _LOG_TAIL_BYTES))
@@ -82,7 +82,7 @@ class ServerProcess:
             return f"({error})"
 
     def wait_healthy(self, deadline: float) -> None:
-        """Wait until ``/health`` answers, until ``time.monotonic() == deadline`` at the latest.
+        """Wait until ``/health`` answers, at most until ``time.monotonic()`` reaches ``deadline``.
 
         Raises:
             EngineError: the server ended, or was not healthy in time; the end of its log is quoted.
@@ -100,7 +100,7 @@ class ServerProcess:
                 time.sleep(0.1)
 
     def error(self, what: str) -> EngineError:
-        """An error that quotes the end of the server's log."""
+        """Build an error that quotes the end of the server's log."""
         return EngineError(f"The server at {self.address} {what}. The end of {self.log_path}:\n{self.log_tail()}")
 
     def stop(self, timeout: float = 10.0) -> None:
@@ -120,10 +120,10 @@ class ServerProcess:
 
 
 def ended_child(address: str) -> str | None:
-    """The command that ``build_cmd`` returned for an address, if a child of this process has ended since and no child runs it.
+    """Return the command that ``build_cmd`` built for an address, if a child of this process has ended since and none runs the command.
 
     Returns:
-        None if a child runs the command, no child has ended since, or ``build_cmd`` returned no command for this address.
+        The command as a shell line. None if a child runs it, no child has ended since, or none was built for this address.
     """
     url = urlsplit(server_url(address))
     built = BUILT_COMMANDS.get(url.port or 0)
@@ -147,11 +147,11 @@ CommandBuilder = Callable[[str, int, int], list[str]]
 
 
 class Launcher:
-    """Owns servers: ``close``, leaving its ``with`` block, or the end of this process ends them."""
+    """Starts servers and ends them on ``close``, at the end of its ``with`` block, or with this process."""
 
     def __init__(self, logs: str | Path, *, host: str = "127.0.0.1") -> None:
         """Args:
-        logs: directory for the servers' logs, such as the run's.
+        logs: directory for the servers' logs.
         host: interface that the servers bind.
         """
         self._logs = Path(logs)
@@ -182,8 +182,8 @@ class Launcher:
             shared: a directory for these servers only; it is removed if this process ends before them.
 
         Returns:
-            Their addresses, ``host:port``. ``wait_healthy`` returns the final ones: a server moves to another port if another process
-            takes its port before it binds.
+            Addresses of the servers, ``host:port``. ``wait_healthy`` returns the final addresses: if another process takes a port
+            before the server binds it, the server is started on another port.
         """
 
         def start(index: int, port: int) -> ServerProcess:
@@ -207,7 +207,7 @@ class Launcher:
             Addresses of the servers.
 
         Raises:
-            EngineError: a server ended or was too slow; all of them are stopped.
+            EngineError: a server ended or was too slow. All servers are then stopped.
         """
         deadline = time.monotonic() + timeout
         try:
@@ -230,7 +230,7 @@ class Launcher:
             self._replace(place)
 
     def server(self, place: int) -> ServerProcess:
-        """The server in a place, counted from 0.
+        """Return the server with the index ``place``, counted from 0.
 
         Raises:
             LostProcessError: the servers were ended.
@@ -251,7 +251,7 @@ class Launcher:
         """End a server, start it again on another port, and wait until it is healthy.
 
         Raises:
-            EngineError: it ended, or was not healthy within ``timeout`` seconds.
+            EngineError: the new server ended, or was not healthy within ``timeout`` seconds.
             LostProcessError: the servers were ended.
         """
         self._replace(place)
@@ -264,7 +264,7 @@ class Launcher:
         in_service: Callable[[], tuple[list[str], int]] | None = None,
         name: str = "server",
     ) -> ServerWatch:
-        """A watch that restarts servers that are lost; the caller starts and closes it.
+        """Create a watch that restarts lost servers; the caller starts and closes the watch.
 
         Args:
             timeout: seconds that a server may take to restart.
@@ -287,7 +287,7 @@ class Launcher:
 
         Raises:
             EngineError: the server has ended, or all have; the end of the log is quoted.
-            RolloutError: every server was given up; the message has the last cause.
+            RolloutError: every server was given up; the message contains the last cause.
         """
         if self._failure is not None:
             raise self._failure
@@ -314,13 +314,13 @@ class Launcher:
 
 
 class RestartableServer:
-    """A server of a launcher as a process that is supervised (``processes.supervisor``).
+    """Adapts a launcher's server to ``processes.supervisor.Process``, so that a supervisor can restart the server.
 
     Args:
-        launcher: started the server, which is healthy.
-        name: in messages.
-        place: of the server, counted from 0.
-        timeout: seconds that it may take to restart.
+        launcher: the launcher that started the server, which is healthy.
+        name: name of the server in messages.
+        place: index of the server in the launcher, counted from 0.
+        timeout: seconds that a restart may take.
     """
 
     def __init__(self, launcher: Launcher, name: str, place: int, timeout: float) -> None:
@@ -344,7 +344,7 @@ class RestartableServer:
             self.started.set_result(None)
 
     def call(self, method: str, *arguments: Any) -> Future[Any]:
-        """See ``Process``; the methods are those of this object, and they answer at once."""
+        """Call a method of this object at once and return its finished future; see ``Process``."""
         answer = Future[Any]()
         try:
             answer.set_result(getattr(self, method)(*arguments))
@@ -353,7 +353,7 @@ class RestartableServer:
         return answer
 
     def address(self) -> str:
-        """``host:port``."""
+        """Return ``host:port``."""
         return self._launcher.server(self._place).address
 
     def check(self) -> None:

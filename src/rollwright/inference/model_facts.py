@@ -25,18 +25,18 @@ logger = getLogger(__name__)
 
 
 def attention_arguments(wanted: str) -> dict[str, Any]:
-    """Arguments for ``from_pretrained`` and ``from_config``. ``sdpa`` leaves the choice to transformers, which falls back to eager."""
+    """Return arguments for ``from_pretrained`` and ``from_config``. ``sdpa`` lets transformers choose; it falls back to eager."""
     return {"attn_implementation": None if wanted == "sdpa" else wanted}
 
 
 def note_attention(model: Any, wanted: str) -> None:
-    """Log, once for each model class, that a model was loaded with another attention implementation than ``wanted``."""
+    """Log, once for each model class, that a model was loaded with a different attention implementation than ``wanted``."""
     if (found := attention_of(model.config)) != wanted:
         _note_once(type(model).__name__, wanted, found)
 
 
 def attention_of(config: Any) -> str:
-    """Name of the attention implementation that a model's configuration selects; transformers has no public name for it."""
+    """Return the attention implementation that a configuration selects; transformers keeps its name in a private attribute."""
     return str(config.get_text_config()._attn_implementation)
 
 
@@ -55,7 +55,7 @@ _LENGTH_KEYS = re.compile(
 
 
 def regime_lengths(config: Any) -> dict[str, int]:
-    """Longest row of each regime but the last, by the setting that defines it.
+    """Return the longest row of each regime but the last, keyed by the setting that defines it.
 
     The settings are windows, chunks, ``original_max_position_embeddings``, position scales, and ``max_position_embeddings`` if the
     rotary frequencies depend on the length. A superfluous setting is harmless: it costs one more check.
@@ -71,7 +71,7 @@ def regime_lengths(config: Any) -> dict[str, int]:
 
 
 def _numbers(value: Any, path: str) -> Iterator[tuple[str, str, int]]:
-    """Path, key and value of each integer in nested dicts and lists."""
+    """Yield the path, key and value of each integer in nested dicts and lists."""
     key = path.rsplit(".", 1)[-1].split("[")[0]
     if isinstance(value, dict):
         for name, part in value.items():
@@ -110,7 +110,7 @@ class Proofs:
 
 
 def frequency_groups(config: Any, lengths: Sequence[int]) -> list[int]:
-    """Group number of each row; only rows with the same number may share a forward pass.
+    """Return a group number for each row; only rows with the same number may share a forward pass.
 
     With ``rope_type: longrope`` (Phi-3, Phi-4) a model has two sets of rotary frequencies and applies the set of the *longest* row
     in a forward pass to all rows. A row needs the set of its own length.
@@ -133,10 +133,10 @@ def frequency_groups(config: Any, lengths: Sequence[int]) -> list[int]:
 
 
 def fixed_frequencies(config: Any) -> tuple[str, int] | None:
-    """The ``rope_type`` and the row length up to which rotary frequencies are fixed; None if they never depend on the length.
+    """Return the ``rope_type`` and the row length up to which rotary frequencies are fixed, or None if they never change.
 
-    In a longer row every token, even the first, has other frequencies. Tokens sampled before the row exceeded the limit then have
-    other log-probabilities than a forward pass over the finished row computes.
+    In a longer row every token, even the first, has different frequencies. A forward pass over the finished row then computes other
+    log-probabilities for the tokens below the limit than those that they were sampled with.
     """
     limits, dynamic_limit = _frequency_limits(config.get_text_config())
     found = [("longrope", limit) for limit in limits]
@@ -146,7 +146,7 @@ def fixed_frequencies(config: Any) -> tuple[str, int] | None:
 
 
 def _frequency_limits(text_config: Any) -> tuple[list[int], int | None]:
-    """Row lengths at which ``longrope`` changes frequencies, ascending, and the one from which ``dynamic`` does; None if it never does."""
+    """Return the row lengths above which ``longrope`` changes frequencies, ascending, and the one above which ``dynamic`` does, or None."""
     parameters = getattr(text_config, "rope_parameters", None) or {}
     ropes = [part for part in parameters.values() if isinstance(part, dict)] or [parameters]  # may differ by kind of layer
     limits = sorted({rope["original_max_position_embeddings"] for rope in ropes if rope.get("rope_type") == "longrope"})

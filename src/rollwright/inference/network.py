@@ -17,7 +17,7 @@ from rollwright.errors import ConfigError
 ADDRESS_VARIABLES = ("ROLLWRIGHT_LLM_SERVER_ADDRS", "AREAL_LLM_SERVER_ADDRS")
 #: Number of open files to request for this process. Each connection is one, and the usual limit is 1024.
 _WANTED = 65_536
-#: Open files that are not connections.
+#: Number of open files to keep for other uses than connections.
 _RESERVED = 192
 
 
@@ -72,7 +72,7 @@ def server_url(address: str) -> str:
 
 
 def find_server_addresses(configured: Iterable[str] = ()) -> list[str]:
-    """Addresses of running inference servers: those configured, or else those in the environment.
+    """Return the addresses of running inference servers: those configured, or else those in the environment.
 
     Returns:
         ``host:port`` (or URLs) in order, without duplicates; empty if there are none.
@@ -94,7 +94,7 @@ def is_loopback(url: str) -> bool:
 
 
 def own_address(peers: Iterable[str]) -> str:
-    """The address at which ``peers`` reach this host: loopback if all of them are on it.
+    """Return the address at which ``peers`` reach this host: loopback if all peers are on this host.
 
     Args:
         peers: URLs of servers.
@@ -113,8 +113,8 @@ def allow_many_connections() -> int:
     """Raise this process's limit of open files as far as the system allows.
 
     Returns:
-        Number of connections that may be open at once. Further ones have to wait, because a connection that the system refuses looks
-        like a server that is gone.
+        Number of connections that may be open at once. Further connections must wait, because one that the system refuses
+        looks like a lost server.
     """
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     wanted = _WANTED if hard == resource.RLIM_INFINITY else min(_WANTED, hard)

@@ -1,4 +1,4 @@
-"""Generation parameters on the wire: each field of ``GenerationHyperparameters`` is either honoured by a server or refused.
+"""Generation parameters on the wire: each field of ``GenerationHyperparameters`` is either honoured by a server or rejected.
 
 Each server backend has one ``ParameterTable``. A test checks the tables of SGLang and vLLM, so that a new field cannot be forgotten.
 The built-in engine needs no table: it honours every field except an ``n_samples`` above 1.
@@ -25,7 +25,7 @@ class Wire:
     Attributes:
         key: the server's name in ``sampling_params``. None means that the field takes effect in this process.
         shifts_logprobs: the server takes log-probabilities after applying this parameter, which violates the contract.
-        inside: the value is put into an object, under this name.
+        inside: if set, the value is wrapped in an object under this name.
         refusal: returns the reason why a value cannot be honoured, or None.
     """
 
@@ -46,7 +46,7 @@ class ParameterTable:
     """How the fields are sent to one kind of server.
 
     Attributes:
-        wires: for each field, how it is sent, or just the server's name for it. Other fields have to keep their defaults.
+        wires: how each field is sent, or just the server's name for the field. All other fields must keep their defaults.
         all_tokens: the server's ``top_k`` for "all tokens".
         always: parameters of every request.
     """
@@ -56,7 +56,7 @@ class ParameterTable:
     always: Mapping[str, Any] | None = None
 
     def wire(self, field: str) -> Wire:
-        """How one field is sent; greedy sampling is a temperature of 0."""
+        """Return how one field is sent; greedy sampling is sent as a temperature of 0."""
         wire = self.wires.get("temperature" if field == "greedy" else field, _UNKNOWN)
         return Wire(wire) if isinstance(wire, str) else _ONE_COMPLETION if field == "n_samples" else wire
 
@@ -68,7 +68,7 @@ class ParameterTable:
         gives_contract_logprobs: bool = False,
         accept_shifted: bool = False,
     ) -> bool:
-        """Refuse what a server cannot honour.
+        """Check that a server can honour the generation arguments of a request.
 
         Args:
             gconfig: generation arguments of a request.
@@ -107,7 +107,7 @@ class ParameterTable:
         return shifted
 
     def sampling_params(self, gconfig: GenerationHyperparameters, seed: int | None) -> dict[str, Any]:
-        """The parameters under the server's names; a greedy request has temperature 0."""
+        """Return the parameters under the server's names; a greedy request has temperature 0."""
         limits = limits_top_k(gconfig) and not gconfig.is_greedy
         values = {
             "max_new_tokens": gconfig.max_new_tokens,

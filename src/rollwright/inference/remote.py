@@ -37,7 +37,7 @@ logger = getLogger("RemoteEngine")
 CONNECTED_ENGINES: list[RemoteInferenceEngine] = []
 #: Arguments of ``initialize`` in ported programs that say nothing about servers.
 _IGNORED_ARGUMENTS = {"engine_id", "train_data_parallel_size", "ft_spec"}
-#: Statuses of a server that is busy or restarting, rather than of a wrong request.
+#: HTTP statuses that mean a busy or restarting server rather than an invalid request.
 _TRY_AGAIN_STATUSES = {429, 502, 503, 504}
 #: vLLM's value for a log-probability of minus infinity.
 _NO_LOGPROB = -9999.0
@@ -51,7 +51,7 @@ class RemoteInferenceEngine(InferenceEngine):
         config: the ``rollout`` section.
         servers: finds, watches and calls the servers.
         backend: the servers' protocol.
-        weights: which version the servers hold; pauses, restores and follows.
+        weights: the version that the servers hold; pauses servers, restores their weights, and follows another publisher.
         publication: transfers new weights.
     """
 
@@ -100,7 +100,7 @@ class RemoteInferenceEngine(InferenceEngine):
 
         Args:
             args: ignored.
-            addresses: servers, as a list or as text separated by commas. None uses those given on construction, in the config or in
+            addresses: servers, as a list or a comma-separated string. None uses those given on construction, in the config or in
                 the environment.
             addr: another name of ``addresses``.
             kwargs: arguments about the trainer in ported programs (``engine_id``, ``train_data_parallel_size``, ``ft_spec``); ignored.
@@ -140,8 +140,8 @@ class RemoteInferenceEngine(InferenceEngine):
         """Close servers that were started for this engine when it is destroyed.
 
         Args:
-            launched: has ``close()``, ``check(address=None)``, which raises if that server, or every server, has ended, and
-                ``weights_root``, a directory that is shared with the servers.
+            launched: an object with ``close()``; ``check(address=None)``, which raises if that server (for None: every server) has ended;
+                and ``weights_root``, a directory that is shared with the servers.
         """
         self.servers.launched.append(launched)
 
@@ -159,13 +159,13 @@ class RemoteInferenceEngine(InferenceEngine):
     async def agenerate(self, request: ModelRequest) -> ModelResponse:
         """Sample one completion; see ``InferenceEngine.agenerate``.
 
-        A connection that fails before a response began is tried again, on another server if this one is gone. A server that is too
-        busy is asked again, for at most ``setup_timeout``.
+        If the connection fails before a response began, the request is sent again, to another server if this one is gone. If the
+        server is too busy, the request is sent again for at most ``setup_timeout``.
 
         Raises:
             PromptTooLongError: the server has no room for the prompt and a new token.
             RequestAborted: the engine was closed.
-            EngineError: a parameter cannot be honoured, the server refused, or no server is left.
+            EngineError: a parameter cannot be honoured, the server rejected the request, or no server is left.
         """
         kind, retries = self.backend.kind, self.config.request_retries
         shifted = self.backend.check(request, f"the {kind} server at {self._addresses()}")
@@ -276,7 +276,7 @@ class RemoteInferenceEngine(InferenceEngine):
             await asyncio.sleep(0.05)
 
     def abort(self, rid: str | None = None) -> None:
-        """End the requests of one conversation, or all requests of this engine; they return the tokens that they have.
+        """End the requests of one conversation, or all requests of this engine; they return the tokens sampled so far.
 
         On an event loop this does not wait for the servers, because the loop's other tasks would wait, too.
         """
@@ -289,13 +289,13 @@ class RemoteInferenceEngine(InferenceEngine):
     def _abort_quietly(self, server: Server, wire_ids: list[str]) -> None:
         try:
             self.backend.abort_on_server(server, wire_ids)
-        except EngineError as error:  # its requests end with their connections, or are given up when it is taken out
+        except EngineError as error:  # the server's requests end with their connections, or when it is taken out
             logger.warning("The server at %s was asked to abort %d requests: %s", server.address, len(wire_ids), error)
 
     # -- weights -------------------------------------------------------------------------------------------------------
 
     def get_version(self) -> int:
-        """Version of the weights that the next token is sampled with."""
+        """Return the version of the weights that the next token is sampled with."""
         return self.weights.version
 
     def set_version(self, version: int) -> None:
@@ -335,7 +335,7 @@ class RemoteInferenceEngine(InferenceEngine):
 
     @property
     def weight_dtype(self) -> torch.dtype | None:
-        """``rollout.weight_dtype``. For ``auto``, the type that every server reports, if they agree."""
+        """``rollout.weight_dtype``, or for ``auto`` the type that the servers in service report (None if they differ)."""
         if self.config.weight_dtype != "auto":
             return getattr(torch, self.config.weight_dtype)
         held = {self.backend.held_dtype(server) for server in self.servers.router.in_service()}

@@ -14,10 +14,10 @@ from rollwright.experience.recorder import LARGEST_TOKEN, TokenPrefix, conversat
 
 
 def token_ids(ids: Any, what: str = "input_ids") -> list[int]:
-    """A fresh list of plain ints from a list, tuple, 1-D array or 1-D tensor of token ids.
+    """Return a new list of plain ints for a list, tuple, 1-D array or 1-D tensor of token ids.
 
     Raises:
-        EngineError: it is text, a BatchEncoding or its key names, nested, or contains something that is not an id.
+        EngineError: ``ids`` is text, a BatchEncoding or its key names, nested, or contains something that is not a token id.
     """
     return _checked(list(_as_list(ids, what)), 0, what)
 
@@ -43,7 +43,7 @@ def _as_list(ids: Any, what: str) -> list[Any]:
 
 
 def _checked(ids: list[Any], first: int, what: str = "input_ids") -> list[int]:
-    """Convert the ids to plain ints, in place; ``first`` is the position of the first one, for messages."""
+    """Convert the ids to plain ints, in place; error messages count positions from ``first``."""
     if ids and set(map(type, ids)) == {int} and min(ids) >= 0 and max(ids) <= LARGEST_TOKEN:
         return ids
     if ids and all(isinstance(i, str) for i in ids):
@@ -64,10 +64,10 @@ def _checked(ids: list[Any], first: int, what: str = "input_ids") -> list[int]:
 
 
 def _counts(values: Any, what: str) -> list[int]:
-    """A fresh list of one 31-bit number for each token.
+    """Return a new list of the values, which must be 31-bit integers of at least 0.
 
     Raises:
-        EngineError: the values are something else.
+        EngineError: ``values`` is something else.
     """
     values = values.tolist() if hasattr(values, "tolist") else values
     if not isinstance(values, (list, tuple)) or any(type(value) is not int or not 0 <= value < 1 << 31 for value in values):
@@ -79,7 +79,7 @@ class TokenField:
     """A field of token ids that is set to a list or a ``TokenPrefix`` and reads as a list.
 
     A conversation's prompt grows to many thousands of tokens, and most of its requests never need it as a list: the recorder and the
-    journal read ``tokens``. So the list is made on first access; ``vars(instance)`` has the ids in the form that they are in now.
+    journal read ``tokens``. So the list is made on first access; ``vars(instance)`` holds the ids in their current form.
     """
 
     def __set_name__(self, owner: type, name: str) -> None:
@@ -97,7 +97,7 @@ class TokenField:
         vars(instance)[self._name] = [] if ids is None else ids
 
 
-#: The most likely tokens at one place, most likely first: ids and log-probabilities.
+#: The most likely tokens at one position, most likely first: ids and log-probabilities.
 TopTokens = list[tuple[int, float]]
 
 
@@ -105,9 +105,9 @@ TopTokens = list[tuple[int, float]]
 class ModelRequest:
     """One request: a prompt in token ids and how to sample from it.
 
-    ``rid`` names the conversation. All turns of one conversation carry the same rid, so that one server sees them all. The ids are
-    copied on construction, so later changes to the caller's list have no effect. They are stored as ``tokens`` of the conversation;
-    ``input_ids`` is a list of its own, made on first access.
+    ``rid`` names the conversation. All turns of one conversation carry the same rid, so that one server sees them all. The token ids
+    are copied on construction, so later changes to the caller's list have no effect. ``tokens`` shares them with the conversation's
+    other requests; ``input_ids`` is a separate list, made on first access.
     """
 
     input_ids: Any = TokenField()
@@ -119,12 +119,12 @@ class ModelRequest:
     position_ids: Any = None  # [len(input_ids)], for isolated branches
     branch_ids: Any = None  # [len(input_ids)]: see experience.trajectory
     multi_modal: dict[str, Any] | None = None  # processor outputs, e.g. pixel_values
-    image_data: list[Any] | None = None  # PIL images, or encoded ones in text, for servers
+    image_data: list[Any] | None = None  # PIL images, or encoded images as strings, for servers
     lora_name: str | None = None
     top_logprobs: int | None = None  # number of most likely tokens to return with log-probabilities beside each sampled token
     prompt_logprobs_from: int | None = None  # prompt tokens from this index on get log-probabilities, too
     processor: Any = None  # makes multi_modal from image_data if only the latter is given
-    vision_msg_vllm: Any = None  # messages with the same images, in ported files; engines are sent image_data
+    vision_msg_vllm: Any = None  # ported programs pass messages with the same images here; engines use image_data
 
     def __post_init__(self) -> None:
         if not isinstance(self.gconfig, GenerationHyperparameters):
@@ -154,7 +154,7 @@ class ModelRequest:
 
     @property
     def tokens(self) -> TokenPrefix:
-        """The prompt as tokens of its conversation, including changes made to ``input_ids``."""
+        """The prompt in its shared form, including changes made to ``input_ids``."""
         ids = vars(self)["input_ids"]
         if ids is not self._tokens and not (type(ids) is list and self._tokens.equals(ids)):
             self._tokens = self._conversation_tokens(ids)
@@ -166,17 +166,17 @@ class ModelRequest:
         return self.seed if self.gconfig.seed is None else self.gconfig.seed
 
     def copy(self) -> ModelRequest:
-        """A copy with ids and generation arguments of its own."""
+        """Return a copy that has its own ids, generation arguments and metadata."""
         return replace(self, gconfig=self.gconfig.new(), metadata=dict(self.metadata))
 
     def __copy__(self) -> ModelRequest:
-        """A shallow copy, as ``copy.copy`` makes it by default in six times the time; every sample's request is copied."""
+        """Return a shallow copy in a sixth of the time that ``copy.copy`` takes by default; every sample's request is copied."""
         request = object.__new__(type(self))
         request.__dict__ = vars(self).copy()
         return request
 
     def seeded(self, seed: int | None) -> ModelRequest:
-        """The same request with another seed; everything else is shared, and the ids are not checked again."""
+        """Return a shallow copy with another seed; the ids are not checked again."""
         request = copy.copy(self)
         request.seed = seed
         return request
@@ -198,7 +198,7 @@ class ModelResponse:
     output_logprobs: list[float] = field(default_factory=list)
     output_versions: list[int] = field(default_factory=list)
     stop_reason: str = "stop"  # "stop" | "length" | "abort"
-    stop_match: str | int | None = None  # the stop string or stop id that ended it
+    stop_match: str | int | None = None  # the stop string or stop token id that ended the response
     latency: float = 0.0  # seconds from request to response
     ttft: float = 0.0  # seconds to the first token
     temperature: float = 1.0  # temperature of the log-probabilities (1.0 if greedy)
@@ -208,10 +208,10 @@ class ModelResponse:
     input_logprobs: list[float | None] | None = None  # of the prompt from ``prompt_logprobs_from`` on; the first token has none
     input_top_logprobs: list[TopTokens | None] | None = None  # if the request asks for both
     logprobs_shifted: bool = False  # taken after top-p, top-k or penalties: the trainer has to recompute them
-    server: str = ""  # server that sampled it; empty for the engine of this process
+    server: str = ""  # address of the server that sampled the response; empty for an engine in this process
 
     def prompt(self, request: ModelRequest) -> TokenPrefix:
-        """The tokens that were answered: those of the request, unless the engine reports others."""
+        """Return the prompt that was answered: the request's tokens, unless the engine reports others."""
         ids = vars(self)["input_tokens"]
         if isinstance(ids, TokenPrefix):
             return ids
@@ -219,7 +219,7 @@ class ModelResponse:
         return tokens if not ids or tokens.equals(ids) else TokenPrefix.of(list(ids))
 
     def of_the_prompt(self) -> ModelResponse:
-        """The response without the sampled tokens, for a caller that asked only for the prompt's log-probabilities."""
+        """Return the response without the sampled tokens, for a caller that asked only for the prompt's log-probabilities."""
         nothing: dict[str, Any] = {name: [] for name in ("output_tokens", "output_logprobs", "output_versions")}
         top = None if self.output_top_logprobs is None else []
         return replace(self, **nothing, output_top_logprobs=top, stop_reason="length", stop_match=None)
@@ -241,7 +241,7 @@ class ModelResponse:
 
 
 def version_spans(versions: list[int]) -> list[dict[str, Any]]:
-    """``weight_versions`` spans over output tokens: each run of one version, labels as text."""
+    """Group output tokens into ``weight_versions`` spans: one for each stretch of consecutive tokens with one version, as a string."""
     spans: list[dict[str, Any]] = []
     for index, version in enumerate(versions):
         if spans and spans[-1]["version"] == str(version):
@@ -252,12 +252,12 @@ def version_spans(versions: list[int]) -> list[dict[str, Any]]:
 
 
 def versions_of_spans(spans: Sequence[dict[str, Any]], count: int, number: Callable[[Any], int]) -> list[int]:
-    """One version for each of ``count`` output tokens from ``weight_versions`` spans.
+    """Convert ``weight_versions`` spans to one version for each output token.
 
     Args:
         spans: ``{"version", "start", "end"}`` over the output tokens, in order.
-        count: output tokens.
-        number: turns a server's version label into a number.
+        count: number of output tokens.
+        number: converts a server's version label to a number.
 
     Raises:
         EngineError: the spans do not cover the tokens exactly once.

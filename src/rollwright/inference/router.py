@@ -77,12 +77,12 @@ class Router:
         self._max_conversations = max_conversations
         self._server_of: OrderedDict[str, Server] = OrderedDict()
         self._numbers = itertools.count()
-        self._sent: dict[str, _Sent] = {}  # by the ids that requests have on the wire
+        self._sent: dict[str, _Sent] = {}  # by wire id
         self._lock = threading.Lock()
         self.changes = 0  # how often a server was taken out or put back
 
     def choose(self, conversation: str) -> Server | None:
-        """Take a lease on the server for a conversation; None if no server is in service."""
+        """Take a lease on the server for a conversation. Returns None if no server is in service."""
         with self._lock:
             server = self._server_of.get(conversation)
             if server is None or not server.in_service:
@@ -137,12 +137,12 @@ class Router:
             self.give_up(server)
 
     def in_service(self) -> list[Server]:
-        """Servers that requests are sent to."""
+        """Return the servers that requests are sent to."""
         with self._lock:
             return [server for server in self.servers if server.in_service]
 
     def describe(self) -> str:
-        """One line on the state of every server, for messages."""
+        """Describe the state of every server in one line, for messages."""
         with self._lock:
             return "; ".join(
                 f"{server.address}: {'in service' if server.in_service else 'out of service, ' + server.reason}"
@@ -160,7 +160,7 @@ class Router:
 
     @contextlib.asynccontextmanager
     async def send(self, conversation: str, server: Server) -> AsyncIterator[str]:
-        """Register a request for the block, while ``server`` works on it; yields its id on the wire.
+        """Register a request to ``server`` for the duration of the block; yields its id on the wire.
 
         Raises:
             ConnectionLostError: the server was given up in the meantime.
@@ -183,7 +183,7 @@ class Router:
                 self._sent.pop(sent.wire_id, None)
 
     def by_server(self, conversation: str | None = None) -> list[tuple[Server, list[str]]]:
-        """Wire ids of the unanswered requests of one conversation, or of all, by server."""
+        """Return the wire ids of the unanswered requests of one conversation, or of all, grouped by server."""
         with self._lock:
             sent = [one for one in self._sent.values() if conversation is None or one.conversation == conversation]
         groups: dict[str, tuple[Server, list[str]]] = {}

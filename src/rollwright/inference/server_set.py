@@ -24,13 +24,13 @@ Result = TypeVar("Result")
 
 #: Longest wait for a health check.
 CHECK_SECONDS = 10.0
-#: Time between two looks at the servers that are out of service.
+#: Seconds between two checks of the servers that are out of service.
 _LOOK_SECONDS = 1.0
 
 
 @dataclass(frozen=True)
 class _Open:
-    """What a server set has between ``open`` and ``close``."""
+    """State of a server set between ``open`` and ``close``."""
 
     router: Router
     connections: Connections
@@ -153,7 +153,7 @@ class ServerSet:
             time.sleep(0.2)
 
     def watch(self, bring_back: Callable[[Server], None], is_paused: Callable[[], bool]) -> None:
-        """Start a thread that takes out servers that stop answering, and brings them back when they are fit to serve.
+        """Start a thread that takes out servers that stop answering, and brings them back when they can serve again.
 
         Args:
             bring_back: prepares a server that answers again and puts it back in service, or raises an ``EngineError``.
@@ -171,7 +171,7 @@ class ServerSet:
             self._watch.join(timeout=2.0)
 
     def suspect(self, server: Server, reason: str) -> None:
-        """Check a server at once after a failed request, and take it out unless it answers. A burst of failures checks once."""
+        """After a failed request, check the server at once and take it out unless it answers. A burst of failures causes one check."""
         opened = self._open
         with server.suspicion:
             if opened is None or not server.in_service or time.monotonic() - server.suspected_at < 0.5:
@@ -254,10 +254,10 @@ class ServerSet:
             server: the server.
             method, path: HTTP method and path.
             body: sent as JSON.
-            timeout: seconds. None means ``setup_timeout``, so that a server that hangs does not block the others forever.
+            timeout: seconds. None uses ``setup_timeout``, so a server that hangs does not block the others forever.
 
         Raises:
-            EngineError: as ``Connections.request``.
+            EngineError: see ``Connections.request``.
         """
         limit = self.config.setup_timeout if timeout is None else timeout
         return self.connections.request(method, f"{server.url}{path}", body, timeout=limit)
@@ -291,7 +291,7 @@ class ServerSet:
         return done, failed
 
     def each(self, action: Callable[[Server], Result], servers: Iterable[Server]) -> list[Result]:
-        """Run ``action`` on all servers at once; the first failure is raised after all are done."""
+        """Run ``action`` on all servers at once, and raise the first failure after all are done."""
         done, failed = self.settled(action, servers)
         for error in failed.values():
             raise error

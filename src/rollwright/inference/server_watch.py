@@ -1,6 +1,6 @@
-"""Restarts the inference servers of a run that are lost, and reports which ones there are.
+"""Restarts the lost inference servers of a run, and reports the addresses of those that run.
 
-A restarted server has another address. It is asked again when the client has given it the current weights (``ServerWeights``).
+A restarted server has a new address. It gets requests again once the client has given it the current weights (``ServerWeights``).
 """
 
 from __future__ import annotations
@@ -19,17 +19,17 @@ LOOK_SECONDS = 0.5  # between two checks of the servers
 
 
 class ServerWatch:
-    """Restarts servers that are lost.
+    """Restarts lost servers.
 
-    A server that is lost several times in a row before it was in service is given up; when none is left, the run fails.
+    A server that is lost several times in a row before it comes into service is given up; when no server is left, the run fails.
 
     Args:
-        processes: of the servers, which have started; each holds an object with ``address()``, and with ``check()``, which raises if the
+        processes: processes of the servers, already started. The object in each has ``address()``, and ``check()``, which raises if the
             server has ended.
-        addresses: of the servers.
-        changed: called with the addresses of all servers that run, whenever they change.
-        in_service: returns the addresses that requests may go to, and the version of these servers.
-        serve: called with these whenever the addresses change.
+        addresses: address of each server.
+        changed: called with the addresses of all running servers whenever they change.
+        in_service: returns the addresses that requests may go to, and the weight version of these servers.
+        serve: called with what ``in_service`` returned whenever its addresses change.
         failed: called with the cause when no server is left.
         timeout: seconds that a server may take to start.
     """
@@ -49,7 +49,7 @@ class ServerWatch:
         self._changed, self._serve = changed, serve
         self._in_service = in_service or (lambda: (self.addresses, 0))
         self._failed, self._timeout = failed, timeout
-        self._known, self._served = list(addresses), sorted(addresses)  # as reported latest to ``changed`` and ``serve``
+        self._known, self._served = list(addresses), sorted(addresses)  # as last reported to ``changed`` and ``serve``
         self._supervisor = Supervisor(
             processes, purpose="coming into service", timeout=timeout, failed=self._fail, take_in=self._take_in
         )
@@ -62,7 +62,7 @@ class ServerWatch:
         return [self._address_of[process.name] for process in self._supervisor.running]
 
     def add(self, process: Process) -> None:
-        """Add a server, which is asked when it has started, however long it waits for room."""
+        """Add a server, which gets requests once it has started, however long it has to wait for resources."""
         self._supervisor.add(process)
 
     def start(self) -> None:
@@ -87,7 +87,7 @@ class ServerWatch:
     def _look(self) -> None:
         for process in self._supervisor.running:
             self._check(process)
-        if (running := self.addresses) and running != self._known:  # with no server left there is nothing to ask instead
+        if (running := self.addresses) and running != self._known:  # never empty: it would name no server to use
             self._changed(running)
             self._known = running
         addresses, version = self._in_service()

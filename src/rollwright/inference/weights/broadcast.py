@@ -1,10 +1,10 @@
-"""Weights broadcast to servers over a distributed group, bucket by bucket. If a server is lost, the broadcast starts again with the rest.
+"""Broadcast of weights to servers over a distributed group, bucket by bucket. If a server is lost, it starts again with the others.
 
 Invariants:
 
 * a bucket is described to every server before its tensors are sent, and all tensors of a bucket have one type;
-* memory holds only the bucket that is being sent, its flat copy, the next bucket, and one that fills for each further type of tensor,
-  so weights may come from an iterator that gathers them one by one;
+* memory holds only the bucket being sent, its flat copy, the next bucket, and one partly filled bucket for each further data type, so
+  weights may come from an iterator that gathers them one by one;
 * the group is formed again after a server was taken out or came back, because its ranks are numbered for the servers that formed it.
 """
 
@@ -30,7 +30,7 @@ from rollwright.tracking.logging import getLogger
 
 logger = getLogger("Broadcast")
 
-#: How long the trainer listens for refusals of servers that were asked to join before it waits for them at the meeting point.
+#: Seconds in which the trainer notices servers that reject the request to join, before it joins the group and waits for their ranks.
 _REFUSAL_SECONDS = 0.5
 
 
@@ -55,7 +55,7 @@ class WeightBroadcast:
         Args:
             named: distinct tensors; read a second time if a server is lost during the broadcast.
             version: version of these weights.
-            meta: allocation (the number of ranks of a server), backend, group name and bucket size.
+            meta: gives the allocation (the number of ranks of a server), backend, group name and bucket size.
 
         Returns:
             Addresses of the servers that confirmed.
@@ -115,7 +115,7 @@ class WeightBroadcast:
             raise
 
     def _joined(self, servers: list[Server], meta: WeightUpdateMeta) -> SendingHalf:
-        """The group with ``servers``; formed again if a server was taken out or came back since."""
+        """Return the group with ``servers``, formed again if a server was taken out or came back since."""
         members = (tuple(server.address for server in servers), self.servers.router.changes, meta.group)
         if self.group is not None and self._members == members:
             return self.group
@@ -128,7 +128,7 @@ class WeightBroadcast:
             port,
             0,
             1 + sum(ranks),
-            f"{meta.group}-{uuid.uuid4().hex[:8]}",  # SGLang forms no second group of one name, nor forgets that of a dead trainer
+            f"{meta.group}-{uuid.uuid4().hex[:8]}",  # SGLang allows a name once, and keeps the group of a dead trainer
             backend,
             self.backend.invitation(),
         )
@@ -142,7 +142,7 @@ class WeightBroadcast:
             try:
                 self.group = self.backend.sending_half(trainer)
             except WeightUpdateError:
-                _raise_first(future for future in joining if future.done())  # why a rank did not come
+                _raise_first(future for future in joining if future.done())  # why a rank did not join
                 raise
             _raise_first(joining)
         except EngineError as error:

@@ -55,11 +55,11 @@ def write_weights(
 ) -> str:
     """Write weights one tensor at a time. Readers never see incomplete weights.
 
-    They are written to a directory beside ``directory``, which then replaces it.
+    They are written to a draft beside ``directory``; the complete draft then replaces ``directory``.
 
     Args:
         directory: target directory.
-        named: parameter names and whole tensors; each tensor, also a tied one, occurs once.
+        named: parameter names and whole tensors; each tensor occurs once, including tied ones.
         version: version of these weights.
         config: a Hugging Face config, saved as well so that the result is a model directory.
 
@@ -144,7 +144,7 @@ def read_weights(directory: str | Path) -> Iterator[tuple[str, Tensor]]:
 
 
 def checkpoint_names(directory: str | Path | None) -> frozenset[str] | None:
-    """Names of a checkpoint's weights. None if it is unknown, not on this machine, or was published by a trainer."""
+    """Read the names of a checkpoint's weights. None if it is unknown, not on this machine, or was published by a trainer."""
     if directory is None:
         return None
     directory = Path(directory)

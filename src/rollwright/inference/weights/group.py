@@ -27,9 +27,9 @@ BUCKET_BYTES = 512 << 20
 
 @dataclass(frozen=True)
 class GroupPlace:
-    """Where a group meets, and the rank of a server's first process, in SGLang's names.
+    """Address and size of a group, and the rank of a server's first process in it, under SGLang's names.
 
-    ``invitation`` is what a server needs from the sender besides the address, if anything.
+    ``invitation`` holds what a server needs from the sender besides the address; empty if nothing.
     """
 
     master_address: str
@@ -43,7 +43,7 @@ class GroupPlace:
 
 @dataclass(frozen=True)
 class Bucket:
-    """Description of a bucket that a server gets before its tensors."""
+    """Description of a bucket of tensors, which a server gets before the tensors."""
 
     names: list[str]
     dtypes: list[str]
@@ -59,7 +59,7 @@ class Bucket:
 
 
 class SendingHalf(Protocol):
-    """The trainer's place in a group: rank 0. The servers have the other ranks."""
+    """The trainer's side of a group, rank 0. The servers have the other ranks."""
 
     name: str
 
@@ -77,11 +77,11 @@ class SendingHalf(Protocol):
 
 
 class WeightGroup:
-    """Rank 0 sends, the others receive.
+    """A process group in which rank 0 sends and the other ranks receive.
 
     Gloo works on CPU tensors and NCCL on GPU tensors. SGLang joins a group through torch's own helper over a store that already has a
-    prefix, so a rank's keys have three prefixes: the group's name, the helper's ``name/``, and the device. Ours must match, or both
-    sides wait for each other until they time out.
+    prefix, so a rank's keys have three prefixes: the group's name, the helper's ``name/``, and the device. Our keys must have
+    them, too, or both sides wait for each other until they time out.
     """
 
     def __init__(
@@ -144,7 +144,7 @@ class WeightGroup:
             group.abort()
 
     def send(self, named: Sequence[tuple[str, Tensor]]) -> None:
-        """Broadcast the tensors of a bucket, which have one type, as one flat tensor (rank 0)."""
+        """Broadcast the tensors of a bucket, which must have one type, as one flat tensor. Only rank 0 calls it."""
         self.broadcast(torch.cat([tensor.detach().to(self.device).reshape(-1) for _, tensor in named]))
 
     def receive(

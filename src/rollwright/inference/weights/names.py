@@ -108,7 +108,7 @@ def as_published(model: Any, weights: WeightStream) -> WeightStream:
 
 
 def _saved_name(model: Any, name: str) -> str:
-    """The name of a tensor in checkpoints; they store a tied tensor under only one of its names."""
+    """Return the name of a tensor in checkpoints, which store a tied tensor under only one of its names."""
     saved = (getattr(model, "all_tied_weights_keys", None) or {}).get(name, name)
     try:
         is_tied = saved == name or model.get_parameter(saved) is model.get_parameter(name)
@@ -149,10 +149,10 @@ class CheckpointKeys:
     """Mapping from a checkpoint's keys to a model's tensors.
 
     Attributes:
-        direct: key -> name of the model's tensor, for keys that are one tensor of the model.
+        direct: key -> name of the model's tensor, for keys that hold exactly one tensor of the model.
         converted: first name in the model -> the keys that transformers converts to it (such as experts, which it stacks), with
             their pattern and converter.
-        transforms: transformers' conversions for such checkpoints.
+        transforms: transformers' conversions for checkpoints of this model.
     """
 
     model: Any
@@ -162,7 +162,7 @@ class CheckpointKeys:
 
     @classmethod
     def of(cls, model: Any, keys: Iterable[str]) -> CheckpointKeys:
-        """Map ``keys``. Unknown ones are ``direct``, with the name that they would have in the model."""
+        """Map ``keys``. Unknown keys become ``direct``, with the name that they would have in the model."""
         private = _conversions()
         found = cls(model, transforms=private.mapping(model))
         renamings = [each for each in found.transforms if isinstance(each, private.renaming)]

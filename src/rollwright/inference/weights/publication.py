@@ -65,7 +65,7 @@ class WeightPublication:
             self._check_names(weights)
             if meta.type == "disk":
                 root = Path(str(meta.path)).resolve()
-                remove_later(root, "v", version)  # left by a run that went back to a checkpoint; kept instead of these
+                remove_later(root, "v", version)  # of a run that went back to a checkpoint; else kept instead of these
                 digest = write_weights(root / f"v{version}", weights, version, config)
                 confirmed = self.update_from_disk(str(root / f"v{version}"), version, digest)
                 keep_newest(root, "v", meta.keep)
@@ -83,7 +83,7 @@ class WeightPublication:
         """Check that servers know the names of the weights, if their checkpoints are on this machine.
 
         Raises:
-            WeightUpdateError: a server's checkpoint lacks a weight, with and without the model's prefix.
+            WeightUpdateError: a server's checkpoint lacks a weight under its name both with and without the model's prefix.
         """
         sent = {name for name, _ in weights.described}
         for server in self.servers.router.servers:
@@ -101,7 +101,7 @@ class WeightPublication:
     def update_from_disk(self, directory: str, version: int, digest: str | None = None) -> list[str]:
         """Have every server load safetensors from a directory; see ``load_from_disk`` and ``apply_update``.
 
-        If the servers are lost meanwhile, restarted ones are waited for.
+        If no server takes the weights because servers were lost meanwhile, wait for restarted servers.
         """
 
         def update(server: Server) -> None:
@@ -111,7 +111,7 @@ class WeightPublication:
         return self.weights.retry_lost(version, lambda: self.weights.apply_update(version, update, restore=update))
 
     def default_meta(self) -> WeightUpdateMeta:
-        """The transfer that ``rollout.weight_update`` names. ``auto`` is shared memory, if every server is on this host.
+        """Return the transfer that ``rollout.weight_update`` selects. ``auto`` selects shared memory and needs every server on this host.
 
         Raises:
             WeightUpdateError: a server is on another host, so the transport has to be named; or ``disk`` has no path.
@@ -137,7 +137,7 @@ class WeightPublication:
         return WeightUpdateMeta.shared()
 
     def mapped_weights(self, path: str | None) -> MappedWeights:
-        """The file that weights are shared through, which is about to be written; created once."""
+        """Return the file that weights are shared through, for the caller to write; created on the first call."""
         self.weights.restore = None  # it may read that file, whose next content no server has confirmed
         if self._mapped is None:
             roots = self.backend.weights_roots([str(launched.weights_root) for launched in self.servers.launched])

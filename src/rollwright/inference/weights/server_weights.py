@@ -33,11 +33,11 @@ class ServerWeights:
 
     Attributes:
         version: the version that servers in service hold.
-        is_paused: no server samples, between ``pause`` and ``resume``.
-        is_holding: new requests wait in this process.
+        is_paused: True between ``pause`` and ``resume``, while no server samples.
+        is_holding: True while new requests wait in this process.
         publisher: returns the version that another engine has published and the addresses of the servers that hold it; other servers
             are not used. None means that this engine publishes.
-        restore: gives one server the current weights. None if they are not on disk.
+        restore: gives the current weights to one server. None if they are not on disk.
         lock: held during a publication, ``pause``, ``resume`` and the return of a server.
     """
 
@@ -54,8 +54,8 @@ class ServerWeights:
         servers: the servers.
         servers_are_replaced: lost servers are started again, so this engine starts with those that answer and takes in the others
             later.
-        only_asks: another engine publishes to these servers, pauses and resumes them. This one only sends requests, and none before
-            ``follow``.
+        only_asks: another engine publishes to these servers, pauses and resumes them. This engine only sends requests, and only
+            after ``follow``.
         """
         self.backend = backend
         self.servers = servers
@@ -91,7 +91,7 @@ class ServerWeights:
                 raise
 
     def resume(self) -> None:
-        """Continue after ``pause`` and call what ``when_resumed`` was given; a server that cannot continue is taken out.
+        """Continue after ``pause`` and call the action given to ``when_resumed``; a server that cannot continue is taken out.
 
         Raises:
             EngineError: all servers that were started for this engine have ended.
@@ -131,7 +131,7 @@ class ServerWeights:
             drained: wait until running requests are answered. Do not call this on the event loop that awaits them.
 
         Raises:
-            WeightUpdateError: they were not answered within ``request_timeout``.
+            WeightUpdateError: running requests were not answered within ``request_timeout``.
         """
         self.is_holding = True
         deadline = time.monotonic() + self.config.request_timeout
@@ -147,7 +147,7 @@ class ServerWeights:
     # -- the first version ---------------------------------------------------------------------------------------------
 
     def connect(self) -> None:
-        """Wait for the servers and read their versions; servers that have just been started get a number for their weights.
+        """Wait for the servers and read their weight versions; a server without one is labelled with the current version.
 
         Raises:
             EngineError: a server has ended, or is not healthy within ``setup_timeout``.
@@ -179,7 +179,7 @@ class ServerWeights:
                 server.reason = f"it holds version {number}, and another one version {self.version}"
 
     def _labels_of_answering(self) -> dict[Server, str | None]:
-        """Version labels of the servers that answer, as soon as one does."""
+        """Return the version labels of the servers that answer, as soon as at least one does."""
         deadline = time.monotonic() + self.config.setup_timeout
         while not (labels := self.servers.settled(self.backend.read_version, self.answering_servers())[0]):
             if time.monotonic() > deadline:
@@ -191,7 +191,7 @@ class ServerWeights:
         return labels
 
     def _numbered(self, server: Server, label: str | None) -> int:
-        """The number of a server's weights; a server without one is given the current version."""
+        """Return a server's weight version as a number; a server without one is labelled with the current version."""
         if label is None or not str(label).lstrip("-").isdigit():
             self.backend.label_version(server, self.version)
             return self.version
@@ -230,7 +230,7 @@ class ServerWeights:
             )
 
     def answering_servers(self) -> list[Server]:
-        """Servers that can take part in an update; see ``ServerSet.answering``."""
+        """Return the servers that can take part in an update; see ``ServerSet.answering``."""
         answering = self.servers.answering()
         # A server that is out of service may be new, and the backend knows nothing about it yet.
         _, failed = self.servers.settled(self.backend.on_connected, [server for server in answering if not server.in_service])
@@ -242,7 +242,7 @@ class ServerWeights:
         return retry_lost(publish, lambda: None, words, errors=(LostServersError,))
 
     def failure(self, message: str, failures: Mapping[Server, EngineError]) -> WeightUpdateError:
-        """The error of an update that no server took; a ``LostServersError`` if one of the servers was lost."""
+        """Build the error for an update that no server took: a ``LostServersError`` if one of the servers was lost."""
         was_lost = any(
             isinstance(error, ConnectionLostError) or not self.servers.is_healthy(server) for server, error in failures.items()
         )
@@ -263,8 +263,8 @@ class ServerWeights:
 
         Args:
             version: version of the new weights.
-            update: gives them to one server; raises if the server does not confirm them.
-            restore: does the same for a server that comes back later. None keeps it out until the next publication.
+            update: gives the weights to one server; raises if the server does not confirm them.
+            restore: does the same for a server that comes back later. None keeps such a server out until the next publication.
             servers: servers that take part. None means all that answer.
             alongside: runs in this thread while the servers update (the sending half of a broadcast).
 
@@ -366,7 +366,7 @@ class ServerWeights:
 
     @property
     def are_lacking(self) -> bool:
-        """True if no server is in service, and one is only waiting for the next publication."""
+        """True if no server is in service, and at least one waits only for the next publication."""
         return not self.servers.router.in_service() and any(server.lacks_weights for server in self.servers.router.servers)
 
     # -- another engine publishes --------------------------------------------------------------------------------------

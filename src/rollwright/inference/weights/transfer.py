@@ -39,7 +39,7 @@ class WeightUpdateMeta:
     Attributes:
         type: ``memory`` (an engine in this process copies them), ``shared`` (memory mapped by both processes of one host),
             ``disk`` (safetensors in a directory that both can access) or ``xccl`` (broadcast in a distributed group).
-        path: directory for ``disk`` or ``shared``. With ``shared``, None chooses one.
+        path: directory for ``disk`` or ``shared``. If None, ``shared`` chooses one.
         allocation: sizes of the engines, for ``xccl``.
         backend: for ``xccl``: gloo, nccl, or auto (nccl if the servers and the trainer are on GPUs).
         keep: number of versions to keep on disk; a server that comes back loads the newest.
@@ -57,12 +57,12 @@ class WeightUpdateMeta:
 
     @classmethod
     def memory(cls) -> WeightUpdateMeta:
-        """An engine in this process copies the tensors."""
+        """Let an engine in this process copy the tensors."""
         return cls("memory")
 
     @classmethod
     def shared(cls, path: str | Path | None = None) -> WeightUpdateMeta:
-        """Servers on this host read a file that is mapped in memory and written in place.
+        """Let servers on this host read a file that is mapped in memory and written in place.
 
         Args:
             path: its directory. None chooses one that the servers may read, in shared memory if available.
@@ -71,7 +71,7 @@ class WeightUpdateMeta:
 
     @classmethod
     def from_disk(cls, path: str | Path, keep: int = 2) -> WeightUpdateMeta:
-        """Servers read safetensors from ``path/v<version>``.
+        """Let servers read safetensors from ``path/v<version>``.
 
         Args:
             path: a directory that every server can access under the same name; ``rollwright serve-model`` reads only below its
@@ -84,7 +84,7 @@ class WeightUpdateMeta:
     def from_fsdp_xccl(
         cls, allocation: AllocationMode | str, backend: Literal["auto", "gloo", "nccl"] = "auto"
     ) -> WeightUpdateMeta:
-        """The trainer's first rank broadcasts to the servers, bucket by bucket.
+        """Broadcast from the trainer's first rank to the servers, bucket by bucket.
 
         Args:
             allocation: for example ``AllocationMode.from_str("sglang:d1p1t1+d1p1t1")``, or just the engine's part,
@@ -168,7 +168,7 @@ def shared_directory(roots: Iterable[str | Path] = ()) -> Path:
     """Create a directory for shared weights.
 
     Args:
-        roots: directories that the servers may read. Without any, they may read all directories.
+        roots: directories that the servers may read. If there are none, the servers may read every directory.
 
     Raises:
         WeightUpdateError: none of the roots exists on this host.

@@ -81,7 +81,7 @@ class VLLMGroup:
         self._wait("the servers did not take a bucket")
 
     def _wait(self, otherwise: str) -> None:
-        """Wait until the stream is done, up to the time limit; a rank may be gone."""
+        """Wait until the stream is done, up to the time limit, because a rank may be gone."""
         done = torch.cuda.Event()
         done.record(self._stream)
         deadline = time.monotonic() + self._timeout
