@@ -121,7 +121,7 @@ class ExperienceStore(TrainingStore):
     announcements: Announcements
 
     def __init__(self, url: str, *, run: str | None = None, create: bool = True) -> None:
-        self._database = Database(url, run=run)
+        self._database = Database(url, run=run, create=create)
         self._epoch: int | None = None  # of this process as the store's trainer; None if it has not drawn
         self.name = self._database.name
         self.tasks = TaskLeases(self._database)

@@ -360,7 +360,7 @@ def test_servers_that_cannot_do_branches_refuse_them_at_the_first_request(tokeni
     goal = engine.requests[0]
     assert set(goal.branch_ids) == {0}
     sglang = SGLangClient(RolloutConfig(), addresses=["127.0.0.1:1"])
-    sglang.backend.facts["127.0.0.1:1"] = SGLangFacts(False, False, None)
+    sglang.backend.facts["127.0.0.1:1"] = SGLangFacts()
     with pytest.raises(EngineError, match="has no position_ids; use the built-in engine"):
         sglang.backend.check(goal, "the sglang server at 127.0.0.1:1")
     with pytest.raises(EngineError, match="position_ids cannot travel to the vllm server"):

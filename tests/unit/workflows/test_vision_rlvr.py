@@ -181,7 +181,7 @@ def test_servers_get_encoded_images_and_tokenizers_without_images_are_refused(di
     asyncio.run(VisionRLVRWorkflow("exact_match_reward", GCONFIG, tokenizer).arun_episode(engine, task))
     (request,) = engine.requests
     client = SGLangClient(RolloutConfig(), addresses=["127.0.0.1:1"])
-    client.backend.facts["127.0.0.1:1"] = SGLangFacts(False, False, None)
+    client.backend.facts["127.0.0.1:1"] = SGLangFacts()
     client.backend.check(request, "127.0.0.1:1")
     (encoded,) = client.backend.payload(request, "id", Server("127.0.0.1:1"))["image_data"]
     assert encoded.startswith("data:image/png;base64,iVBOR")
