@@ -23,7 +23,7 @@ class Announcement:
         path: directory that holds them.
         epoch: number of the trainer's restarts. After a restart from an earlier checkpoint the same version may name other
             weights, so an explorer reloads whenever ``(epoch, version)`` differs from what it has loaded.
-        since: first version announced in this epoch. This version and later ones of earlier epochs no longer exist.
+        since: first version announced in this epoch. Weights of earlier epochs with this or a later version no longer exist.
     """
 
     version: int
@@ -32,11 +32,11 @@ class Announcement:
     since: int = 0
 
     def names_weights_of(self, loaded: Announcement | None) -> bool:
-        """True if these weights are loaded already."""
+        """Return True if ``loaded`` announced the same weights."""
         return loaded is not None and (loaded.epoch, loaded.version) == (self.epoch, self.version)
 
     def takes_back(self, loaded: Announcement | None) -> bool:
-        """True if the trainer restarted from before the loaded weights, so that those no longer exist."""
+        """Return True if the trainer restarted from a point before the loaded weights, so they no longer exist."""
         before = Announcement(0, "", self.epoch) if loaded is None else loaded
         return self.version < before.version or (before.epoch != self.epoch and self.since <= before.version)
 
@@ -46,7 +46,7 @@ class Announcements:
 
     Args:
         database: holds the announcements.
-        training: opens a writing transaction of the store's one trainer.
+        training: opens a writing transaction for the store's only trainer.
     """
 
     def __init__(self, database: Database, training: Callable[[], AbstractContextManager[Connection]]) -> None:
@@ -54,7 +54,7 @@ class Announcements:
         self._training = training
 
     def publish(self, path: str, version: int) -> None:
-        """Announce weights to the explorers. Groups in training release their slots.
+        """Announce weights to the explorers. Groups in training no longer count towards ``max_outstanding``.
 
         Raises:
             StoreError: other weights were announced as this or a later version, or another trainer has taken over.
@@ -75,12 +75,12 @@ class Announcements:
                 set_fact(connection, _HIGHEST, str(version))
 
     def newest(self) -> Announcement | None:
-        """The newest announced weights; None if there are none."""
+        """Return the newest announced weights, or None if there are none."""
         with self._database.reading() as connection:
             return _newest(connection)
 
     def highest_version(self) -> int:
-        """The highest version ever announced, even if withdrawn since; -1 if there is none."""
+        """Return the highest version ever announced, including withdrawn ones, or -1 if there is none."""
         with self._database.reading() as connection:
             return int(fact(connection, _HIGHEST) or -1)
 

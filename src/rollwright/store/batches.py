@@ -16,13 +16,13 @@ from rollwright.store.sampling import Sampling
 
 @dataclass(frozen=True)
 class BatchRequest:
-    """What a trainer asks for: a number of groups, or whole groups with at least so many experiences.
+    """The size and choice of a batch: a number of groups, or whole groups with at least a number of experiences in total.
 
     Attributes:
         groups: number of groups.
-        experiences: instead of ``groups``: smallest number of experiences.
+        experiences: smallest number of experiences, instead of ``groups``.
         sampling: order and number of uses.
-        min_version: version of the oldest tokens that may be trained. None allows any age.
+        min_version: oldest version of tokens that may be trained; unlimited if None.
         partial_groups: also take groups that lack samples.
 
     Raises:
@@ -45,11 +45,11 @@ class BatchRequest:
         return self.groups or self.experiences or 0
 
     def is_filled_by(self, groups: int, experiences: int) -> bool:
-        """True if so many groups with so many experiences fill a batch."""
+        """Return True if this many groups, with this many experiences in total, fill a batch."""
         return groups == self.groups or (self.experiences is not None and experiences >= self.experiences)
 
     def first_enough(self, drawn: Sequence[Any]) -> tuple[Sequence[Any], bool]:
-        """The first groups that fill the batch, or all groups; and whether they fill it."""
+        """Return the first groups that fill the batch, or else all groups, and whether they fill it."""
         row_count = 0
         for group_count, group in enumerate(drawn, 1):
             row_count += group.rows
@@ -80,11 +80,11 @@ class StoredBatch:
 class TrainingStore(ABC):
     """A store that a trainer reads batches from.
 
-    What the trainer draws is permanent once a checkpoint commits it. A trainer that restarts from a checkpoint draws again what was
-    drawn after it, and nothing else.
+    Draws become permanent once a checkpoint commits them. A trainer that restarts from a checkpoint draws exactly the later groups
+    again.
 
     Attributes:
-        announcements: weights that the trainer publishes for explorers. None if the store has no explorers.
+        announcements: weights that the trainer publishes for explorers, or None if the store has no explorers.
     """
 
     announcements: Announcements | None
@@ -96,14 +96,14 @@ class TrainingStore(ABC):
         Args:
             group: the samples of the group, each one experience or a list of them.
             ordinal: ordinal of the task, from which the group gets its name.
-            name: the group's name if it has no ordinal. None derives it from the first experience's id and tokens.
+            name: the group's name if it has no ordinal. If None, it is derived from the first experience's id and tokens.
             attempt: attempt of the task.
 
         Returns:
             The number of experiences stored; 0 if the group is present already.
 
         Raises:
-            StoreError: the group has no experience, or the store refused it.
+            StoreError: the group has no experience, or the store cannot accept it.
         """
 
     @abstractmethod
@@ -120,29 +120,29 @@ class TrainingStore(ABC):
 
     @abstractmethod
     def groups(self) -> Iterator[StoredGroup]:
-        """Iterate over all groups in order of arrival, without counting a use."""
+        """Iterate over all groups in order of arrival, without recording a use."""
 
     @abstractmethod
     def commit(self, checkpoint: str, *, version: int | None = None) -> int:
-        """Bind what was drawn since the last commit to a checkpoint of the trainer. Returns the number of uses.
+        """Assign all draws since the last commit to a checkpoint of the trainer. Returns the number of uses.
 
-        Call it when the checkpoint is written but not yet visible under its name, so that a trainer never finds a checkpoint
-        unknown to the store.
+        Call it after the checkpoint is written and before it appears under its name, so that a trainer never finds a checkpoint
+        that the store does not know.
 
         Args:
             checkpoint: name of the checkpoint.
-            version: version of its weights; a recovery withdraws announcements of later ones.
+            version: version of its weights; a recovery withdraws announcements of later versions.
 
         Raises:
-            StoreError: the checkpoint is known already.
+            StoreError: the store already has a checkpoint of this name.
         """
 
     @abstractmethod
     def recover(self, checkpoint: str | None) -> int:
-        """Become the store's trainer and go back to a checkpoint, or to the beginning if it is None.
+        """Become the store's trainer and return to a checkpoint, or to the beginning if it is None.
 
-        What was drawn after the checkpoint is drawn again, announcements of later weights are withdrawn, later checkpoints are
-        forgotten, and any other trainer is refused from now on. Returns the number of uses undone.
+        Groups drawn after the checkpoint can be drawn again, announcements of later weights are withdrawn, later checkpoints are
+        forgotten, and every other trainer gets an error from now on. Returns the number of uses undone.
 
         Raises:
             StoreError: the store does not know the checkpoint.
@@ -153,8 +153,8 @@ class TrainingStore(ABC):
         """Delete the rows of used or dropped groups that no kept checkpoint can need. Returns the number of rows.
 
         Args:
-            sampling: determines how many uses a group has.
-            keep_checkpoints: number of newest checkpoints that a trainer may still go back to.
+            sampling: sets how often a group is used.
+            keep_checkpoints: number of newest checkpoints that a trainer can still return to.
         """
 
     @abstractmethod

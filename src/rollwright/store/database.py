@@ -1,6 +1,6 @@
 """The database of an experience store: its tables, connections, transactions and identity.
 
-A **group** (all rows of one task) is what is completed, sampled, used and released; an **experience** is one of its rows.
+A **group** (all rows of one task) is the unit that is completed, sampled, used and released; an **experience** is one of its rows.
 **uses** records which batch consumed a group and under which checkpoint of the trainer. A use without a checkpoint is undone
 when the trainer restarts.
 """
@@ -45,7 +45,7 @@ facts = sa.Table(
     "facts", metadata, sa.Column("name", sa.String(64), primary_key=True), sa.Column("value", sa.Text, nullable=False)
 )
 
-#: Numbers that only grow. Every writing transaction locks one of them first, so that writers run one after another.
+#: Counters; only ``recover`` lowers one (``batch``). On PostgreSQL, every writing transaction locks one first, which serialises writers.
 counters = sa.Table(
     "counters", metadata, sa.Column("name", sa.String(64), primary_key=True), sa.Column("value", sa.BigInteger, nullable=False)
 )
@@ -148,11 +148,11 @@ _CREATION_LOCK = 0x524F4C4C  # PostgreSQL advisory lock that serialises the crea
 
 
 class Database:
-    """A SQLAlchemy engine with two kinds of transactions: readers see one state, and writers run one after another.
+    """A SQLAlchemy engine with two kinds of transactions: readers see a consistent snapshot, and writers run one at a time.
 
     Args:
-        url: ``sqlite:///path.db``, ``sqlite://`` (in memory, this process only) or another SQLAlchemy URL.
-        run: identity of the run that owns the store. None opens the store of any run.
+        url: ``sqlite:///path.db``, ``sqlite://`` (in memory, this process only) or ``postgresql://…``.
+        run: identity of the run that owns the store. If None, the store of any run can be opened.
         create: create the tables if they are missing.
 
     Raises:
@@ -166,7 +166,7 @@ class Database:
         self.dialect = self.engine.dialect.name
         self._in_memory = isinstance(self.engine.pool, StaticPool)
         self._memory_lock = threading.RLock() if self._in_memory else contextlib.nullcontext()
-        # The threads of a process wait for each other here, without a limit. In the database they would time out.
+        # Threads of one process wait for each other here, without a time limit. If they waited in the database, they would time out.
         self._writers = threading.RLock()
         if self.dialect == "sqlite" and not self._in_memory:
             path = Path(self.engine.url.database or "")
@@ -190,7 +190,7 @@ class Database:
 
     @contextlib.contextmanager
     def reading(self) -> Iterator[sa.Connection]:
-        """A transaction that sees one state of the store and changes nothing."""
+        """Open a transaction for reading a consistent snapshot of the store."""
         options = {"isolation_level": "REPEATABLE READ"} if self.dialect == "postgresql" else {}
         with self._memory_lock, self._translated(), self.engine.connect() as connection:
             connection = connection.execution_options(**{_READ_ONLY: True}, **options)
@@ -199,7 +199,7 @@ class Database:
 
     @contextlib.contextmanager
     def writing(self) -> Iterator[sa.Connection]:
-        """A transaction that excludes other writers; it is rolled back if the block raises."""
+        """Open a transaction that excludes other writers; it is rolled back if the block raises."""
         with self._memory_lock, self._writers, self._translated(), self.engine.begin() as connection:
             if self.dialect != "sqlite":  # SQLite's BEGIN IMMEDIATE has done this already
                 connection.execute(sa.select(counters.c.value).where(counters.c.name == "epoch").with_for_update())
@@ -265,24 +265,24 @@ class Database:
 
 
 def now(connection: sa.Connection) -> float:
-    """Seconds since 1970 by the clock that all users of the store share."""
+    """Return seconds since 1970 by the clock that all users of the store share."""
     if connection.dialect.name == "postgresql":
         return float(connection.execute(sa.text("SELECT extract(epoch FROM clock_timestamp())")).scalar_one())
     return time.time()
 
 
 def add_to(connection: sa.Connection, counter: str, by: int = 1) -> int:
-    """Add to a counter. Returns its value before the addition."""
+    """Add to a counter and return its previous value."""
     return int(connection.execute(_COUNT, {"counter": counter, "by": by}).scalar_one()) - by
 
 
 def counter_value(connection: sa.Connection, name: str) -> int:
-    """A counter's value."""
+    """Return the value of a counter."""
     return int(connection.execute(sa.select(counters.c.value).where(counters.c.name == name)).scalar_one())
 
 
 def fact(connection: sa.Connection, name: str) -> str | None:
-    """A property of the store; None if it is not set."""
+    """Return a property of the store, or None if it is not set."""
     return connection.execute(sa.select(facts.c.value).where(facts.c.name == name)).scalar_one_or_none()
 
 
@@ -293,16 +293,16 @@ def set_fact(connection: sa.Connection, name: str, value: str) -> None:
 
 
 def upsert(connection: sa.Connection, table: Any) -> Any:
-    """An INSERT of the connection's dialect, which has ``ON CONFLICT``."""
+    """Return an INSERT statement of the connection's dialect, which supports ``ON CONFLICT``."""
     return DIALECTS[connection.dialect.name].insert(table)
 
 
 def poll(look: Callable[[], tuple[Any, bool]], timeout: float | None, cancelled: Callable[[], bool]) -> Any:
-    """Poll a store for what other processes write. Returns the last result of ``look``.
+    """Poll a store for changes by other processes. Returns the last result of ``look``.
 
     Args:
-        look: returns a result, and True if no other result can follow. A result that is true ends the wait.
-        timeout: longest wait in seconds. None sets no limit.
+        look: returns a result, and True if no other result can follow. A truthy result ends the wait.
+        timeout: longest wait in seconds; unlimited if None.
         cancelled: returns True to end the wait.
     """
     limit = None if timeout is None else time.monotonic() + timeout
@@ -316,7 +316,7 @@ def poll(look: Callable[[], tuple[Any, bool]], timeout: float | None, cancelled:
 
 
 def count_rows(connection: sa.Connection, table: sa.Table, *conditions: Any) -> int:
-    """How many rows of a table meet all conditions."""
+    """Count the rows of a table that meet all conditions."""
     return connection.scalars(sa.select(sa.func.count()).select_from(table).where(*conditions)).one()
 
 
@@ -348,7 +348,7 @@ def _engine(url: str) -> sa.Engine:
 
     @event.listens_for(engine, "connect")
     def _configure(connection: Any, _: Any) -> None:
-        connection.isolation_level = None  # transactions are begun below
+        connection.isolation_level = None  # the listener below begins transactions
         if not in_memory:
             _enter_wal(connection)
             connection.execute("PRAGMA synchronous=NORMAL")
@@ -363,7 +363,7 @@ def _engine(url: str) -> sa.Engine:
 
 
 def _enter_wal(connection: sqlite3.Connection) -> None:
-    """Switch the file to write-ahead logging. SQLite does not wait for other processes when it switches, so this does."""
+    """Switch the file to write-ahead logging. SQLite does not wait for other processes when it switches, so this function retries."""
 
     def switch() -> tuple[bool, bool]:
         with contextlib.suppress(sqlite3.OperationalError):

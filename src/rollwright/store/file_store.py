@@ -33,15 +33,15 @@ _FIELDS = sorted(each.name for each in fields(Experience))
 
 
 class FileStore(TrainingStore):
-    """A JSONL file of groups: ``{"group": name, "ordinal": …, "attempt": …, "experiences": […]}`` a line.
+    """A JSONL file with one group per line: ``{"group": name, "ordinal": …, "attempt": …, "experiences": […]}``.
 
     A line may also be a single experience. ``<file>.cursor.json`` holds the reader's position at each checkpoint.
 
     Args:
-        path: the file; created by the first append.
+        path: the file; the first ``append`` creates it.
     """
 
-    announcements = None  # no explorer follows the trainer of a file
+    announcements = None  # a file has no explorers that follow its trainer
 
     def __init__(self, path: str | Path) -> None:
         self.path = Path(path)
@@ -53,7 +53,7 @@ class FileStore(TrainingStore):
         self._recovered = not self._cursor_path.exists()
 
     def append(self, group: Group, *, ordinal: int | None = None, name: str | None = None, attempt: int = 0) -> int:
-        """See ``TrainingStore.append``. The group is written at once and flushed; only one process may write the file."""
+        """See ``TrainingStore.append``. The group is written and flushed immediately; only one process may write the file."""
         rows = list(experiences_of(group))
         if not rows:
             raise StoreError(f"{self.path}: append was given a group without experiences: leave it out.")
@@ -78,7 +78,7 @@ class FileStore(TrainingStore):
         partial_batch: bool = False,
         cancelled: Callable[[], bool] = lambda: False,
     ) -> StoredBatch | None:
-        """The next groups; see ``ExperienceStore.sample``. A batch that is not full is not taken."""
+        """Return the next groups; see ``ExperienceStore.sample``. A batch that is not full is taken only with ``partial_batch``."""
         request = BatchRequest(groups, experiences)
         if not self._recovered:
             raise StoreError(
@@ -88,10 +88,10 @@ class FileStore(TrainingStore):
         return self._take(request, partial=True) if batch is None and partial_batch else batch
 
     def next_batch(self, request: BatchRequest, cancelled: Callable[[], bool]) -> StoredBatch | None:
-        """The next groups of the file, or None at its end.
+        """Return the next groups of the file, or None if fewer than a batch are left.
 
-        Lines are read in order and once, the only sampling that ``open_store`` accepts for a file. ``min_version`` does not
-        apply: versions in a file may be those of any model.
+        Each line is read once, in order, which is the only sampling that ``open_store`` accepts for a file. ``min_version`` is
+        ignored, because versions in a file may come from any model.
         """
         batch = self.sample(groups=request.groups, experiences=request.experiences)
         if batch is None:
@@ -158,7 +158,7 @@ class FileStore(TrainingStore):
         return self._writer
 
     def _take(self, request: BatchRequest, partial: bool) -> StoredBatch | None:
-        """The next batch. None, with the position unchanged, if it is not full or, with ``partial``, empty."""
+        """Return the next batch. If it is not full (or, with ``partial``, empty), return None and keep the position."""
         with self._lock:
             found: list[StoredGroup] = []
             position, rows = (self._offset, self._line), 0
@@ -176,7 +176,7 @@ class FileStore(TrainingStore):
             return StoredBatch(self._batches - 1, found)
 
     def _lines(self, offset: int, line: int, uses: int) -> Iterator[tuple[int, int, StoredGroup]]:
-        """End offset, number and group of each complete line; a last line without a newline is still being written."""
+        """Yield end offset, number and group of each complete line; a last line without a newline is still being written."""
         if not self.path.exists():
             return
         with self.path.open("rb") as file:
@@ -209,10 +209,10 @@ class FileStore(TrainingStore):
 
 
 def experience_document(experience: Experience) -> dict[str, Any]:
-    """An experience as lists, numbers and text, without the fields that are not set.
+    """Convert an experience to lists, numbers and strings, without the fields that are not set.
 
     Raises:
-        StoreError: it carries multi-modal inputs, which a text file cannot hold.
+        StoreError: the experience has multi-modal inputs, which a text file cannot hold.
     """
     if experience.multi_modal_inputs is not None:
         raise StoreError(
@@ -229,14 +229,14 @@ def experience_document(experience: Experience) -> dict[str, Any]:
 
 
 def document_experience(document: dict[str, Any], where: str) -> Experience:
-    """The experience of a document that :func:`experience_document` made or someone wrote by hand.
+    """Create an experience from a document that was made by :func:`experience_document` or written by hand.
 
     Args:
         document: the fields of the experience.
-        where: its file and line, for messages.
+        where: file and line of the document, for error messages.
 
     Raises:
-        StoreError: it has unknown fields or invalid values.
+        StoreError: the document has unknown fields or invalid values.
     """
     unknown = sorted(set(document) - set(_FIELDS))
     if unknown:

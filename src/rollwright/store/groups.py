@@ -32,18 +32,18 @@ class StoredGroup:
 
 
 def experiences_of(group: Group) -> Iterator[Experience]:
-    """The experiences of a group, sample by sample."""
+    """Iterate over the experiences of a group, sample by sample."""
     for item in group:
         yield from [item] if isinstance(item, Experience) else item
 
 
 def task_group(ordinal: int) -> str:
-    """Name of a task's group."""
+    """Return the name of a task's group."""
     return f"task/{ordinal}"
 
 
 def group_name(group: Group, ordinal: int | None, name: str | None) -> str:
-    """Name of a group: that of its task, the given one, or one made from its first experience.
+    """Return the name of a group: its task's name, the given name, or one derived from its first experience.
 
     Appending the same experiences again yields the same name.
     """
@@ -56,7 +56,7 @@ def group_name(group: Group, ordinal: int | None, name: str | None) -> str:
 
 
 def oldest_version(experience: Experience) -> int:
-    """The version of an experience's oldest sampled token; -1 if unknown."""
+    """Return the version of an experience's oldest sampled token, or -1 if it is unknown."""
     sampled = [] if experience.versions is None else [value for value in experience.versions.tolist() if value >= 0]
     return min(sampled) if sampled else int(experience.info.get("model_version", -1))
 
@@ -87,7 +87,7 @@ def write_group(
     attempt: int,
     group_size: int | None = None,
 ) -> int:
-    """Store rows of a group, and complete it once ``group_size`` samples are present. None means that ``rows`` is the whole group.
+    """Store rows of a group, and complete it once ``group_size`` samples are present. If that is None, ``rows`` is the whole group.
 
     A row is identified by group, sample, part and attempt. Rows that are present already, or belong to a replaced attempt, are
     skipped. A newer attempt replaces the rows of an older one while the group is open.
@@ -141,7 +141,7 @@ def _add_rows(connection: Connection, name: str, attempt: int, rows: Sequence[di
 
 
 def mark_complete(connection: Connection, group_id: int) -> None:
-    """Make an open group ready for training, with the rows that it has."""
+    """Mark an open group as ready for training, with the rows it has."""
     summary = select(
         func.count().label("rows"),
         func.coalesce(func.min(experiences.c.version), -1).label("version"),
@@ -152,7 +152,7 @@ def mark_complete(connection: Connection, group_id: int) -> None:
 
 
 def settle_open_group(connection: Connection, ordinal: int, attempt: int | None) -> None:
-    """Complete the open group of a task if it has this attempt; otherwise, or if ``attempt`` is None, delete it."""
+    """Complete a task's open group if it belongs to ``attempt``; otherwise, or if ``attempt`` is None, delete it."""
     still_open = select(groups.c.id, groups.c.attempt).where(groups.c.ordinal == ordinal, groups.c.state == OPEN)
     for row in connection.execute(still_open).all():
         if row.attempt == attempt:
@@ -172,12 +172,12 @@ def add_drops(connection: Connection, counts: Mapping[str, int]) -> None:
 
 
 def load_groups(connection: Connection, ids: Sequence[int], store: str) -> list[StoredGroup]:
-    """Groups with their rows, in the order of ``ids``.
+    """Load groups with their rows, in the order of ``ids``.
 
     Args:
         connection: a transaction of the store.
         ids: ids of the groups.
-        store: name of the store, for messages.
+        store: name of the store, for error messages.
 
     Raises:
         StoreError: the bytes of a row are damaged.
@@ -216,16 +216,16 @@ def experience_of(row: Any) -> Experience:
 
 
 def _number(reward: float | None) -> float | None:
-    """The reward, with None for NaN, which SQLite stores as NULL."""
+    """Return the reward, or None for NaN, which SQLite stores as NULL."""
     return None if reward is None or reward != reward else reward
 
 
 def rows_of(group: Group, version: int | None, first_sample: int = 0) -> list[dict[str, Any]]:
-    """The rows of a group; ``sample`` and ``part`` are their indices in the nested lists.
+    """Build the database rows of a group; ``sample`` and ``part`` are indices in the nested lists.
 
     Args:
-        group: its samples.
-        version: version of experiences that do not carry one.
+        group: the samples.
+        version: weight version of all rows. If None, that of each experience's oldest sampled token.
         first_sample: index of the first sample.
     """
     return [

@@ -24,7 +24,7 @@ PRIORITY_FUNCTIONS: Registry[PriorityFunction] = Registry("priority function", C
 
 @PRIORITY_FUNCTIONS.register("linear_decay")
 def linear_decay(version: int, uses: int, generator: random.Random, *, decay: float = 2.0) -> float:
-    """``version - decay · uses``: the freshest first; each use counts like ``decay`` versions of age."""
+    """Return ``version - decay · uses``: the freshest groups come first, and each use counts like ``decay`` versions of age."""
     return version - decay * uses
 
 
@@ -32,7 +32,7 @@ def linear_decay(version: int, uses: int, generator: random.Random, *, decay: fl
 def linear_decay_use_count_control_randomization(
     version: int, uses: int, generator: random.Random, *, decay: float = 2.0, use_count_limit: int = 3, sigma: float = 0.0
 ) -> float | None:
-    """:func:`linear_decay` with Gaussian noise, and at most ``use_count_limit`` uses."""
+    """Return :func:`linear_decay` plus Gaussian noise, or None after ``use_count_limit`` uses."""
     if uses >= use_count_limit:
         return None
     return version - decay * uses + (generator.gauss(0.0, sigma) if sigma else 0.0)
@@ -49,17 +49,17 @@ ORDERS = ("fifo", "freshest", "priority", "uniform")
 
 @dataclass(frozen=True)
 class Sampling:
-    """How groups are drawn.
+    """The rules by which groups are drawn.
 
     Attributes:
         order: ``fifo`` (the order in which groups were completed), ``freshest`` (newest version first), ``priority`` or
             ``uniform``.
-        uses: how often each group is trained on. None sets no limit and requires ``priority`` or ``uniform``.
+        uses: how often each group is trained on; unlimited if None, which requires ``priority`` or ``uniform``.
         priority_fn: name in :data:`PRIORITY_FUNCTIONS`, or import path, of the function that ``priority`` uses.
-        priority_fn_args: its arguments.
-        cooldown_seconds: how long a used group rests before it is used again.
+        priority_fn_args: keyword arguments of that function.
+        cooldown_seconds: time before a used group can be drawn again.
         seed: seed of ``uniform`` and of noisy priorities. A draw depends on it and on the number of the batch, so a trainer
-            that goes back to a checkpoint repeats its draws.
+            that returns to a checkpoint repeats its draws.
 
     Raises:
         ConfigError: an unknown order or priority function, or arguments that the function does not take.
@@ -93,11 +93,11 @@ class Sampling:
 
     @classmethod
     def from_config(cls, config: StoreConfig, seed: int = 1) -> Sampling:
-        """The sampling that a config asks for."""
+        """Create the sampling rules from a ``store`` section."""
         return cls(seed=seed, **{each.name: getattr(config, each.name) for each in fields(cls) if each.name != "seed"})
 
     def eligible(self, now: float, min_version: int | None) -> Select:
-        """Statement that selects ``DRAWN_COLUMNS`` of the groups that may be drawn."""
+        """Build a statement that selects ``DRAWN_COLUMNS`` of the groups that may be drawn."""
         statement = select(*DRAWN_COLUMNS).where(groups.c.state == READY)
         if self.uses is not None:
             statement = statement.where(groups.c.uses == 0 if self.uses == 1 else groups.c.uses < self.uses)
@@ -108,7 +108,7 @@ class Sampling:
         return statement
 
     def draw(self, connection: Connection, limit: int, batch: int, now: float, min_version: int | None) -> list[Any]:
-        """Up to ``limit`` groups in order, as rows with ``DRAWN_COLUMNS``."""
+        """Return up to ``limit`` groups in order, as rows with ``DRAWN_COLUMNS``."""
         statement = self.eligible(now, min_version)
         if self.order in _SORTED_BY:
             return list(connection.execute(statement.order_by(*_SORTED_BY[self.order]).limit(limit)))

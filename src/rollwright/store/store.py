@@ -1,11 +1,11 @@
 """The experience store: where groups of experiences wait between the processes that sample them and the one that trains.
 
-Invariants, whichever process is killed at whatever moment:
+These invariants hold no matter which process is killed, and when:
 
 - A task is claimed by one explorer at a time, and its group is stored once: storing it and finishing the task are one
   transaction, which an older attempt cannot commit.
 - A group is drawn whole. Committing a checkpoint makes the trainer's draws permanent; a trainer that restarts from a checkpoint
-  draws again what was drawn after it, and nothing else. A batch that is not full is not drawn; its groups wait.
+  draws exactly the later groups again. A batch that is not full is not drawn; its groups wait.
 
 A use is recorded when a group is drawn and gets a checkpoint when the trainer commits. ``recover`` undoes the uses without a
 checkpoint and those of checkpoints after the one that the trainer restarts from.
@@ -101,20 +101,20 @@ class ExperienceStore(TrainingStore):
     """Experiences in a database, used by any number of explorers and one trainer, in any number of processes.
 
     Explorers claim and finish tasks (``tasks``) or ``append`` groups. The trainer draws with ``sample``, ``commit``s its checkpoints
-    and publishes weights (``announcements``). An object may be used from several threads. A process that forks must open its own.
+    and publishes weights (``announcements``). A store is thread-safe, but a forked process must open its own.
 
     Args:
         url: ``sqlite:///path.db``, ``sqlite://`` (in memory) or ``postgresql://…``.
-        run: identity of the run; a store of another run is refused. None opens the store of any run.
+        run: identity of the run; the store of another run raises an error. If None, the store of any run can be opened.
         create: create the store if it does not exist.
 
     Attributes:
         name: URL of the database, without its password.
-        tasks: claims, leases and ends of tasks.
-        announcements: weights that the trainer published.
+        tasks: claims, renews, releases and finishes tasks.
+        announcements: weights that the trainer has published.
 
     Raises:
-        StoreError: the store is missing, damaged, or of another run.
+        StoreError: the store is missing or damaged, or belongs to another run.
         ConfigError: the URL or its driver is not usable.
     """
 
@@ -143,16 +143,16 @@ class ExperienceStore(TrainingStore):
         """Store a group, or one sample of it. Idempotent.
 
         Args:
-            group: the samples of the group, each one experience or a list of them; with ``index``, the rows of one sample.
+            group: the samples of the group, each one experience or a list of them. If ``index`` is given, the rows of that sample.
             ordinal: ordinal of the task, from which the group gets its name.
-            name: the group's name if it has no ordinal. None derives it from the first experience's id and tokens.
+            name: the group's name if it has no ordinal. If None, it is derived from the first experience's id and tokens.
             attempt: attempt of the task. A newer attempt replaces the rows of an older one until the group is complete.
             index: index of this sample in the group.
             group_size: number of samples that complete the group; required with ``index``.
-            version: version of experiences that do not carry one.
+            version: weight version of all rows. If None, that of each experience's oldest sampled token.
 
         Returns:
-            The number of rows stored; 0 if all were present already or belong to a replaced attempt.
+            The number of rows stored; 0 if all rows were present already or belong to a replaced attempt.
 
         Raises:
             StoreError: the arguments do not identify a group, or there is no experience.
@@ -175,7 +175,7 @@ class ExperienceStore(TrainingStore):
             return write_group(connection, name, ordinal, rows, attempt, group_size)
 
     def complete_group(self, name: str) -> bool:
-        """Complete a group with the samples that it has. Returns False if no group of that name is open."""
+        """Mark a group as complete with the samples it has. Returns False if no group of that name is open."""
         still_open = select(groups.c.id).where(groups.c.name == name, groups.c.state == OPEN)
         with self._database.writing() as connection:
             group_id = connection.scalar(still_open)
@@ -184,7 +184,7 @@ class ExperienceStore(TrainingStore):
         return group_id is not None
 
     def open_groups(self, prefix: str = "") -> set[str]:
-        """Names of the groups that lack samples and whose name begins with ``prefix``."""
+        """Return the names of the groups that lack samples and whose names begin with ``prefix``."""
         still_open = select(groups.c.name).where(groups.c.state == OPEN, groups.c.name.startswith(prefix, autoescape=True))
         with self._database.reading() as connection:
             return set(connection.scalars(still_open))
@@ -195,7 +195,7 @@ class ExperienceStore(TrainingStore):
             add_drops(connection, counts)
 
     def groups(self, *, partial: bool = False) -> Iterator[StoredGroup]:
-        """Iterate over all groups in order of arrival, without counting a use; ``partial`` includes incomplete ones."""
+        """Iterate over all groups in order of arrival, without recording a use; ``partial`` includes incomplete groups."""
         states = (OPEN, READY, DROPPED) if partial else (READY, DROPPED)
         statement = select(groups.c.id).where(groups.c.state.in_(states)).order_by(groups.c.id).limit(IDS_A_QUERY)
         last = 0
@@ -222,23 +222,23 @@ class ExperienceStore(TrainingStore):
         partial_groups: bool = False,
         cancelled: Callable[[], bool] = lambda: False,
     ) -> StoredBatch | None:
-        """Draw a batch for the trainer and count a use of each of its groups.
+        """Draw a batch for the trainer and record a use of each of its groups.
 
         Args:
             groups: number of groups.
-            experiences: instead of ``groups``: draw whole groups until they have at least so many rows.
-            sampling: order and number of uses. None draws each group once, in order of completion.
-            min_version: leave out groups with older tokens.
-            timeout: seconds to wait for enough groups. None waits as long as more can come.
+            experiences: instead of ``groups``: draw whole groups until they have at least this many rows in total.
+            sampling: order and number of uses. If None, each group is drawn once, in order of completion.
+            min_version: skip groups that contain tokens of older versions.
+            timeout: seconds to wait for enough groups. If None, wait until no more groups can arrive.
             partial_batch: take a smaller batch if there are not enough groups when the wait ends.
-            partial_groups: also take groups that lack samples; samples that come later are counted as ``late``.
+            partial_groups: also take groups that lack samples; samples that arrive later are dropped and counted as ``late``.
             cancelled: polled while waiting; returning True ends the wait.
 
         Returns:
-            The batch, or None if there were not enough groups; nothing is used then.
+            The batch, or None, with no use recorded, if there were not enough groups.
 
         Raises:
-            StoreError: another trainer has taken over, or an earlier trainer's uses wait for ``recover``.
+            StoreError: another trainer has taken over, or an earlier trainer used the store and ``recover`` was not called.
         """
         request = BatchRequest(groups, experiences, sampling or Sampling(), min_version, partial_groups)
         return self._draw(request, timeout, partial_batch, cancelled)
@@ -265,7 +265,7 @@ class ExperienceStore(TrainingStore):
         return None
 
     def drop_older_than(self, version: int, *, sampling: Sampling | None = None, reason: str = "stale") -> int:
-        """Drop groups that have uses left and whose oldest token is older than ``version``. Returns how many.
+        """Drop groups that have uses left and whose oldest token is older than ``version``. Returns the number of groups.
 
         The drop is counted under ``reason`` and, like a use, is undone by a recovery from an earlier checkpoint.
         """
@@ -280,7 +280,7 @@ class ExperienceStore(TrainingStore):
     ) -> StoredBatch | None:
         if self._epoch is None:
             with self._training():
-                pass  # refuses now rather than after a wait for groups that an earlier trainer holds
+                pass  # raises now rather than after a wait for groups that an earlier trainer has drawn
         if not poll(lambda: self._look(request), timeout, cancelled) and not partial_batch:
             return None
         with self._training() as connection:
@@ -292,14 +292,14 @@ class ExperienceStore(TrainingStore):
             return StoredBatch(number, load_groups(connection, ids, self.name))
 
     def _look(self, request: BatchRequest) -> tuple[bool, bool]:
-        """Whether a batch can be drawn now, and whether no more groups will come."""
+        """Return whether a batch can be drawn now, and whether no more groups will come."""
         with self._database.reading() as connection:
             _, enough = request.first_enough(self._drawable(connection, request))
             ended = all_finished(connection)
         return enough, ended and request.sampling.cooldown_seconds == 0
 
     def _drawable(self, connection: Connection, request: BatchRequest) -> list[Any]:
-        """The next groups in order, as many as the request can need; incomplete groups come last."""
+        """Return the next groups in order, as many as the request can need; incomplete groups come last."""
         limit, batch = request.limit, counter_value(connection, "batch")
         drawn = request.sampling.draw(connection, limit, batch, now(connection), request.min_version)
         if request.partial_groups:
@@ -309,7 +309,7 @@ class ExperienceStore(TrainingStore):
         return drawn
 
     def _take(self, connection: Connection, request: BatchRequest, batch: int, partial_batch: bool) -> Sequence[int]:
-        """Draw a batch and record its uses. Returns the ids of its groups, or none if there are not enough."""
+        """Draw a batch and record its uses. Returns the ids of its groups; empty if there are not enough."""
         drawn, enough = request.first_enough(self._drawable(connection, request))
         if not drawn or not (enough or partial_batch):
             return []
@@ -392,10 +392,10 @@ class ExperienceStore(TrainingStore):
 
     @contextmanager
     def _training(self) -> Iterator[Connection]:
-        """A writing transaction of the store's one trainer.
+        """Open a writing transaction for the store's only trainer.
 
         Raises:
-            StoreError: another trainer has recovered the store, or an earlier one left uses that would be lost.
+            StoreError: another trainer has recovered the store, or an earlier trainer used it and ``recover`` was not called.
         """
         with self._database.writing() as connection:
             epoch = counter_value(connection, "epoch")
@@ -419,7 +419,7 @@ class ExperienceStore(TrainingStore):
     # -- inspection ----------------------------------------------------------------------------------------------------
 
     def status(self) -> StoreStatus:
-        """Counts of everything in the store."""
+        """Count the tasks, groups, experiences, uses and drops."""
         by_policy = select(groups.c.dropped_by, func.sum(groups.c.rows)).where(groups.c.state == DROPPED)
         with self._database.reading() as connection:
             count = partial(count_rows, connection)
@@ -442,7 +442,7 @@ class ExperienceStore(TrainingStore):
             )
 
     def damaged(self) -> list[str]:
-        """Damaged parts of the store: pages of a SQLite file, and rows that differ from what was written; empty if none."""
+        """List the damaged parts of the store: pages of a SQLite file, and rows that differ from what was written."""
         found: list[str] = []
         store = self.name
         try:
@@ -463,7 +463,7 @@ class ExperienceStore(TrainingStore):
         return found
 
     def export_parquet(self, path: str | Path, *, partial: bool = False) -> int:
-        """Write all groups to a Parquet file, one experience a row. Returns the number of rows."""
+        """Write all groups to a Parquet file, with one row per experience. Returns the number of rows."""
         return export_parquet(self.groups(partial=partial), path)
 
     def close(self) -> None:
@@ -475,12 +475,12 @@ def open_store(config: StoreConfig, directory: str | Path, *, run: str) -> Exper
     """Open the store of a run: a database for ``sql`` and ``queue``, a :class:`FileStore` for ``file``.
 
     Args:
-        config: the store's section.
-        directory: the run directory, which holds the store unless ``url`` names another place.
+        config: the ``store`` section.
+        directory: the run directory, which holds the store unless ``url`` is set.
         run: identity of the run.
 
     Raises:
-        ConfigError: keys contradict one another.
+        ConfigError: keys contradict each other.
         StoreError: the store belongs to another run or is damaged.
     """
     once_in_order = config.order == "fifo" and config.uses == 1 and config.cooldown_seconds == 0

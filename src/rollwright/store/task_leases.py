@@ -42,7 +42,7 @@ _TRAINING = select(func.count(uses.c.group_id.distinct())).where(uses.c.publishe
 class TaskClaim:
     """The right of one explorer to run one task until its lease ends.
 
-    ``attempt`` counts the claims of the task from 0. Once a task is claimed again, results of older attempts are refused, so
+    ``attempt`` counts the claims of the task from 0. Once a task is claimed again, results of older attempts are rejected, so
     each task is stored once.
     """
 
@@ -52,16 +52,16 @@ class TaskClaim:
 
 
 class TaskLeases:
-    """Claims, leases and ends of tasks."""
+    """Claims, renews, releases and finishes the tasks of a store."""
 
     def __init__(self, database: Database) -> None:
         self._database = database
 
     def declare(self, total: int) -> None:
-        """Declare that the run has the tasks ``0 … total - 1``, so that claims and waits end. ``total`` may only grow.
+        """Declare that the run consists of the tasks ``0 … total - 1``, so that claims and waits end. ``total`` may only grow.
 
         Raises:
-            StoreError: more were declared before.
+            StoreError: more tasks were declared before.
         """
         with self._database.writing() as connection:
             before = declared_tasks(connection)
@@ -78,7 +78,7 @@ class TaskLeases:
         """Claim up to ``count`` tasks to run: first those that another explorer released or lost, then new ordinals.
 
         Args:
-            owner: name of this explorer, unique among those that run.
+            owner: name of this explorer, unique among the running explorers.
             count: number of tasks.
             lease_seconds: how long the claims last without :meth:`renew`.
             max_outstanding: upper limit of ``running + ready + in training`` groups, which is
@@ -119,12 +119,12 @@ class TaskLeases:
         Args:
             claim: the claim under which the task was run.
             group: the samples of the task, each one experience or a list of them. An empty group (rejected, or dropped by an
-                operator) leaves nothing to train on. None makes the samples appended one by one the group.
-            version: version of experiences that do not carry one.
+                operator) leaves nothing to train on. If None, the group consists of the samples appended one by one.
+            version: weight version of all rows. If None, that of each experience's oldest sampled token.
             drops: number of rows that operators dropped, by operator name.
 
         Returns:
-            False if another explorer has claimed the task; nothing is stored then.
+            False, with nothing stored, if the claim is not valid any more: the task was claimed again, released or finished.
         """
         rows = rows_of(group or [], version)
         with self._database.writing() as connection:
@@ -140,7 +140,7 @@ class TaskLeases:
             return True
 
     def renew(self, owner: str, *, lease_seconds: float = 60.0) -> int:
-        """Extend the leases of all tasks that an explorer holds. Returns how many it holds."""
+        """Extend the leases of all tasks that an explorer holds. Returns the number of these tasks."""
         mine = (tasks.c.owner == owner) & (tasks.c.state == CLAIMED)
         with self._database.writing() as connection:
             until = now(connection) + lease_seconds
@@ -148,11 +148,11 @@ class TaskLeases:
             return connection.execute(update(tasks).where(mine).values(lease_until=longer)).rowcount
 
     def release(self, owner: str, ordinals: Sequence[int] | None = None) -> int:
-        """Release the claims of an explorer that stops or was seen to die. Returns how many.
+        """Release the claims of an explorer that stops or has died. Returns the number of released claims.
 
         Args:
             owner: name of the explorer.
-            ordinals: tasks to release. None releases all.
+            ordinals: tasks to release; all if None.
         """
         mine = (tasks.c.owner == owner) & (tasks.c.state == CLAIMED)
         if ordinals is not None:
@@ -162,7 +162,7 @@ class TaskLeases:
 
     @contextmanager
     def keeping_claims(self, owner: str, *, lease_seconds: float = 60.0) -> Iterator[None]:
-        """Renew an explorer's leases from a thread while the block runs, and release the remaining claims at its end."""
+        """Renew an explorer's leases in a thread while the block runs, and release its remaining claims at the end."""
         stop = threading.Event()
 
         def renew() -> None:
@@ -186,17 +186,17 @@ class TaskLeases:
 
 
 def declared_tasks(connection: Connection) -> int | None:
-    """The declared number of tasks; None if no end was declared."""
+    """Return the declared number of tasks, or None if no end was declared."""
     value = fact(connection, _DECLARED)
     return None if value is None else int(value)
 
 
 def all_finished(connection: Connection) -> bool:
-    """True if the tasks have a declared end and all of them are finished."""
+    """Return True if the tasks have a declared end and all of them are finished."""
     declared = declared_tasks(connection)
     return declared is not None and count_rows(connection, tasks, tasks.c.state == FINISHED) >= declared
 
 
 def training_groups(connection: Connection) -> int:
-    """Number of groups in training: drawn, with the version trained on them not yet published."""
+    """Count the groups in training: those drawn for a version that is not yet published."""
     return connection.scalars(_TRAINING).one()
