@@ -1,1 +1,1 @@
-"""What a run says about itself: metrics with scopes, sinks, live progress, logs, traces and the run directory."""
+"""How a run reports and stores its progress: metrics, sinks, live display, logs, traces and the run directory."""

@@ -22,9 +22,9 @@ _NO_ADVANTAGE = 1e-6
 
 
 def reasons_not_to_learn(config: Any) -> Iterator[str]:
-    """Yield the settings that keep an experiment from learning, each with its key and a remedy.
+    """Yield messages about settings that keep an experiment from learning, each with its key and a remedy.
 
-    For a process that only explores or only trains from a store, only the settings that it uses count.
+    A process that only explores, or only trains from a store, is checked only for the settings it uses.
     """
     actor, mode = getattr(config, "actor", None), getattr(config, "mode", "both")
     if actor is not None and mode != "train":
@@ -57,8 +57,8 @@ class Sign:
     """A problem that a rule found in the curves of a run.
 
     Attributes:
-        rule: its name; ``docs/run-data.md`` gives the reason for each.
-        level: bad (it learns nothing or breaks), warn (it learns less than it could), or info.
+        rule: name of the rule; ``docs/run-data.md`` gives the reason for each.
+        level: bad (the run learns nothing or breaks), warn (it learns less than it could), or info.
         setting: config key that fixes it.
         step: the last step with the problem.
     """
@@ -73,8 +73,8 @@ class Sign:
 #: Returns the points ``[(step, value), …]`` of a metric; empty if there are none.
 Points = Callable[[str], list[tuple[int, float]]]
 
-_LAST = 10  # steps that a rule looks at
-_FEWEST = 3  # steps before which a rule says nothing
+_LAST = 10  # number of recent steps that a rule considers
+_FEWEST = 3  # with fewer steps, a rule reports nothing
 
 
 def signs_of(points: Points, config: Mapping[str, Any]) -> list[Sign]:
@@ -82,14 +82,14 @@ def signs_of(points: Points, config: Mapping[str, Any]) -> list[Sign]:
 
     Args:
         points: returns the points of a metric.
-        config: flattened, such as ``{"actor.optimizer.lr": 1e-5}``.
+        config: the flattened config, such as ``{"actor.optimizer.lr": 1e-5}``.
     """
     found = [sign for rule in _RULES for sign in rule(points, config)]
     return sorted(found, key=lambda sign: ("bad", "warn", "info").index(sign.level))
 
 
 def _recent(points: Points, name: str) -> tuple[int, float] | None:
-    """The last step of a metric, and its mean over the last steps; None if there are too few."""
+    """Return the last step of a metric and its mean over recent steps, or None if there are too few steps."""
     last = points(name)[-_LAST:]
     return (last[-1][0], statistics.fmean(value for _, value in last)) if len(last) >= _FEWEST else None
 
@@ -131,7 +131,7 @@ def _skipped(points: Points, config: Mapping[str, Any]) -> Iterator[Sign]:
 def _above(
     name: str, limit: float, rule: str, level: str, setting: str, message: str
 ) -> Callable[[Points, Mapping[str, Any]], Iterator[Sign]]:
-    """Make a rule for a metric whose mean over the last steps is above a limit. ``message`` is formatted with ``value``."""
+    """Create a rule that reports a metric whose recent mean is above a limit. ``message`` is formatted with ``value``."""
 
     def look(points: Points, config: Mapping[str, Any]) -> Iterator[Sign]:
         found = _recent(points, name)
@@ -211,7 +211,7 @@ _RULES: tuple[Callable[[Points, Mapping[str, Any]], Iterator[Sign]], ...] = (
 
 
 def warn_of_reasons(config: Any) -> None:
-    """Log every reason once, at the start of a run."""
+    """Log every reason why a run can hardly learn."""
     for reason in reasons_not_to_learn(config):
         logger.warning("this run can hardly learn: %s", reason)
 

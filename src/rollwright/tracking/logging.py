@@ -1,7 +1,7 @@
 """Logging: ``from rollwright import logging; logging.getLogger("MyWorkflow")``.
 
-Every logger is below one root, ``rollwright``, so that one level and one set of handlers apply to a run. If stdout and stderr are both
-a terminal, messages go through rich and appear above the live display; otherwise they are plain lines on stderr. Names that this
+Every logger is below one root, ``rollwright``, so one level and one set of handlers apply to a run. If stdout and stderr are both
+terminals, rich prints messages above the live display; otherwise messages are plain lines on stderr. Names that this
 module does not define, such as ``logging.INFO``, are the standard library's.
 """
 
@@ -59,7 +59,7 @@ class _TerminalHandler(RichHandler):
 
 
 def console() -> Console:
-    """The one console of the process, on stdout; log messages and the live display share it."""
+    """Return the only console of the process, on stdout; log messages and the live display share it."""
     global _console
     with _lock:
         if _console is None:
@@ -68,7 +68,7 @@ def console() -> Console:
 
 
 def output_is_terminal() -> bool:
-    """True if stdout and stderr are both a terminal that can redraw lines."""
+    """Return True if stdout and stderr are both terminals that can redraw lines."""
     return bool(console().is_terminal and not console().is_dumb_terminal and sys.stderr is not None and sys.stderr.isatty())
 
 
@@ -87,7 +87,7 @@ def _root() -> _standard.Logger:
             handler.setFormatter(_standard.Formatter(_LINE_FORMAT, datefmt="%H:%M:%S"))
         handler.addFilter(_ShortName())
         follows = os.environ.get("RANK", "0") != "0" and os.environ.get("WORLD_SIZE", "1") != "1"
-        # of processes that train together, only the first one logs
+        # if several processes train together, only the first one logs messages below errors
         handler.setLevel(os.environ.get(LEVEL_VARIABLE, "ERROR" if follows else "INFO").upper())
         root.addHandler(handler)
         root.setLevel(_standard.DEBUG)
@@ -98,7 +98,7 @@ def _root() -> _standard.Logger:
 def getLogger(name: str | None = None) -> _standard.Logger:  # noqa: N802 (the standard library's name)
     """Return a standard library logger below Rollwright's root; its messages go to the terminal (or stderr) and all attached files.
 
-    ``name`` is any name, such as ``"MyWorkflow"`` or ``__name__``; None is the root.
+    ``name`` is any name, such as ``"MyWorkflow"`` or ``__name__``. If None, the root logger is returned.
     """
     root = _root()
     if not name or name == ROOT_NAME:
@@ -110,7 +110,7 @@ get_logger = getLogger
 
 
 def attach_file(path: str | Path, level: int | str = "DEBUG") -> _standard.Handler:
-    """Append every message from ``level`` on, with date and thread, to a file.
+    """Append every message of ``level`` or above, with date and thread, to a file.
 
     Returns the handler; give it to :func:`detach_file` when the run ends.
     """
@@ -124,7 +124,7 @@ def attach_file(path: str | Path, level: int | str = "DEBUG") -> _standard.Handl
 
 
 class _LogFile(_standard.FileHandler):
-    """Log file whose write errors (such as a full disk) lose messages but do not stop the run; reported once."""
+    """A log file whose write errors (such as a full disk) are reported once and lose messages, but do not stop the run."""
 
     has_failed = False
 
@@ -145,12 +145,12 @@ class _LogFile(_standard.FileHandler):
 
 
 def attached_file() -> str | None:
-    """The file that receives messages of all levels, if any."""
+    """Return the path of the log file, or None if no file is attached."""
     handlers = [handler for handler in _root().handlers if isinstance(handler, _standard.FileHandler)]
     return handlers[-1].baseFilename if handlers else None
 
 
 def detach_file(handler: _standard.Handler) -> None:
-    """Stop writing to a file of :func:`attach_file`."""
+    """Stop writing to a file that :func:`attach_file` opened."""
     _root().removeHandler(handler)
     handler.close()

@@ -1,4 +1,4 @@
-"""Metrics and phase times: many threads report numbers during a step, which are reduced to one dictionary at its end.
+"""Metrics and phase times: threads report numbers during a step, and its end reduces them to one dictionary.
 
 Each reduction is a method, and a metric keeps the reduction of its first report::
 
@@ -35,7 +35,7 @@ class MetricError(RollwrightError):
     """A metric was reported with another reduction, or with a value that is not a number."""
 
 
-#: Reductions to one of the numbers, or to their sum: the first number, and how a value changes it.
+#: Reductions that keep a single number: its initial value, and how it changes with each report.
 _REDUCTIONS: dict[str, tuple[float, Callable[[float, float], float]]] = {
     "sum": (0.0, operator.add),
     "minimum": (math.inf, lambda total, value: value if math.isnan(value) else min(total, value)),
@@ -105,7 +105,7 @@ class MetricsTracker:
         self._scopes: contextvars.ContextVar[tuple[str, ...]] = contextvars.ContextVar("scopes", default=())
 
     def get(self, scope: str = "") -> Self:
-        """Return a tracker of the same numbers whose names begin with ``scope/``."""
+        """Return a tracker that shares the numbers and prefixes its names with ``scope/``."""
         if not scope:
             return self
         child = object.__new__(type(self))
@@ -122,7 +122,7 @@ class MetricsTracker:
             self._scopes.reset(token)
 
     def enter_scope(self, name: str) -> None:
-        """Like :meth:`scope`, for all further reports of the current context."""
+        """Apply :meth:`scope` to all further reports of the current thread or asyncio task."""
         self._scopes.set((*self._scopes.get(), name.strip("/")))
 
     def scalar(self, **values: Any) -> None:
@@ -146,7 +146,7 @@ class MetricsTracker:
         self._add("maximum", values)
 
     def gauge(self, **values: Any) -> None:
-        """Report values of which the last is exported."""
+        """Report values, the last of which is exported."""
         self._add("gauge", values)
 
     def histogram(self, **values: Any) -> None:
@@ -154,9 +154,9 @@ class MetricsTracker:
         self._add("histogram", values)
 
     def export(self, reset: bool = True) -> dict[str, float]:
-        """Reduce everything reported since the last reset: full name (with scopes) -> number, sorted by name.
+        """Reduce everything reported since the last reset. Returns full name (with scopes) -> number, sorted by name.
 
-        ``reset`` clears the reports afterwards. A tracker from :meth:`get` exports and resets only its own scope.
+        ``reset`` then clears the reports. A tracker from :meth:`get` exports and resets only its own scope.
         """
         with self._lock:
             names = [name for name in self._entries if name.startswith(self._prefix)]
@@ -174,7 +174,7 @@ class MetricsTracker:
         return taken
 
     def merge(self, taken: Iterable[Iterable[Any]]) -> None:
-        """Add the result of ``take`` in another process."""
+        """Add reports that ``take`` returned in another process."""
         for name, kind, total, count, values in taken:
             with self._lock:
                 entry = self._entries.setdefault(name, _Entry(kind))
@@ -186,7 +186,7 @@ class MetricsTracker:
                     entry.add(total, 1.0)
 
     def full_name(self, name: str) -> str:
-        """Full name, with its scopes, of a metric that is reported here as ``name``."""
+        """Return the full name, with scopes, of a metric that is reported here as ``name``."""
         return "".join(f"{scope}/" for scope in self._scopes.get()) + self._prefix + name
 
     def _add(self, kind: str, values: dict[str, Any], weight: float = 1.0) -> None:
@@ -227,8 +227,8 @@ def get_tracker(scope: str = "") -> MetricsTracker:
 class PhaseTimer:
     """Times named phases of a step; keeps ``max_events`` intervals for :meth:`write_chrome_trace`.
 
-    Phases nest: a phase's seconds exclude those of phases inside it on the same thread, so that on one thread the phases of
-    a step add up to at most its wall time. Phases of other threads are kept apart by their own stack.
+    Phases nest: a phase's seconds exclude those of phases inside it on the same thread, so the phases of a step on one thread
+    add up to at most its wall time. Each thread has its own stack of phases.
     """
 
     def __init__(self, max_events: int = 100_000, clock: Callable[[], float] = time.perf_counter) -> None:
@@ -245,7 +245,7 @@ class PhaseTimer:
 
     @contextmanager
     def phase(self, name: str) -> Iterator[None]:
-        """Add the seconds inside to the phase ``name``."""
+        """Add the seconds spent in the block to the phase ``name``."""
         stack: list[float] = self._local.__dict__.setdefault("inner_seconds", [])
         stack.append(0.0)
         with self._lock:
@@ -287,7 +287,7 @@ class PhaseTimer:
                 self._events.append((name, started, self._clock() - started, lane, {"cat": category, "args": args or {}}))
 
     def beginnings(self) -> dict[str, float]:
-        """First beginning of each phase since the last call, in seconds since the epoch."""
+        """Return when each phase first began since the last call, in seconds since the epoch."""
         with self._lock:
             began = {name: self._origin_unix + at - self._origin for name, at in self._began.items()}
             self._began.clear()
@@ -295,18 +295,18 @@ class PhaseTimer:
 
     @property
     def current(self) -> str | None:
-        """The most recently entered phase that is still running."""
+        """The most recently entered phase that is still running, or None."""
         with self._lock:
             return self._current[-1] if self._current else None
 
     @property
     def totals(self) -> dict[str, float]:
-        """Seconds of each phase since the timer was made."""
+        """Seconds of each phase since the timer was created."""
         with self._lock:
             return dict(self._totals)
 
     def export(self, reset: bool = True) -> dict[str, float]:
-        """Seconds of each phase since the last export with ``reset``."""
+        """Return the seconds of each phase since the last export with ``reset``."""
         with self._lock:
             seconds = dict(self._seconds)
             if reset:
@@ -342,7 +342,7 @@ _timer = PhaseTimer()
 
 
 def current_timer() -> PhaseTimer:
-    """Return the timer of the run, or of this process outside of a run."""
+    """Return the timer of the run, or this process's timer if no run is active."""
     return _timer
 
 

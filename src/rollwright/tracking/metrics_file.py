@@ -1,7 +1,7 @@
 """Reads ``metrics.jsonl``, the metrics of each step, for plots, resume, model cards and the viewer. ``sinks`` writes it.
 
-Each line ends with a ``checksum`` of its content and its line number, which reveals damaged digits and lost lines. Lines of older
-versions have none.
+Each line ends with a ``checksum`` of its content and line number, which reveals damaged digits and lost lines. Lines that older
+versions wrote have none.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ _MOST_LOST = 10_000  # consecutive lines
 
 
 class LineReader:
-    """Reads lines in order.
+    """Reads the lines of a metrics file in order.
 
     Attributes:
         number: number of the last line read.

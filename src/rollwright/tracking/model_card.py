@@ -1,4 +1,4 @@
-"""The model card of a checkpoint: base, data, algorithm, results and versions, from what its run directory records."""
+"""The model card of a checkpoint: base model, data, algorithm, results and versions, as recorded in its run directory."""
 
 from __future__ import annotations
 
@@ -21,8 +21,8 @@ def write_model_card(checkpoint: Path, step: int) -> Path:
     """Write ``README.md`` into a checkpoint in Hugging Face form.
 
     Args:
-        checkpoint: a directory in ``checkpoints/`` of a stage's directory, whose ``config.yaml`` and ``metrics.jsonl`` it describes.
-        step: step of its weights.
+        checkpoint: a directory in the ``checkpoints/`` of a stage. The stage's ``config.yaml`` and ``metrics.jsonl`` are read.
+        step: training step of the weights.
 
     Returns:
         Path of the file.

@@ -1,4 +1,4 @@
-"""Plots of a run, drawn without a display (matplotlib's Agg; the extra ``plots``, without which nothing is drawn)."""
+"""Plots of a run, drawn without a display (matplotlib's Agg). They need the extra ``plots``; without it, nothing is drawn."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from rollwright.tracking.logging import getLogger
 
 logger = getLogger("plots")
 
-#: Colours that stay apart for readers with colour-blindness (Okabe and Ito, 2008).
+#: Colours that readers with colour-blindness can tell apart (Okabe and Ito, 2008).
 COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000")
 _INK, _GRID = "#333333", "#E4E4E4"
 
@@ -35,7 +35,7 @@ def _axes(title: str, y_label: str):
 
 
 def _can_draw(path: str | Path) -> bool:
-    """True if matplotlib is installed; otherwise logs that the plot is missing."""
+    """Return True if matplotlib is installed; otherwise log that the plot is missing."""
     is_there = importlib.util.find_spec("matplotlib") is not None
     if not is_there:
         logger.warning("%s is not drawn, as matplotlib is not installed: pip install 'rollwright[plots]'.", path)
@@ -56,7 +56,7 @@ def _save(figure, path: str | Path) -> Path:
 
 
 def smoothed(values: Sequence[float], weight: float) -> list[float]:
-    """Exponential moving average without the start's bias (Kingma and Ba, 2015, section 3)."""
+    """Compute an exponential moving average with bias correction (Kingma and Ba, 2015, section 3)."""
     average, normaliser, averages = 0.0, 0.0, []
     for value in values:
         average = weight * average + (1 - weight) * value
@@ -110,7 +110,7 @@ def plot_reward_curve(
     Args:
         rewards: ``(step, mean reward)`` of training.
         evaluations: ``(step, mean reward)`` on held-out tasks; step 0 is before training.
-        smoothing: weight of the past in the moving average drawn through the rewards, 0 to 1.
+        smoothing: weight of the past in the moving average of the rewards, from 0 to below 1.
     """
     if not _can_draw(path):
         return None

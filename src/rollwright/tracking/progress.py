@@ -1,6 +1,6 @@
-"""The display of a run: live on a terminal; otherwise a plain line every ten steps, or every half minute if that is sooner.
+"""The progress display of a run: live on a terminal; otherwise a plain line every ten steps or 30 seconds, whichever comes first.
 
-It only draws the values that it receives; all of them are also in ``metrics.jsonl``.
+It shows only values that it receives; ``metrics.jsonl`` also has all of them.
 """
 
 from __future__ import annotations
@@ -47,9 +47,9 @@ class ProgressDisplay:
         mode: ``auto`` (live on a terminal, plain elsewhere), ``live``, ``plain`` or ``none``.
         value_name: name of the main curve: ``reward``, or ``loss`` for supervised training.
         start_step: number of steps done before a resume.
-        timer: its current phase is shown while a step runs.
-        console: console of the live display. None uses the process's console.
-        stream: receives plain lines. None uses stdout.
+        timer: provides the phase that is shown while a step runs.
+        console: console of the live display; the process's console if None.
+        stream: receives plain lines; stdout if None.
     """
 
     def __init__(
@@ -81,8 +81,8 @@ class ProgressDisplay:
         self._seconds: dict[str, float] = {}
         self._began = self._step_began = time.monotonic()
         self._lines: dict[str, tuple[int, float]] = {}  # kind -> step and time of the last plain line
-        self._since_line: list[tuple[float, float, Mapping[str, float]]] = []  # value, seconds and phases of the steps since
-        self._end = ""  # why the steps end before the last one
+        self._since_line: list[tuple[float, float, Mapping[str, float]]] = []  # value, seconds and phases of each step
+        self._end = ""  # why the run ends before its planned last step
         self._spinner = Spinner("dots", style="cyan")
         self._live: Live | None = None
 
@@ -120,7 +120,7 @@ class ProgressDisplay:
             step: number of steps done, counted from 1.
             value: mean reward of the step (or loss).
             staleness: mean number of versions between sampling and training.
-            seconds: of each phase in this step.
+            seconds: duration of each phase in this step.
             facts: other numbers to show, such as ``{"length": 31.2}``.
         """
         with self._lock:
@@ -144,7 +144,7 @@ class ProgressDisplay:
             self._live.refresh()
 
     def evaluation(self, step: int, value: float) -> None:
-        """Report the mean reward of an evaluation after ``step`` steps; 0 is before the first."""
+        """Report the mean reward of an evaluation after ``step`` steps (0 before the first)."""
         with self._lock:
             self._evaluations.append((step, float(value)))
             self._step_began = time.monotonic()
@@ -161,7 +161,7 @@ class ProgressDisplay:
             self._print(f"done after step {self._step}/{self._total}: {reason}")
 
     def _line_is_due(self, kind: str, step: int) -> bool:
-        """True if the report after ``step`` steps is printed; the first and the last always are."""
+        """Return True if the report after ``step`` steps is due; those of the first and last step always are."""
         now = time.monotonic()
         last_step, last_time = self._lines.get(kind, (-LINE_STEPS, now))
         due = step // LINE_STEPS > last_step // LINE_STEPS or now - last_time >= LINE_SECONDS or step >= self._total
@@ -170,7 +170,7 @@ class ProgressDisplay:
         return due
 
     def _print_steps(self, step: int, facts: Mapping[str, str], now: float) -> None:
-        """Print one line, with means of value and seconds over the steps since the last line."""
+        """Print one line, with the mean value and seconds of the steps since the last line."""
         values, durations, phases = zip(*self._since_line, strict=True)
         self._since_line.clear()
         count = len(values)
@@ -276,7 +276,7 @@ class ProgressDisplay:
         return self._spinner
 
 
-_shown: list[str] = []  # a terminal has room for one bar, so bars inside another are not shown
+_shown: list[str] = []  # only one bar fits on a terminal, so nested bars are not shown
 
 
 class _CountedProgress(Progress):
@@ -300,8 +300,8 @@ def progress_bar(
     Args:
         total: number of steps.
         description: text before the bar.
-        show: None shows it on a terminal and in a notebook only.
-        count: returns the number of finished steps, in place of the function that advances the bar.
+        show: whether to show the bar. If None, it is shown on a terminal and in a notebook.
+        count: returns the number of finished steps; use it instead of the yielded function.
     """
     console = logging.console()
     if show is None:

@@ -1,4 +1,4 @@
-"""Values and texts as people read them, in the display, the viewer and the terminal: numbers, times, sizes, curves, untrusted text."""
+"""Formatting for people, used by the display and the viewer: numbers, times, sizes, curves and untrusted text."""
 
 from __future__ import annotations
 
@@ -10,15 +10,15 @@ from collections.abc import Mapping, Sequence
 from itertools import pairwise
 from typing import Any
 
-#: Characters that change how the following text is shown (controls, directions, line separators) or are no characters at all.
+#: Invisible characters, those that change how text is shown (controls, directions, line separators), and lone surrogates.
 _UNSEEN = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\u200b-\u200f\u2028-\u202e\u2060-\u2069\ufeff\ud800-\udfff]")
 _BLOCKS = "▁▂▃▄▅▆▇█"
-#: Longest text of one message in a page; "Save as" gives the whole text.
+#: Longest text of one message in a page, in characters; "Save as" gives the whole text.
 LONGEST_TEXT = 60_000
 
 
 def visible(text: str) -> str:
-    """Replace invisible characters, and those that change the text's direction, by their names."""
+    """Replace invisible characters, and those that change the text's direction, with visible names."""
     return _UNSEEN.sub(_name_of, text)
 
 
@@ -37,7 +37,7 @@ def clipped(text: str, limit: int = LONGEST_TEXT) -> str:
 
 
 def number(value: Any) -> str:
-    """A number with about four significant digits, without trailing zeros."""
+    """Format a number with about four significant digits, without trailing zeros."""
     if value is None:
         return "–"
     if isinstance(value, bool) or not isinstance(value, int | float):
@@ -53,27 +53,27 @@ def number(value: Any) -> str:
 
 
 def signed(value: Any) -> str:
-    """A number with its sign."""
+    """Format a number with its sign."""
     return f"+{number(value)}" if isinstance(value, int | float) and value > 0 else number(value)
 
 
 def count(value: int) -> str:
-    """An integer with thousands separators."""
+    """Format an integer with thousands separators."""
     return f"{value:,}"
 
 
 def counted(value: int, name: str) -> str:
-    """A count with its noun: ``1 step``, ``2 steps``."""
+    """Format a count with its noun: ``1 step``, ``2 steps``."""
     return f"{value:,} {name}{'' if value == 1 else 's'}"
 
 
 def share(value: float) -> str:
-    """A share as a percentage."""
+    """Format a share as a percentage."""
     return f"{value:.0%}".replace("%", " %")
 
 
 def size(value: float) -> str:
-    """A number of bytes in a suitable unit."""
+    """Format a number of bytes in a suitable unit."""
     for unit in ("B", "KiB", "MiB", "GiB"):
         if value < 1024:
             return f"{value:.0f} {unit}" if unit == "B" else f"{value:.1f} {unit}"
@@ -82,7 +82,7 @@ def size(value: float) -> str:
 
 
 def seconds(value: float | None) -> str:
-    """A duration in words: ``48 s``, ``3 min 07 s`` or ``2 h 14 min``."""
+    """Format a duration with units: ``48 s``, ``3 min 07 s`` or ``2 h 14 min``."""
     if value is None:
         return "–"
     if value < 1:
@@ -95,7 +95,7 @@ def seconds(value: float | None) -> str:
 
 
 def stopwatch(value: float) -> str:
-    """A running duration: ``48s``, ``3:07`` or ``2:14:09``."""
+    """Format a duration like a stopwatch: ``48s``, ``3:07`` or ``2:14:09``."""
     whole = max(0, round(value))
     if whole < 60:
         return f"{whole}s"
@@ -104,17 +104,17 @@ def stopwatch(value: float) -> str:
 
 
 def day(value: float | None) -> str:
-    """Day and minute of a unix time, in local time."""
+    """Format the date, hour and minute of a Unix time, in local time."""
     return "–" if value is None else time.strftime("%Y-%m-%d %H:%M", time.localtime(value))
 
 
 def clock(value: float | None) -> str:
-    """Time of day of a unix time, in local time."""
+    """Format the time of day of a Unix time, in local time."""
     return "–" if value is None else time.strftime("%H:%M:%S", time.localtime(value))
 
 
 def as_json(value: Any, indent: int | None = 2) -> str:
-    """A value as indented JSON; values that JSON cannot represent become text."""
+    """Format a value as JSON, indented by default; values that JSON cannot represent become strings."""
     return json.dumps(value, indent=indent, ensure_ascii=False, default=_plain)
 
 
@@ -123,17 +123,17 @@ def _plain(value: Any) -> Any:
 
 
 def as_text(value: Any) -> str:
-    """Text as it is, any other value as JSON."""
+    """Return a string unchanged, and any other value as JSON."""
     return value if isinstance(value, str) else as_json(value)
 
 
 def sparkline(values: Sequence[float | None], width: int = 40, low: float | None = None, high: float | None = None) -> str:
-    """A curve in at most ``width`` block characters, each for one point or for the mean of neighbouring points.
+    """Draw a curve in at most ``width`` block characters, each for one point or for the mean of neighbouring points.
 
     Args:
-        values: the points. None is left out, and a value that is not finite is blank.
-        width: most characters.
-        low, high: values of the lowest and highest block. None uses those of the points.
+        values: the points. Missing ones (None) are left out, and values that are not finite are drawn as blanks.
+        width: largest number of characters.
+        low, high: values of the lowest and highest block. If None, those of the points are used.
     """
     points = [value for value in values if value is not None]
     if len(points) > width:

@@ -1,7 +1,7 @@
 """Rollout dumps: the trajectories of a step as files for people and programs.
 
 Each dumped step has a readable file ``<run>/rollouts/step-000012.txt``. If no journal has the same data (separate evaluations),
-``step-000012.jsonl`` has all tokens, masks, log-probabilities and versions, one row on each line, for programs.
+``step-000012.jsonl`` also has the tokens, masks, log-probabilities and versions, one row per line, for programs.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ _RULE = "─" * 100
 
 
 def trajectory_records(batch: Mapping[str, Any]) -> list[dict[str, Any]]:
-    """The rows of a trajectory without their padding, as plain lists and numbers.
+    """Convert the rows of a trajectory, without padding, to plain lists and numbers.
 
     Each record has ``row``, ``input_ids``, ``loss_mask``, ``logprobs``, ``versions``, counts, ``stop_reason`` and the
     ``[B]`` keys.
@@ -51,8 +51,10 @@ def trajectory_records(batch: Mapping[str, Any]) -> list[dict[str, Any]]:
 
 
 def format_record(record: Mapping[str, Any], tokenizer: Any) -> str:
-    """A record of :func:`trajectory_records` as text: the prompt, then the completion. Text that the policy did not sample (tool results,
-    environment text) is between ``⟦`` and ``⟧``."""
+    """Format a record of :func:`trajectory_records` as text: the prompt, then the completion.
+
+    Text that the policy did not sample (tool results, environment text) is between ``⟦`` and ``⟧``.
+    """
     prompt_tokens = record["prompt_tokens"]
     ids, mask = record["input_ids"], record["loss_mask"]
     versions = sorted({version for version, sampled in zip(record.get("versions", []), mask, strict=False) if sampled})
@@ -89,7 +91,7 @@ class RolloutDumper:
         tokenizer: decodes the tokens.
         limit: number of rows for each step, spread evenly over the batch so that several groups are included. 0 disables dumps,
             -1 writes all rows.
-        for_programs: also write JSON lines; not needed if the run has a journal (``rollwright.Run``).
+        for_programs: also write JSON lines, which are not needed if the run has a journal (see ``rollwright.Run``).
     """
 
     def __init__(self, directory: str | Path, tokenizer: Any, limit: int = 4, *, for_programs: bool = True) -> None:
@@ -110,10 +112,10 @@ class RolloutDumper:
         An earlier dump of the same step (before a resume) is replaced.
 
         Args:
-            step: its number.
-            batch: a trajectory, or one whose tokens are elsewhere.
+            step: number of the step.
+            batch: a trajectory, whose tokens may be stored elsewhere.
             name: beginning of the file names.
-            fetch: returns the chosen rows with their tokens.
+            fetch: takes the chosen rows and returns them with their tokens.
         """
         count = len(batch["input_ids"])
         chosen_count = count if self._limit < 0 else min(self._limit, count)

@@ -1,12 +1,12 @@
-"""The run directory: ``<root>/<experiment>/<trial>/``, owned by one run and by one process at a time; only its user may enter.
+"""The run directory: ``<root>/<experiment>/<trial>/``, owned by one run and written by one process at a time; only its user may enter.
 
 ::
 
-    run.json         identity of the run: its config, a hash of it, when it began, whether it finished
-    run.lock         the process that writes here
+    run.json         identity of the run: its config, a hash of the config, when the run began, whether it finished
+    run.lock         names the process that writes here
     metrics.jsonl    one line for each step
     summary.json     results
-    journal/         requests and answers of episodes
+    journal/         model requests and answers of episodes
     rollouts/        readable trajectories
     checkpoints/     Hugging Face checkpoints
     recover/         recovery checkpoints
@@ -38,8 +38,8 @@ logger = getLogger("run")
 
 MARKER = "run.json"
 LOCK = "run.lock"
-_SILENT_SECONDS = 300.0  # after which a process on another host is taken to have ended
-#: Config keys that may differ between a run and its resumption: they do not change what is learned from the same data.
+_SILENT_SECONDS = 300.0  # without a write: a process on another host is then assumed to have ended
+#: Config keys that may differ between a run and its resumption: they do not change what is learned from given data.
 NOT_IDENTITY = (
     "recover",
     "saver",
@@ -57,7 +57,7 @@ _NAME = re.compile(r"[\w][\w.+@=-]*")
 
 
 def flattened(config: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
-    """Nested sections as one dict: ``{"actor.optimizer.lr": 1e-5, …}``."""
+    """Flatten nested sections into one dict: ``{"actor.optimizer.lr": 1e-5, …}``."""
     flat: dict[str, Any] = {}
     for key, value in config.items():
         if isinstance(value, Mapping):
@@ -75,7 +75,7 @@ def _is_identity(key: str) -> bool:
 
 
 def _lengths(config: Mapping[str, Any]) -> dict[str, Any]:
-    """Requested length of a run, or of each of its stages."""
+    """Return the requested length of a run, or of each of its stages."""
     return {
         key: value
         for key, value in flattened(config).items()
@@ -84,13 +84,13 @@ def _lengths(config: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def identity_of(config: Mapping[str, Any]) -> str:
-    """A hash of the config without the keys that a resumed run may change."""
+    """Hash the config without the keys that a resumed run may change."""
     relevant = {key: value for key, value in flattened(config).items() if _is_identity(key)}
     return hashlib.sha256(json.dumps(relevant, sort_keys=True, default=str).encode()).hexdigest()[:16]
 
 
 def is_claimed(path: Path) -> bool:
-    """True if a process owns a run directory. Does not touch its lock; a process on another host counts as long as it writes."""
+    """Return True if a process owns a run directory, without touching its lock. A process on another host counts while it writes."""
     lock = path / LOCK
     try:
         owner, inode = lock.read_text(encoding="utf-8", errors="replace"), lock.stat().st_ino
@@ -113,7 +113,7 @@ class RunFinishedError(CheckpointError):
 class RunDirectory:
     """The paths of a run, ``<root>/<experiment>/<trial>``, and the right to write there. The root is ``cluster.fileroot``.
 
-    Constructing one touches nothing, so that readers can use it; :meth:`claim` creates and locks it.
+    The constructor touches no files, so readers can use it; :meth:`claim` creates and locks the directory.
     """
 
     def __init__(self, root: str | Path, experiment: str, trial: str) -> None:
@@ -123,7 +123,7 @@ class RunDirectory:
         self.experiment, self.trial = experiment, trial
         self.resumed = False
         self._lock_file: int | None = None
-        self._whole: RunDirectory = self  # of a stage: the run's directory, which holds the lock
+        self._whole: RunDirectory = self  # for a stage, the directory of the run, which holds the lock
         self._set_path(Path(root) / experiment / trial)
 
     def _set_path(self, path: Path) -> None:
@@ -139,7 +139,7 @@ class RunDirectory:
         self.stages_file = path / "stages.json"  # results of finished stages, in a run of several
 
     def _inside(self, path: Path) -> RunDirectory:
-        """A directory of the same form inside this one."""
+        """Return a directory of the same layout inside this one."""
         part = RunDirectory(self.path.parent.parent, self.experiment, self.trial)
         part._set_path(path)
         part._whole = self._whole
@@ -152,7 +152,7 @@ class RunDirectory:
 
     @property
     def steps_made(self) -> int:
-        """Logged steps, summed over the stages."""
+        """Number of logged steps, summed over the stages."""
         parts = [part for part in self._parts() if part.has_metrics]
         return sum(max(record["step"] for record in read_metrics(part.metrics_file)) for part in parts)
 
@@ -162,7 +162,7 @@ class RunDirectory:
         return any(self.journal.glob("*.journal"))
 
     def _parts(self) -> list[RunDirectory]:
-        """This directory and those of the started stages."""
+        """Return this directory and those of the started stages."""
         parts: list[RunDirectory] = [self]
         for child in sorted(self.path.iterdir()) if self.path.is_dir() else []:
             if child.name != "attempts" and (child / "recover").is_dir():
@@ -175,7 +175,7 @@ class RunDirectory:
         return any(self.path.glob("recover/[!.]*")) or any(self.path.glob("*/recover/[!.]*"))
 
     def stage(self, name: str) -> RunDirectory:
-        """The directory of one stage of a run, inside this one and of the same form; it is claimed together with the run.
+        """Prepare the directory of one stage, inside this one and with the same layout; the run's claim covers it.
 
         A stage that stopped before its first recovery checkpoint continues from its journal. Without a journal it starts again, and its
         files are set aside.
@@ -193,10 +193,10 @@ class RunDirectory:
         return part
 
     def marker(self) -> dict[str, Any] | None:
-        """Content of ``run.json``, or None if there is no such file.
+        """Return the content of ``run.json``, or None if there is no such file.
 
         Raises:
-            CheckpointError: it cannot be read.
+            CheckpointError: the file cannot be read.
         """
         path = self.path / MARKER
         if not path.exists():
@@ -210,7 +210,7 @@ class RunDirectory:
             ) from None
 
     def finished_stages(self) -> dict[str, Any]:
-        """Finished stages from ``stages.json``; empty if there is no such file.
+        """Read the finished stages from ``stages.json``; empty if there is no such file.
 
         Raises:
             CheckpointError: the file cannot be read.
@@ -233,16 +233,16 @@ class RunDirectory:
         write_json(self.stages_file, dict(stages), default=str, checked=True)
 
     def claim(self, config: Mapping[str, Any] | None = None, recover_mode: str = "auto") -> RunDirectory:
-        """Claim the directory for this process: create it, or resume the run in it (``resumed``). Returns itself.
+        """Claim the directory for this process: create it, or resume the run in it (sets ``resumed``). Returns ``self``.
 
         Args:
             config: the resolved config, which identifies the run.
             recover_mode: ``auto`` resumes an unfinished run of the same config that has a recover checkpoint or a journal, and sets
-                aside the files of a run that has neither; ``resume`` requires one of them and also continues a finished run;
+                aside the files of a run that has neither; ``resume`` requires either and also continues a finished run;
                 ``off`` requires a directory that no run has used.
 
         Raises:
-            RunFinishedError: the run in it has finished, and the config does not ask for more steps.
+            RunFinishedError: the run in the directory has finished, and the config does not ask for more steps.
             CheckpointError: the directory belongs to another process, another config, or a run that must not be reused.
         """
         if recover_mode not in ("auto", "resume", "off"):
@@ -270,7 +270,7 @@ class RunDirectory:
         return self
 
     def take_up(self, config: Mapping[str, Any]) -> bool:
-        """Take over a directory and its content from a process that has ended in any way; False if another process uses it."""
+        """Take over a directory and its content from a process that has ended. Returns False if a process still uses it."""
         try:
             self._lock()
         except CheckpointError:
@@ -280,7 +280,7 @@ class RunDirectory:
         return True
 
     def _begin(self, config: dict[str, Any], previous: dict[str, Any] | None) -> None:
-        for directory in list(self.path.glob("**/")):  # the lock says that no other process writes here
+        for directory in list(self.path.glob("**/")):  # safe, because the lock excludes other writers
             for left in sweep(directory, older_than=0.0):
                 logger.info("removed %s, which a killed process left unfinished", left)
         for directory in (self.rollouts, self.checkpoints, self.recover, self.logs):
@@ -369,13 +369,13 @@ class RunDirectory:
         return False
 
     def _has_trained(self, parts: Sequence[RunDirectory]) -> bool:
-        """True if a step was made, or a stage finished that takes longer than random weights (``kind: model``)."""
+        """Return True if a step was made, or a stage finished other than one that makes random weights (``kind: model``)."""
         if any(part.has_metrics or part.has_recover_checkpoint for part in parts):
             return True
         return any(stage.get("kind") != "model" for stage in self.finished_stages().values())
 
     def next_attempt(self) -> Path:
-        """Directory for the next set of abandoned files."""
+        """Return the directory for the next set of abandoned files."""
         attempts = self.path / "attempts"
         return attempts / str(1 + (sum(1 for _ in attempts.iterdir()) if attempts.is_dir() else 0))
 
@@ -399,7 +399,7 @@ class RunDirectory:
             ) from None
         os.ftruncate(handle, 0)
         os.pwrite(handle, f"process {os.getpid()} on {socket.gethostname()}\n".encode(), 0)
-        self._lock_file = handle  # the kernel releases it when this process ends in any way
+        self._lock_file = handle  # the kernel releases it however this process ends
 
     def check_lock(self) -> None:
         """Check that this process still holds the lock, because a deleted lock file excludes nobody. Call before each checkpoint.
@@ -426,7 +426,7 @@ class RunDirectory:
 
     @contextmanager
     def explaining_failures(self) -> Iterator[None]:
-        """Context for writes: errors such as a full disk, a moved directory or a lost permission get a message with a remedy.
+        """Wrap writes, so that errors such as a full disk, a moved directory or a lost permission suggest a remedy.
 
         Raises:
             CheckpointError: in place of an ``OSError`` for a file in this directory.
@@ -445,18 +445,18 @@ class RunDirectory:
             ) from error
 
     def _is_mine(self, error: OSError) -> bool:
-        """True if the error probably comes from a write to this directory."""
+        """Return True if the error probably comes from a write to this directory."""
         if error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
             return True
         names = [str(name) for name in (error.filename, error.filename2) if name is not None]
         return any(Path(name).absolute().is_relative_to(self._whole.path.absolute()) for name in names)
 
     def was_left(self) -> bool:
-        """True if a process of this machine wrote here and has ended in any way."""
+        """Return True if a process on this machine wrote here and has ended."""
         try:
             with (self.path / "run.lock").open("rb") as file:
                 if not file.read(200).decode(errors="replace").endswith(f" on {socket.gethostname()}\n"):
-                    return False  # of another machine, whose lock may not be seen here
+                    return False  # from another machine, whose lock may not be visible here
                 fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
         except OSError:
             return False
@@ -480,7 +480,7 @@ class RunDirectory:
 
 
 def _disk_error_in(error: Exception) -> OSError | None:
-    """The ``OSError`` of a full disk, also if a library reports it in another form."""
+    """Return the ``OSError`` of a full disk if a library reports one in another form; otherwise None."""
     text = str(error)
     for number in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
         if f"os error {number})" in text or os.strerror(number) in text:

@@ -1,7 +1,7 @@
 """Sinks: where the metrics of a step are written.
 
 ``metrics.jsonl`` in the run directory is always written; plots and resume read it. TensorBoard, Weights & Biases, Trackio, MLflow
-and sinks that users register in ``SINKS`` get the same numbers.
+and sinks that users register in ``SINKS`` receive the same numbers.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ class MetricsSink(Protocol):
 
 @dataclass(frozen=True)
 class SinkRun:
-    """Facts about the run for a sink that is opened."""
+    """The facts about a run that a sink needs to start."""
 
     directory: Path  # of the run or stage
     project: str
@@ -48,17 +48,17 @@ class SinkRun:
 
 
 class JSONLSink:
-    """Writes ``metrics.jsonl``: one JSON object a line with ``step``, ``time`` (seconds since the run began), ``unix_time`` and the metrics.
+    """Writes ``metrics.jsonl``: JSON lines with ``step``, ``time`` (seconds since the run began), ``unix_time`` and the metrics.
 
     Each line is flushed as it is written. Numbers that are not finite become null, which every JSON reader accepts.
 
     Args:
         path: the file.
-        resume_step: last step of the resumed checkpoint. Lines of later steps are removed, so that a resumed run leaves one
-            curve. None starts a new file.
+        resume_step: last step of the resumed checkpoint. Lines of later steps are removed, so that a resumed run has one
+            continuous curve. If None, a new file is started.
 
     Raises:
-        CheckpointError: a new file is wanted, but one with content exists.
+        CheckpointError: a new file was requested, but the file already has content.
     """
 
     def __init__(self, path: str | Path, resume_step: int | None = None) -> None:
@@ -112,12 +112,12 @@ class JSONLSink:
         self._lines += 1
 
     def close(self) -> None:
-        """Closes the file."""
+        """Close the file."""
         self._file.close()
 
 
 class TensorBoardSink:
-    """Event files in ``<run>/tensorboard``; on resume, later points are purged."""
+    """Writes event files to ``<run>/tensorboard``; on resume, later points are purged."""
 
     def __init__(self, run: SinkRun) -> None:
         _require("tensorboard", "tensorboard")
@@ -153,9 +153,9 @@ class _SteppedRun:
 
 
 def wandb_sink(run: SinkRun) -> MetricsSink:
-    """A Weights & Biases run, named after the trial; a resumed trial continues the same run.
+    """Start a Weights & Biases run, named after the trial; a resumed trial continues the same run.
 
-    W&B keeps the first value it was sent for a step, so steps that a resumed run repeats are not sent twice.
+    W&B keeps the first value it receives for a step, so values of steps that a resumed run repeats do not change.
     """
     opened = _require("wandb", "wandb").init(
         project=run.project,
@@ -169,7 +169,7 @@ def wandb_sink(run: SinkRun) -> MetricsSink:
 
 
 def trackio_sink(run: SinkRun) -> MetricsSink:
-    """A run of Trackio, Hugging Face's local tracker; view it with ``trackio show``."""
+    """Start a run of Trackio, Hugging Face's local tracker; view it with ``trackio show``."""
     trackio = _require("trackio", "trackio")
     resume = "never" if run.resume_step is None else "allow"
     opened = trackio.init(project=run.project, name=run.name, config=dict(run.config), resume=resume)
@@ -240,7 +240,7 @@ class MetricsLogger:
 
     Args:
         sinks: names registered in ``SINKS``, or import paths.
-        project, run_name: names for the sinks; the run name is usually ``<experiment>/<trial>``.
+        project, run_name: project and run names that the sinks use; the run name is usually ``<experiment>/<trial>``.
         config: the resolved config, for the sinks.
         resume_step: see :class:`JSONLSink`.
 

@@ -1,4 +1,4 @@
-"""Results of a run: ``summary.json``, and what the terminal shows of them at the end."""
+"""Results of a run: ``summary.json``, and the tables that a run prints at its end."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ def print_stage(title: str | None, plan: str) -> None:
 
 
 def measures_of(scores: Mapping[str, Any]) -> dict[str, float]:
-    """The accuracies among the scores of an evaluation: ``greedy`` and ``mean@k``."""
+    """Return the accuracies among the scores of an evaluation: ``greedy`` and ``mean@k``."""
     return {name: value for name, value in scores.items() if name == "greedy" or name.startswith("mean@")}
 
 
@@ -75,7 +75,7 @@ def print_summary(summary: Mapping[str, Any], directory: RunDirectory) -> None:
 
 
 def _places(stages: Mapping[str, Any], directory: RunDirectory) -> list[tuple[str, str]]:
-    """Names and paths of a run's results."""
+    """Return names and paths of a run's results."""
     policies = {name: result for name, result in stages.items() if result["kind"] == "rl"}
     trained = [result["checkpoint"] for result in policies.values() if "checkpoint" in result]
     dumps = sorted({file.parent for file in directory.path.glob("**/rollouts/*.txt")})
@@ -92,13 +92,13 @@ def _places(stages: Mapping[str, Any], directory: RunDirectory) -> list[tuple[st
 
 
 def _command() -> str:
-    """The ``rollwright`` command as the user called it; its full path if it is not on PATH."""
+    """Return the ``rollwright`` command to print; the path by which it was called if it is not on PATH."""
     called = Path(sys.argv[0])
     return str(called) if called.name == "rollwright" and shutil.which("rollwright") is None else "rollwright"
 
 
 def checkpoint_table(benchmarks: Sequence[tuple[str, Mapping[str, Mapping[str, float]]]]) -> Table:
-    """One line for each checkpoint and taskset; the best of each column is bold.
+    """Build a table with one line per checkpoint and taskset; each taskset's best value of a column is bold.
 
     Args:
         benchmarks: label of each checkpoint, and its scores by taskset.
@@ -117,9 +117,9 @@ def checkpoint_table(benchmarks: Sequence[tuple[str, Mapping[str, Mapping[str, f
 
 
 def before_after_table(before: Mapping[str, float], after: Mapping[str, float], title: str | None = None) -> Table:
-    """A table of measures before and after training, with the change in colour.
+    """Build a table of measures before and after training, with the change in colour.
 
-    A measure that only one of the two has is shown with a dash in the other column.
+    A measure that is missing before or after is shown as a dash there.
     """
     columns = ["", *(Column(heading, justify="right") for heading in ("before", "after", "change"))]
     table = Table(
@@ -145,9 +145,9 @@ def _number(value: float | None) -> str:
 
 
 def sample_completions(samples: Sequence[Mapping[str, Any]], limit: int = 4, max_characters: int = 300) -> RenderableType:
-    """Render the first ``limit`` samples: mappings with ``prompt``, ``completion``, ``reward`` and perhaps ``answer``.
+    """Render the first ``limit`` samples: mappings with ``prompt``, ``completion``, ``reward`` and optionally ``answer``.
 
-    Texts longer than ``max_characters`` are shortened in the middle, with a note.
+    Strings longer than ``max_characters`` are shortened in the middle, with a note.
     """
     parts: list[RenderableType] = []
     for sample in samples[:limit]:
