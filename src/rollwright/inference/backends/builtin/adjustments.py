@@ -1,7 +1,8 @@
-"""Adjusts the scores of one sequence before a token is drawn: logit bias, penalties, and a grammar that its output follows.
+"""Adjusts the logits of one sequence before a token is drawn: logit bias, penalties, and a grammar that the output follows.
 
-Log-probabilities are taken before the adjustment. A sequence without one has no extra cost. Grammars are JSON schemas, regular
-expressions and Lark grammars. llguidance computes their masks in well under a millisecond, without a compiled automaton of the vocabulary.
+Log-probabilities are computed from the logits before the adjustment. Sequences without an adjustment have no extra cost. Grammars are
+JSON schemas, regular expressions and Lark grammars. llguidance computes their masks in well under a millisecond, without a compiled
+automaton over the vocabulary.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ from torch import Tensor
 from rollwright.config.generation import GenerationHyperparameters
 from rollwright.errors import EngineError
 
-#: Generation arguments that give a grammar; a request has at most one of them.
+#: Generation arguments that define a grammar; a request may have at most one of them.
 GRAMMARS = ("json_schema", "regex", "grammar")
 
 
@@ -26,7 +27,8 @@ class Adjustment:
 
     Args:
         gconfig: generation arguments of the request.
-        prompt: counts for the repetition penalty (as in Transformers and vLLM), not for the other two (as in OpenAI's API).
+        prompt: prompt tokens. They count for the repetition penalty (as in Transformers and vLLM), but not for the other two
+            penalties (as in OpenAI's API).
         grammar: grammar of the output, if any.
     """
 
@@ -34,7 +36,7 @@ class Adjustment:
         self._gconfig = gconfig
         self._grammar = grammar
         self._prompt = prompt
-        # Made with the first token, because many requests wait for theirs.
+        # created at the first token, because many requests wait in the queue
         self._state: tuple[Tensor, Tensor, Tensor] | None = None
 
     def take(self, token: int) -> None:
@@ -48,13 +50,13 @@ class Adjustment:
 
     @property
     def error(self) -> EngineError | None:
-        """Why the sequence cannot continue; None if it can."""
+        """The reason why the sequence cannot continue, or None if it can."""
         if self._grammar is None or not self._grammar.error:
             return None
         return EngineError(f"The grammar of the request cannot be followed further: {self._grammar.error:.500}")
 
     def apply(self, scores_V: Tensor) -> None:
-        """Adjust logits that were divided by the temperature, in place."""
+        """Adjust logits in place; the temperature must have divided them already."""
         gconfig, temperature = self._gconfig, self._gconfig.effective_temperature
         if self._state is None:
             seen_V = torch.zeros_like(scores_V, dtype=torch.bool)
@@ -86,11 +88,11 @@ class Grammar:
 
     @property
     def error(self) -> str:
-        """Why the grammar could not be followed further (it became too complex); empty if it could."""
+        """The reason why the output can no longer follow the grammar (it became too complex), or an empty string."""
         return self._matcher.get_error()
 
     def mask(self, scores_V: Tensor) -> None:
-        """Mask all tokens that cannot come next, in place; at the end of the grammar only end tokens remain."""
+        """Mask, in place, all tokens that cannot come next; at the end of the grammar only end tokens remain."""
         allowed = np.unpackbits(np.frombuffer(self._matcher.compute_bitmask(), dtype=np.uint8), bitorder="little")
         if not self.error:
             allowed_V = torch.from_numpy(allowed[: len(scores_V)]).to(scores_V.device, torch.bool)
@@ -108,7 +110,7 @@ def grammar_of(gconfig: GenerationHyperparameters, tokenizer: Any, vocabulary: i
         gconfig: generation arguments of the request.
         tokenizer: the model's tokenizer, if any.
         vocabulary: size of the model's vocabulary.
-        end_ids: tokens that end the output if the grammar allows it.
+        end_ids: tokens that end the output when the grammar allows its end.
 
     Raises:
         EngineError: the grammar is invalid or conflicts with another argument.
@@ -131,7 +133,7 @@ def grammar_of(gconfig: GenerationHyperparameters, tokenizer: Any, vocabulary: i
 
 @functools.lru_cache(maxsize=128)
 def _matcher(name: str, text: str, tokenizer: Any, vocabulary: int, end_ids: tuple[int, ...]) -> Any:
-    """A matcher in its initial state. Making one takes milliseconds, copying it microseconds."""
+    """Build a matcher in its initial state. This takes milliseconds; copying a matcher takes microseconds."""
     tokens = _tokens(tokenizer, vocabulary, end_ids)
     from llguidance import LLMatcher
 
@@ -152,7 +154,7 @@ def _matcher(name: str, text: str, tokenizer: Any, vocabulary: int, end_ids: tup
 
 @functools.lru_cache(maxsize=4)
 def _tokens(tokenizer: Any, vocabulary: int, end_ids: tuple[int, ...]) -> Any:
-    """The texts of all tokens in llguidance's form; takes about a second for a large vocabulary."""
+    """Return the strings of all tokens in llguidance's form. This takes about a second for a large vocabulary."""
     try:
         from llguidance import LLTokenizer, TokenizerWrapper
     except ModuleNotFoundError as error:
@@ -162,15 +164,15 @@ def _tokens(tokenizer: Any, vocabulary: int, end_ids: tuple[int, ...]) -> Any:
     size = max(vocabulary, len(tokenizer))
     try:
         return LLTokenizer(json.dumps(_backend(tokenizer)), n_vocab=size, eos_token=list(end_ids))
-    except (AttributeError, ValueError):  # not a fast tokenizer, or its tokens are not bytes: use its own texts
+    except (AttributeError, ValueError):  # not a fast tokenizer, or its tokens are not bytes: use the strings that it decodes
         return LLTokenizer(TokenizerWrapper(_DecodedTokens(tokenizer, size, end_ids)), n_vocab=size, eos_token=list(end_ids))
 
 
 def _backend(tokenizer: Any) -> dict[str, Any]:
-    """The tokenizer's file, without padding and truncation.
+    """Return the content of the tokenizer's file, without padding and truncation.
 
-    llguidance treats every added token in angle brackets as special, and no text of a grammar matches special tokens. Added tokens that
-    are text, such as Qwen's ``<think>`` and ``<tool_call>``, are therefore moved into the vocabulary.
+    llguidance treats every added token in angle brackets as special, and grammars never match special tokens. Added tokens that are
+    ordinary text, such as Qwen's ``<think>`` and ``<tool_call>``, are therefore moved into the vocabulary.
     """
     backend = json.loads(tokenizer.backend_tokenizer.to_str()) | {"padding": None, "truncation": None}
     vocabulary, added = backend["model"]["vocab"], backend["added_tokens"]
@@ -184,7 +186,7 @@ def _backend(tokenizer: Any) -> dict[str, Any]:
 
 
 class _DecodedTokens:
-    """Tokens of a tokenizer whose text is the concatenation of its tokens' texts, such as one of characters."""
+    """The tokens of a tokenizer that decodes by concatenating its tokens' strings, such as a character tokenizer."""
 
     def __init__(self, tokenizer: Any, size: int, end_ids: tuple[int, ...]) -> None:
         self._tokenizer = tokenizer

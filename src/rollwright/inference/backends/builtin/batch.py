@@ -1,9 +1,9 @@
 """Data of an engine step: sequences, the table of decoding rows, and the tokens of one forward pass.
 
-Tokens are packed along one axis, every row's queries at its next columns. A step takes well under a millisecond with a small model, so
-whatever changes only when a sequence enters or leaves a row is computed then (``RowTable``, ``DecodeBatch``), not at every step. Rows are
-computed in blocks of ``KVCache.row_block`` and keys in blocks of ``KEY_BLOCK``: with few distinct shapes, a row's result depends
-less, or not at all, on its neighbours.
+Tokens are packed along one axis, and each row's queries take its next columns. A step takes well under a millisecond with a small model,
+so anything that changes only when a sequence enters or leaves a row is computed then (``RowTable``, ``DecodeBatch``), not at every step.
+Rows are computed in blocks of ``KVCache.row_block`` and keys in blocks of ``KEY_BLOCK``: with few distinct shapes, a row's result depends
+little, or not at all, on its neighbours.
 
 Axes: ``T`` packed tokens, ``n`` rows, ``Q`` padded queries of a row, ``K`` cache columns.
 """
@@ -49,7 +49,7 @@ _SETTINGS = np.dtype(
 )
 
 
-#: A sampled token, its log-probability and its version: ``(tokens, log-probabilities, versions)`` of an output.
+#: An output's sampled tokens: ``(tokens, log-probabilities, versions)``.
 Sampled = tuple[list[int], list[float], list[int]]
 
 
@@ -58,21 +58,22 @@ class Sequence:
     """A request from submission to response.
 
     Attributes:
-        tokens: prompt and generated tokens. While the sequence is in a row, its newest tokens are in the row table and are
-            added here when it leaves the row; so are ``logprobs`` and ``versions``, one for each generated token.
+        tokens: prompt and generated tokens. While the sequence is in a row, its newest tokens are in the row table; they are added
+            here when the sequence leaves the row. The same holds for ``logprobs`` and ``versions``, which have one entry for each
+            generated token.
         top_logprobs: the most likely alternatives to each generated token, if requested.
         prompt_logprobs: log-probability and most likely alternatives of each prompt token scored so far.
-        length_limit: most tokens, including the prompt.
-        has_own_layout: positions or attention differ from a plain causal sequence.
+        length_limit: maximum number of tokens, including the prompt.
+        has_own_layout: True if positions or attention differ from those of a plain causal sequence.
         position_delta: position minus index of the tokens after a multi-modal prompt.
-        hidden: ``[prompt]`` bool, the columns that new tokens must not see; None if they see all.
-        adjustment: changes its scores before a token is drawn, if requested.
-        on_token: called in the engine's thread with the sequence, each sampled token, its log-probability and version.
-        cached: number of leading tokens whose keys and values are in its row.
-        row: its row in the cache, -1 while it waits.
+        hidden: ``[prompt]`` bool, the columns that new tokens must not see, or None if they see all columns.
+        adjustment: changes the logits before a token is drawn, if requested.
+        on_token: called in the engine's thread with the sequence, each sampled token, its log-probability and its version.
+        cached: number of leading tokens whose keys and values are in the cache row.
+        row: cache row of the sequence, or -1 while the sequence waits.
         prefix_source: the holder of a computed prefix that will be copied.
         prefilled: number of leading tokens that were computed as a prompt; the others were decoded one by one.
-        is_current: False if some keys and values were computed by older weights.
+        is_current: False if older weights computed some of the keys and values.
     """
 
     request: ModelRequest
@@ -102,7 +103,7 @@ class Sequence:
 
     @property
     def next_scored(self) -> int | None:
-        """Index of the next prompt token that needs its log-probability; None if none does."""
+        """Index of the next prompt token that still has to be scored, or None if no token has to be."""
         if self.request.prompt_logprobs_from is None:
             return None
         index = max(1, self.request.prompt_logprobs_from) + len(self.prompt_logprobs)
@@ -112,8 +113,8 @@ class Sequence:
     def shareable_length(self) -> int:
         """Number of leading tokens whose keys and values equal those of a plain causal text sequence.
 
-        A trunk token sees all tokens before it, so leading trunk tokens at positions 0, 1, 2, ... are plain. Multi-modal
-        prompts share nothing: equal ids may stand for different images.
+        A trunk token sees all tokens before it, so leading trunk tokens at positions 0, 1, 2, ... qualify. For multi-modal prompts
+        the number is 0, because equal ids may stand for different images.
         """
         if self.request.multi_modal:
             return 0
@@ -124,7 +125,7 @@ class Sequence:
         return int(differs.argmax()) if differs.any() else len(positions)
 
     def position_ids(self) -> np.ndarray:
-        """Rotary position of every token, ``[len(tokens)]``; new tokens continue after the last prompt token's."""
+        """Return the rotary position of every token, ``[len(tokens)]``; new tokens continue from the last prompt token's position."""
         length = len(self.tokens)
         if self.request.position_ids is None:
             return np.arange(length) + self.position_delta
@@ -132,7 +133,7 @@ class Sequence:
         return np.concatenate([positions, positions[-1] + 1 + np.arange(length - len(positions))])
 
     def branch_ids(self) -> np.ndarray:
-        """Branch of every token, ``[len(tokens)]``; new tokens belong to the last prompt token's branch; 0 is the trunk."""
+        """Return the branch of every token, ``[len(tokens)]``. 0 is the trunk; new tokens belong to the last prompt token's branch."""
         length = len(self.tokens)
         if self.request.branch_ids is None:
             return np.zeros(length, dtype=np.int64)
@@ -142,7 +143,7 @@ class Sequence:
     def response(
         self, stop_reason: str = "stop", stop_match: str | int | None = None, sampled: Sampled | None = None
     ) -> ModelResponse:
-        """Make the response from everything generated so far, or from the tokens that a listener has received (``sampled``)."""
+        """Build the response from everything generated so far, or from the tokens passed to ``on_token`` so far (``sampled``)."""
         tokens, logprobs, versions = sampled or (self.tokens[self.prompt_length :], self.logprobs, self.versions)
         now, request = time.monotonic(), self.request
         scores: dict[str, Any] = {}
@@ -171,7 +172,7 @@ class Sequence:
 
 @dataclass
 class Chunk:
-    """Tokens ``start .. end-1`` of a sequence, to be computed now.
+    """Tokens ``start .. end-1`` of a sequence, computed in one pass.
 
     Attributes:
         length: number of tokens.
@@ -191,14 +192,14 @@ class RowTable:
     """State of the decoding rows in arrays, so that a step's bookkeeping is a few numpy calls for any batch size.
 
     Attributes:
-        settings: ``[rows]`` of the fields above.
-        last_token: ``[rows]``: the newest token. Its keys and values are computed in the next step.
-        cached: ``[rows]``: number of tokens before it.
-        position: ``[rows]``: its rotary position.
-        generated: ``[rows]``: number of output tokens.
-        flushed: ``[rows]``: number of output tokens that the sequence object already holds.
-        stop_ids: ``[rows, most stop ids]``, padded with -1.
-        tokens, logprobs, versions: ``[rows, most tokens]``: the output since ``flushed``.
+        settings: ``[rows]`` with the fields of ``_SETTINGS``.
+        last_token: ``[rows]``, the newest token, whose keys and values are computed in the next step.
+        cached: ``[rows]``, number of tokens before the newest one.
+        position: ``[rows]``, rotary position of the newest token.
+        generated: ``[rows]``, number of output tokens.
+        flushed: ``[rows]``, number of output tokens that the sequence object already has.
+        stop_ids: ``[rows, maximum number of stop ids]``, padded with -1.
+        tokens, logprobs, versions: ``[rows, capacity]``, the output after the ``flushed`` tokens.
         changes: number of times that a sequence entered or left a row.
     """
 
@@ -214,7 +215,7 @@ class RowTable:
         self.changes = 0
 
     def enter(self, row: int, sequence: Sequence, vocabulary: int) -> None:
-        """Put ``sequence`` in ``row``, ready for ``append``: the keys and values of all its tokens are in the cache."""
+        """Put ``sequence``, whose keys and values are all in the cache, in ``row``, ready for ``append``."""
         gconfig, stop_ids, length = sequence.request.gconfig, sequence.stop_ids, len(sequence.tokens)
         max_new_tokens, generated = sequence.length_limit - sequence.prompt_length, len(sequence.logprobs)
         top_k = gconfig.top_k if 0 < gconfig.top_k < vocabulary else 0
@@ -252,7 +253,7 @@ class RowTable:
         self._counts[1:4, first:last] += 1  # cached, position, generated
 
     def leave(self, row: int, last: int, sequence: Sequence) -> None:
-        """Give the row's output to its ``sequence``, which leaves; the sequence in row ``last`` moves into the gap."""
+        """Move the output of ``row`` to ``sequence``, which leaves it; the sequence in row ``last`` moves into the gap."""
         count = int(self.generated[row] - self.flushed[row])
         sequence.tokens += self.tokens[row, :count].tolist()
         sequence.logprobs += self.logprobs[row, :count].tolist()
@@ -270,7 +271,7 @@ class RowTable:
         self._counts[:] = 0
 
 
-#: Attention of the queries ``[T, H, D]`` over a layer's cached keys and values ``[rows, G, length, D]``: ``[T, H * D]``.
+#: Attends from queries ``[T, H, D]`` over a layer's cached keys and values ``[rows, G, length, D]``; returns ``[T, H * D]``.
 PromptAttention = Callable[[Tensor, Tensor, Tensor], Tensor]
 
 
@@ -279,21 +280,22 @@ class ForwardBatch:
     """Input of one forward pass.
 
     Attributes:
-        token_ids, positions, rows, columns: ``[T]``: token, rotary position, cache row and cache column.
+        token_ids, positions, rows, columns: ``[T]``, token, rotary position, cache row and cache column.
         padded_tokens, padded_positions: ``token_ids`` and ``positions`` followed by padding, which is also computed.
         position_limit: one more than the largest position.
         first_row, row_count: the contiguous rows ``first_row .. first_row + row_count - 1``, in packed order.
-        query_length: most tokens of a row (``Q``).
-        kv_length: columns that attention reads (``K``).
-        visible: ``[n, Q, K]`` bool, queries padded on the left. None if plain causal attention over the queries alone
-            gives the same result (every row begins at column 0 and all have the same length).
-        is_query: ``[n, Q]`` bool, false on padding, which is on the left so that last tokens are in the last column. None
+        query_length: maximum number of tokens of a row (``Q``).
+        kv_length: number of columns that attention reads (``K``).
+        visible: ``[n, Q, K]`` bool, with queries padded on the left. It is None if plain causal attention over the queries alone
+            gives the same result, that is, if every row begins at column 0 and all have the same length.
+        is_query: ``[n, Q]`` bool, False for padding, which is on the left so that last tokens are in the last column. It is None
             if all rows have the same length.
-        last_tokens: ``[n]``: index in ``T`` of each row's last token; None while decoding, when each row has one token.
-        scores_all: return the logits of all tokens, ``[T, vocabulary]``, not only those of each row's last token.
+        last_tokens: ``[n]``, index in ``T`` of each row's last token. It is None while decoding, when each row has one token.
+        scores_all: return the logits of all tokens, ``[T, vocabulary]``, instead of only those of each row's last token.
         multi_modal: processor outputs of the sequence if the pass is a multi-modal prompt.
-        branched: row (counted from ``first_row``) -> positions of a branched sequence's first tokens; later tokens continue from the last.
-        attention: computes the attention of prompts in place of the usual one with ``visible``.
+        branched: positions of a branched sequence's first tokens, by row (counted from ``first_row``); later tokens continue from
+            the last of these positions.
+        attention: replaces the usual attention of prompts, which uses ``visible``.
     """
 
     token_ids: Tensor
@@ -326,7 +328,7 @@ class ForwardBatch:
         return self.kv_length
 
     def pad(self, packed: Tensor) -> Tensor:
-        """``[T, ...]`` to ``[n, Q, ...]``."""
+        """Pad ``[T, ...]`` to ``[n, Q, ...]``."""
         if self.is_query is None:
             return packed.view(self.row_count, self.query_length, *packed.shape[1:])
         padded = packed.new_zeros(self.row_count, self.query_length, *packed.shape[1:])
@@ -358,9 +360,9 @@ class ForwardBatch:
             )
 
     def places(self) -> tuple[Tensor, Tensor]:
-        """Coordinates in which windows and chunks are measured: of queries ``[n, Q]`` and of columns ``[n or 1, K]``.
+        """Return the coordinates of queries, ``[n, Q]``, and of columns, ``[n or 1, K]``, in which windows and chunks are measured.
 
-        These are the columns; in branched sequences the positions, as if a branch and what it sees were a separate row.
+        A coordinate is the column or, in a branched sequence, the position, as if a branch and what it sees were a separate row.
         """
         queries = self.pad(self.columns)
         keys = torch.arange(self.read_length, device=queries.device)[None]
@@ -374,7 +376,7 @@ class ForwardBatch:
         return keys.gather(1, queries), keys
 
     def unpad(self, padded: Tensor) -> Tensor:
-        """``[n, Q, ...]`` to ``[T, ...]``."""
+        """Pack ``[n, Q, ...]`` to ``[T, ...]``, the inverse of ``pad``."""
         return padded.flatten(0, 1) if self.is_query is None else padded[self.is_query]
 
 
@@ -384,11 +386,14 @@ def prefill_batch(
     device: torch.device,
     invariant_attention: Callable[[ForwardBatch, list[Chunk]], PromptAttention] | None = None,
 ) -> ForwardBatch:
-    """Lay out prompt tokens of several sequences, which are in consecutive rows starting at ``first_row``.
+    """Lay out the prompt tokens of several sequences, which are in consecutive rows starting at ``first_row``.
 
     Args:
-        invariant_attention: makes the batch's attention if a token's result must not depend on the other tokens; the
-            batch is then padded to whole blocks.
+        chunks: the prompt tokens, in row order.
+        first_row: row of the first chunk.
+        device: device of the tensors.
+        invariant_attention: builds the batch's attention if a token's result must not depend on the other tokens; the batch is
+            then padded to whole blocks.
     """
     lengths = np.array([chunk.length for chunk in chunks])
     query_length, kv_length = int(lengths.max()), max(chunk.end for chunk in chunks)
@@ -432,10 +437,10 @@ def prefill_batch(
 
 
 class DecodeBatch(ForwardBatch):
-    """One new token for each running sequence, for as long as the same sequences are in the same slots.
+    """One new token for each running sequence. The batch is reused as long as the same sequences are in the same rows.
 
-    Padding rows follow the running ones: they are computed, but neither cached nor sampled. Call ``begin_step`` before each
-    forward pass.
+    Padding rows follow the running ones; they are computed, but neither cached nor sampled. Call ``begin_step`` before each forward
+    pass.
 
     Args:
         table: state of the rows after the previous step.
@@ -444,7 +449,8 @@ class DecodeBatch(ForwardBatch):
         device: device of the model.
 
     Attributes:
-        padded_count: number of computed rows; a multiple of the cache's ``row_block`` if the cache has that many rows.
+        padded_count: number of computed rows: ``row_count`` rounded up to a multiple of the cache's ``row_block`` if the cache has
+            that many rows.
     """
 
     def __init__(self, table: RowTable, running: list[Sequence], cache: KVCache, device: torch.device) -> None:
@@ -471,7 +477,7 @@ class DecodeBatch(ForwardBatch):
         )
 
     def _read_table(self) -> dict[str, Any]:
-        """The next tokens, as tensors of the table's arrays; on CPU they share its memory and follow its changes."""
+        """Return the next tokens as tensors of the table's arrays; on CPU the tensors share the arrays' memory and follow its changes."""
         table, count, padded = self._table, self.row_count, self.padded_count
         arrays = table.last_token[:padded], table.position[:padded], table.cached[:count]
         tokens, positions, columns = (torch.as_tensor(array, device=self._device) for array in arrays)
@@ -484,7 +490,7 @@ class DecodeBatch(ForwardBatch):
         }
 
     def begin_step(self) -> None:
-        """Continue with the tokens that the previous step left in the table."""
+        """Advance to the tokens that the previous step left in the table."""
         self.position_limit += 1
         self.kv_length += 1
         if self._device.type != "cpu":
@@ -504,7 +510,7 @@ class DecodeBatch(ForwardBatch):
         return in_blocks(self.kv_length, KEY_BLOCK) if self._cache.invariant else self.kv_length
 
     def bias(self, heads: int, dtype: torch.dtype) -> Tensor:
-        """Attention bias ``[padded_count * heads, 1, K]``: 0 if a row sees a column, else -inf.
+        """Return the attention bias ``[padded_count * heads, 1, K]``: 0 if a row sees a column, else -inf.
 
         ``K`` is ``kv_length`` rounded up to whole blocks, at most the length of the cache.
         """

@@ -1,12 +1,12 @@
-"""Batch invariance: a request gets the same bits alone and among any others (``batch_invariant``).
+"""Batch invariance: a request gets the same bits whether it runs alone or among others (``batch_invariant``).
 
-``InvariantPrefill`` computes prompts in shapes of whole blocks, as decoding does. In float32 on CPU a query's bits are then the same
-whatever is computed beside it, however its prompt is cut into chunks, and however many columns are masked after it.
+``InvariantPrefill`` computes prompts in shapes of whole blocks, as decoding does. In float32 on CPU a query's bits then depend neither on
+what is computed beside it, nor on how its prompt is cut into chunks, nor on the number of masked columns after it.
 
-Libraries do not guarantee this: the order of summation may depend on matrix sizes. So the engine checks it at startup, with its own
-weights and threads: how many rows each matrix of a layer can be multiplied with at once, and whether whole requests then get identical
-answers, with one layer and part of the vocabulary. If not, it computes one request at a time and checks again; if that fails too, it
-raises. The outcome does not depend on ``max_running_requests``, so changing that setting does not change results.
+Libraries do not guarantee this, because the order of summation may depend on matrix sizes. So the engine runs a check at startup, with
+its own weights and threads. It finds out how many rows each matrix of a layer can be multiplied with at once, and whether whole requests
+then get identical answers with one layer and part of the vocabulary. If they do not, it checks whether they do when requests are computed
+one at a time; if not, it raises. The outcome does not depend on ``max_running_requests``, so changing that setting does not change results.
 
 Axes: ``T`` packed tokens, ``n`` rows, ``Q`` queries of a row, ``K`` cache columns, ``H`` heads, ``G`` key-value heads, ``D`` head size.
 """
@@ -35,25 +35,25 @@ from rollwright.tracking.logging import getLogger
 
 logger = getLogger(__name__)
 
-_MOST_ROWS = 256  # at once: more gain nothing, and each number of rows up to it is tried
-_OPERATIONS = 5e10  # most for the check of a matrix, about half a second on two cores; then fewer rows have to do
+_MOST_ROWS = 256  # multiplied at once: more rows gain nothing, and every number of blocks up to this is tried
+_OPERATIONS = 5e10  # limit for the check of a matrix, about half a second on two cores; rows not checked by then are not used
 _VOCABULARY = 1024
-_PROMPTS = (3, 16, 30, 62, 100, 230, 450)  # tokens; some answers cross a block of keys
+_PROMPTS = (3, 16, 30, 62, 100, 230, 450)  # lengths in tokens; some answers cross the border between blocks of keys
 _NEW_TOKENS = 4
 _BESIDE = 21  # other requests in the batch
 _NO_LIMIT = 1 << 40
-_QUERIES_AT_ONCE = 256  # the scores of a block of queries are in memory for all columns
+_QUERIES_AT_ONCE = 256  # limited because the scores of these queries for all columns are in memory together
 
 
 def invariant_runner(
     model: torch.nn.Module, limits: tuple[int, int | None, int], prefill_tokens: int, threads: int
 ) -> ModelRunner:
-    """Build a runner whose rows are independent: in blocks of fixed shape or, if that is not enough, one at a time.
+    """Build a runner that computes rows independently: in blocks of fixed shape or, if that is not enough, one row at a time.
 
     Args:
         model: the model to run.
-        limits: arguments of ``ModelRunner``: most rows, context length, bytes of the cache.
-        prefill_tokens: most prompt tokens per step.
+        limits: arguments ``max_rows``, ``context_length`` and ``cache_bytes`` of ``ModelRunner``.
+        prefill_tokens: maximum number of prompt tokens per step.
         threads: number of compute threads.
 
     Raises:
@@ -98,9 +98,9 @@ class _CheckResult:
     """Result of the check for one model.
 
     Attributes:
-        reason: why blocks of fixed shape are not enough; None if they are.
-        most_rows: most rows that each matrix is multiplied with at once.
-        differs_alone: what differs when requests are computed one at a time; None if nothing does or it was not tried.
+        reason: why blocks of fixed shape are not enough, or None if they are.
+        most_rows: maximum number of rows that each matrix is multiplied with at once.
+        differs_alone: what differs when requests are computed one at a time, or None if nothing differs or this was not tried.
     """
 
     reason: str | None
@@ -108,7 +108,7 @@ class _CheckResult:
     differs_alone: str | None = None
 
 
-#: Results by model and setting, so that repeated engine starts check once.
+#: Results by model and setting, so that only the first engine with a setting runs the check.
 _results: weakref.WeakKeyDictionary[torch.nn.Module, dict[tuple[Any, ...], _CheckResult]] = weakref.WeakKeyDictionary()
 
 
@@ -122,13 +122,13 @@ def _check(runner: ModelRunner, limits: tuple[int, int | None, int], prefill_tok
 
 @torch.inference_mode()
 def cut_products(runner: ModelRunner) -> str | None:
-    """Limit the rows that each matrix is multiplied with at once, so that each row gets the same bits as in a block by itself.
+    """Limit how many rows each matrix is multiplied with at once, so that a row gets the same bits as in a single block.
 
     Args:
-        runner: computes in whole blocks.
+        runner: a runner that computes in whole blocks.
 
     Returns:
-        A description of a matrix for which no limit helps; None if there is none.
+        A description of a matrix for which no limit helps, or None if there is no such matrix.
     """
     if not isinstance(runner.forward, LlamaFamily):
         return None
@@ -146,7 +146,7 @@ def cut_products(runner: ModelRunner) -> str | None:
 
 
 def _alike_up_to(matrix: Matrix, most: int) -> int:
-    """The largest number of rows, in whole blocks, up to which each row gets the same bits; 0 if even one block fails."""
+    """Return the largest number of rows, in whole blocks, up to which each row gets the same bits, or 0 if even one block fails."""
     block, generator = INVARIANT_ROWS, torch.Generator().manual_seed(0)
     inputs = torch.randn(most, matrix.weight.shape[1], generator=generator)
     alone = torch.cat([matrix.product(rows) for rows in inputs.split(block)])
@@ -162,14 +162,14 @@ def _alike_up_to(matrix: Matrix, most: int) -> int:
 
 @torch.inference_mode()
 def differing_request(runner: ModelRunner, prefill_tokens: int) -> str | None:
-    """Describe a request whose answer depends on the other requests; None if there is none.
+    """Describe a request whose answer depends on the other requests, or return None if there is none.
 
-    Each request is run alone; again in another order; with others, in parts and all together; and, if keys and values are kept,
-    after a cached prefix and as a second turn.
+    Each request is run alone, in another order, and among others, with prompts in parts and all together. It is also run after a prefix
+    of it, and as a second turn; if the runner reuses keys and values, these come from the cache.
 
     Args:
         runner: the runner to check.
-        prefill_tokens: chunk size of prompts that are computed by themselves.
+        prefill_tokens: chunk size for prompts if each is computed by itself.
     """
     limit, drawn = runner.context_length - _NEW_TOKENS, random.Random(0)
     if isinstance(runner.forward, LlamaFamily):
@@ -184,7 +184,7 @@ def differing_request(runner: ModelRunner, prefill_tokens: int) -> str | None:
     longest = min(max(len(request.input_ids) for request in requests) + 2 * _NEW_TOKENS, runner.context_length)
 
     def answers(groups: list[list[ModelRequest]], rows: int = 1, budget: int = longest, keeps: bool = False) -> list[_Answer]:
-        """Answers of all groups, run one group after the other."""
+        """Run one group after the other and return the answers of all."""
         apart = runner.with_cache_for(min(rows, runner.most_rows, max(map(len, groups))), longest)
         kept_bytes = _NO_LIMIT if keeps and not runner.prompts_alone else 0
         stepper = Stepper(apart, apart.cache.max_rows, kept_bytes, prefill_tokens if runner.prompts_alone else budget, 0)
@@ -219,12 +219,12 @@ def differing_request(runner: ModelRunner, prefill_tokens: int) -> str | None:
     return first_difference(found, expected, "as a second turn than by itself")
 
 
-#: Tokens, their log-probabilities, and those of the prompt.
+#: Output tokens, their log-probabilities, and the scores of the prompt tokens.
 _Answer = tuple[list[int], list[float], list[tuple[float, TopTokens]]]
 
 
 def _requests(prompts: list[list[int]]) -> list[ModelRequest]:
-    """A request for each prompt, cycling through the sampling modes; the fifth repeats the fourth with another seed."""
+    """Return a request per prompt, cycling through the sampling modes. Some requests repeat the previous prompt with another seed."""
     ways: list[dict[str, Any]] = [{}, {"temperature": 0.7}, {"top_p": 0.9}, {"top_k": 5}, {"greedy": True}, {"min_p": 0.05}]
     made = list[ModelRequest]()
     for number, prompt in enumerate(prompts):
@@ -235,7 +235,7 @@ def _requests(prompts: list[list[int]]) -> list[ModelRequest]:
 
 
 def _answers(stepper: Stepper, requests: list[ModelRequest], longest: int) -> list[_Answer]:
-    """Answers to requests that run together; none has more than ``longest`` tokens."""
+    """Run requests together and return their answers; each sequence has at most ``longest`` tokens."""
     sequences = list[Sequence]()
     for request in requests:
         tokens, gconfig = list(request.input_ids), request.gconfig
@@ -272,8 +272,8 @@ class _Block:
     Attributes:
         rows: rows of the cache.
         tokens: range of the packed tokens.
-        places: ``[tokens]``: their indices among the ``n * Q`` padded queries; None without padding.
-        hidden: ``[n, 1, Q, 1, K]``: the columns that a query must not see.
+        places: ``[tokens]``, indices of these tokens among the ``n * Q`` padded queries, or None if there is no padding.
+        hidden: ``[n, 1, Q, 1, K]``, the columns that a query must not see.
     """
 
     rows: slice
@@ -283,7 +283,7 @@ class _Block:
 
 
 class InvariantPrefill:
-    """Causal attention of the prompts in a batch, each query in whole blocks of queries and columns.
+    """Causal attention of the prompts in a batch, computed in whole blocks of queries and columns.
 
     Args:
         batch: a batch of prompts.
@@ -323,15 +323,15 @@ class InvariantPrefill:
         return _Block(rows, tokens, None if is_full else torch.cat(places), torch.stack(hidden)[:, None, :, None])
 
     def __call__(self, q: Tensor, cached_keys: Tensor, cached_values: Tensor) -> Tensor:
-        """Attend from the queries ``[T, H, D]``; returns ``[T, H * D]``, 0 for padding.
+        """Attend from the queries ``[T, H, D]``; returns ``[T, H * D]``, with zeros for padding.
 
         Args:
             q: queries, followed by padding.
-            cached_keys, cached_values: ``[rows, G, length, D]`` of all rows, including the batch's own.
+            cached_keys, cached_values: keys and values of all rows, ``[rows, G, length, D]``, including those of this batch.
         """
         H, D, G = q.shape[1], q.shape[2], cached_keys.shape[1]
         attended = q.new_zeros(self._padded_count, H * D)
-        q = q * D**-0.5  # here, because the library applies a factor before or after summing, depending on the size
+        q = q * D**-0.5  # scaled here, because the library scales before or after summing, depending on the size
         for block in self._blocks:
             n, _, Q, _, K = block.hidden.shape
             part = q[block.tokens]

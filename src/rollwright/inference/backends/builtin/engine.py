@@ -1,10 +1,10 @@
-"""The built-in engine: takes requests from any thread or event loop, steps in one thread, and changes weights between steps.
+"""The built-in engine: accepts requests from any thread or event loop, runs steps in one thread, and changes weights between steps.
 
 Invariants:
 
-* weights, versions and queues change only between steps, so a token's version is that of the weights that sampled it;
+* weights, versions and queues change only between steps, so a token's version is the version of the weights that sampled it;
 * after ``pause`` returns, no step runs until ``resume``;
-* every submitted request ends: with a response, with the exception that broke its step, or with ``RequestAborted``.
+* every submitted request ends with a response, with the exception that broke its step, or with ``RequestAborted``.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ from rollwright.tracking.logging import getLogger
 
 logger = getLogger(__name__)
 
-_IDLE_SECONDS = 0.002  # after this long without a step, other threads of the process get the cores
+_IDLE_SECONDS = 0.002  # after this long without a step, the cores are left to other threads of the process
 _MEASURED_ROWS, _MEASURED_TOKENS = 32, 64  # of the decode step that is timed with each number of threads
 
 OnWeightUpdate = Literal["recompute", "keep", "wait"]
@@ -55,26 +55,29 @@ class BuiltinEngine(InferenceEngine):
     """Continuous batching of a Hugging Face causal language model in this process.
 
     Args:
-        model_or_path: a model, a directory or a name. The weights of a model are shared with its trainer unless ``dtype`` differs.
-        tokenizer: decodes for stop strings and names the end token: a tokenizer or a path. None loads that of the model's path.
-        max_running_requests: most sequences decoded at once; others wait.
-        context_length: most tokens of prompt and output together. None uses the model's own limit.
-        kv_cache_bytes: most memory for keys and values of running and finished sequences together. None uses a quarter of the
-            free memory, at most 4 GiB, on CPU, and half of the free memory on a GPU.
-        prefix_cache: keep finished sequences' keys and values, so that a conversation's next turn can start from them.
-        device: device of a model that is loaded from a path; a live model stays on its own.
-        dtype: type of the weights. A live model of another type is copied, and the trainer sends new weights to the copy.
-            ``auto`` shares a live model as it is.
-        on_weight_update: what happens to running requests when weights change: ``recompute`` their cache and go on, ``keep``
-            the old cache and go on, or ``wait`` until they end (new ones are held) before the change.
-        max_waiting: most requests in the queue beyond those that can run; further ones are refused with ``QueueFullError``. None
-            sets no bound.
-        prefill_tokens: most prompt tokens computed between two decode steps, so that long prompts do not stall running requests.
-        seed: for requests without a seed, in order of submission.
+        model_or_path: a model, a directory or a name. The weights of a model object are shared with its trainer unless ``dtype``
+            differs.
+        tokenizer: a tokenizer or its path; decodes for stop strings and defines the end token. None loads the tokenizer from the
+            model's path.
+        max_running_requests: maximum number of sequences decoded at once; others wait.
+        context_length: maximum number of tokens of prompt and output together. None uses the model's own limit.
+        kv_cache_bytes: maximum memory for keys and values of running and finished sequences together. None uses half of the free
+            memory on a GPU, and on CPU a quarter of it, at most 4 GiB.
+        prefix_cache: keep the keys and values of finished sequences, so that a conversation's next turn can start from them.
+        device: device of a model that is loaded from a path; a model object stays on its own device.
+        dtype: type of the weights. A model object of another type is copied, and the trainer sends new weights to the copy.
+            ``auto`` shares a model object as it is.
+        on_weight_update: what happens to running requests when weights change: ``recompute`` their cache and continue, ``keep`` the
+            old cache and continue, or ``wait`` until they end before the change, while new requests are held back.
+        max_waiting: maximum number of queued requests beyond those that can run; further requests raise ``QueueFullError``. None
+            sets no limit.
+        prefill_tokens: maximum number of prompt tokens computed between two decode steps, so that long prompts do not stall running
+            requests.
+        seed: seed from which requests without their own seed get theirs, in order of submission.
         version: version of the weights at the start.
-        threads: number of compute threads on CPU. None uses the fastest number for decoding, measured at the start, or torch's
-            number with ``batch_invariant``.
-        batch_invariant: a request is answered with the same bits alone and among any others (docs/determinism.md).
+        threads: number of compute threads on CPU. None uses the number that decodes fastest, measured at the start, or torch's number
+            if ``batch_invariant`` is set.
+        batch_invariant: answer a request with the same bits whether it runs alone or among others (docs/determinism.md).
         trust_remote_code: run code from the model's directory.
     """
 
@@ -127,7 +130,7 @@ class BuiltinEngine(InferenceEngine):
 
         self._prober: tuple[tuple[int, int], Stepper] | None = None  # answers probes of one size
 
-        # ``_state`` guards the fields below. ``_control`` is held by the one caller that changes weights or queues.
+        # ``_state`` guards the fields below. The one caller that changes weights or queues holds ``_control``.
         self._state = threading.Condition()
         self._control = threading.RLock()
         self._inbox: deque[Sequence] = deque()
@@ -138,7 +141,7 @@ class BuiltinEngine(InferenceEngine):
         self._is_paused = False
         self._is_closed = False
         threads = threads or fastest_threads(self._runner, max_running_requests)
-        release_workers()  # this thread measured
+        release_workers()  # this thread has just measured ``fastest_threads``
         is_set, own_threads = threading.Event(), torch.get_num_threads()
         self._thread = threading.Thread(target=self._run, args=(threads, is_set), name="rollwright-engine", daemon=True)
         self._thread.start()
@@ -159,13 +162,13 @@ class BuiltinEngine(InferenceEngine):
 
         Raises:
             RequestAborted: the engine is closed.
-            EngineError: a request cannot be served as asked, or the queue is full; then none is queued.
+            EngineError: a request cannot be served, or the queue is full; no request is queued then.
         """
         sequences, futures = [self._intake.sequence(request) for request in requests], list[Future[ModelResponse]]()
         for sequence in sequences:
             sequence.on_token, sequence.future = on_token, Future()
-            # The callback does not take ``_state``: it may run in a thread that holds it. A paused engine removes the
-            # sequence when it resumes.
+            # The callback does not acquire ``_state``, because it may run in a thread that holds it. A paused engine removes
+            # the sequence when the engine resumes.
             sequence.future.add_done_callback(lambda future, s=sequence: future.cancelled() and self._cancelled.append(s))
             futures.append(sequence.future)
         (error,) = self._queue([sequences])
@@ -174,12 +177,12 @@ class BuiltinEngine(InferenceEngine):
         return futures
 
     def _queue(self, batches: Batches) -> list[EngineError | None]:
-        """Queue each batch, whole or not at all; no step runs between them.
+        """Queue each batch as a whole or not at all. No step runs between the batches.
 
         Returns:
-            For each batch why it was refused, or None.
+            For each batch, the error that rejects it, or None.
         """
-        release_workers()  # a thread that computed and now sends requests is going to wait
+        release_workers()  # a thread that has computed and now sends requests is about to wait
         errors, scheduler = list[EngineError | None](), self._stepper.scheduler
         with self._state:
             for sequences in batches:
@@ -204,7 +207,7 @@ class BuiltinEngine(InferenceEngine):
         return (await self.agenerate_batch([request]))[0]
 
     async def agenerate_batch(self, requests: list[ModelRequest]) -> list[ModelResponse]:
-        """Sample one completion for each request, queued together; responses in the order of the requests."""
+        """Queue requests together and sample one completion for each. Returns the responses in the order of the requests."""
         sequences = [self._intake.sequence(request) for request in requests]
         loop = asyncio.get_running_loop()
         if (outbox := self._outboxes.get(loop)) is None:
@@ -219,14 +222,14 @@ class BuiltinEngine(InferenceEngine):
                     self._cancelled.append(sequence)
 
     def astream(self, request: ModelRequest) -> AsyncGenerator[ModelResponse, None]:
-        """Yield the growing response: each has all tokens of the one before, and the last is complete.
+        """Yield the growing response: each one has all tokens of the one before, and the last one is complete.
 
         Leaving the iteration early frees the request's row.
         """
         return stream(self.submit, request)
 
     def generate(self, requests: list[ModelRequest]) -> list[ModelResponse]:
-        """Like ``agenerate_batch``, for synchronous code; also works while an event loop runs in this thread."""
+        """Do the same as ``agenerate_batch`` for synchronous code, even while an event loop runs in this thread."""
         futures = self.submit(requests)
         try:
             return [future.result() for future in futures]
@@ -235,14 +238,14 @@ class BuiltinEngine(InferenceEngine):
                 future.cancel()
 
     def probe(self, request: ModelRequest) -> dict[str, ModelResponse]:
-        """Sample one request with the current weights; the key is the engine's name in messages.
+        """Sample one request with the current weights. The key of the result is the engine's name in messages.
 
-        The request is computed between two steps, with a cache of its own, so that a paused engine can answer too.
+        The request is computed between two steps with a separate cache, so a paused engine can answer, too.
         """
         sequence = self._intake.sequence(request)
         size = len(sequence.tokens), sequence.length_limit
         with self._between_steps():
-            known, self._prober = self._prober, None  # a step that fails may leave its sequence behind
+            known, self._prober = self._prober, None  # dropped if the step fails, which may leave its sequence behind
             if known is None or known[0] != size:
                 known = size, Stepper(self._runner.with_cache_for(1, size[1]), 1, 0, size[0], 0)
             stepper = known[1]
@@ -255,7 +258,7 @@ class BuiltinEngine(InferenceEngine):
     # ------------------------------------------------------------------ the thread
 
     def _run(self, threads: int, is_set: threading.Event) -> None:
-        torch.get_num_threads()  # on its first call, a thread gets the process's number
+        torch.get_num_threads()  # a thread's first call sets its number to the process's number
         torch.set_num_threads(threads)
         is_set.set()
         while True:
@@ -270,7 +273,7 @@ class BuiltinEngine(InferenceEngine):
             finished: list[Finished] = []
             try:
                 self._stepper.step(finished)
-            except BaseException as error:  # requests end with any error, and the thread goes on
+            except BaseException as error:  # any error ends the requests, and the thread continues
                 logger.exception("A step of the engine failed; its requests fail with it.")
                 failure = EngineStepError(f"The engine's step failed: {type(error).__name__}: {error}")
                 failure.__cause__ = error
@@ -281,12 +284,12 @@ class BuiltinEngine(InferenceEngine):
             resolve(finished)
 
     def _has_to_go_on(self) -> bool:
-        """True if the thread has a step to run or has to end (under ``_state``)."""
+        """Return whether the thread has a step to run or has to end. The caller holds ``_state``."""
         can_step = not (self._is_paused or self._controllers)
         return self._is_closed or (can_step and bool(self._inbox or self._cancelled or self._stepper.has_work))
 
     def _take_inbox(self) -> None:
-        """Pass new requests to the scheduler and remove cancelled ones from it (under ``_state``)."""
+        """Pass new requests to the scheduler and remove cancelled ones from it. The caller holds ``_state``."""
         while self._inbox:
             self._stepper.scheduler.waiting.append(self._inbox.popleft())
         while self._cancelled:
@@ -294,7 +297,7 @@ class BuiltinEngine(InferenceEngine):
 
     @contextlib.contextmanager
     def _between_steps(self) -> Iterator[None]:
-        """Hold the engine between two steps."""
+        """Keep the engine between two steps inside the context."""
         if threading.current_thread() is self._thread:
             raise EngineError("The engine cannot be controlled from a callback of its own thread.")
         with self._control:
@@ -320,14 +323,14 @@ class BuiltinEngine(InferenceEngine):
             self._state.wait_for(lambda: not self._is_stepping)
 
     def resume(self) -> None:
-        """Go on after ``pause``."""
+        """Continue after ``pause``."""
         with self._state:
             self._is_paused = False
             self._stepper.scheduler.holding = False
             self._state.notify_all()
 
     def _drain(self) -> None:
-        """Hold new requests until those that run have ended."""
+        """Hold new requests back and wait until the running ones have ended."""
         scheduler = self._stepper.scheduler
         with self._state:
             if self._is_paused:
@@ -336,7 +339,7 @@ class BuiltinEngine(InferenceEngine):
             self._state.wait_for(lambda: self._is_closed or (not self._is_stepping and not scheduler.active()))
 
     def abort(self, rid: str | None = None) -> None:
-        """End the requests of one conversation, or all; they return their output so far, with stop_reason "abort"."""
+        """End the requests of one conversation, or all requests. They return their output so far, with stop_reason "abort"."""
         with self._between_steps():
             finished = self._stepper.abort(rid)
         resolve(finished)
@@ -347,7 +350,7 @@ class BuiltinEngine(InferenceEngine):
             self._stepper.scheduler.kept.clear()
 
     def destroy(self) -> None:
-        """End the thread; requests that run or wait raise ``RequestAborted``."""
+        """End the thread; running and waiting requests raise ``RequestAborted``."""
         with self._state:
             if self._is_closed:
                 return
@@ -370,11 +373,11 @@ class BuiltinEngine(InferenceEngine):
     # ------------------------------------------------------------------ weights
 
     def get_version(self) -> int:
-        """Version of the weights that the next token is sampled with."""
+        """Return the version of the weights that the next token is sampled with."""
         return self._stepper.version
 
     def set_version(self, version: int) -> None:
-        """Confirm a published version: the current one is a no-op, another is a ``WeightUpdateError``."""
+        """Confirm that ``version`` is the current version; otherwise raise ``WeightUpdateError``."""
         if version != self.get_version():
             raise WeightUpdateError(
                 f"The engine's weights are version {self.get_version()}, not {version}: publish weights with publish(version) "
@@ -386,7 +389,8 @@ class BuiltinEngine(InferenceEngine):
 
         Args:
             version: the new version of the weights.
-            copies: pairs of tensors; the second of each is copied into the first, between two steps, before ``version`` is current.
+            copies: pairs ``(destination, source)``; each source is copied to its destination, between two steps, before ``version``
+                becomes current.
 
         Raises:
             WeightUpdateError: the version is lower than the current one.
@@ -415,7 +419,7 @@ class BuiltinEngine(InferenceEngine):
 
         Args:
             weights: tensors under their names in the model's ``state_dict`` or in its checkpoints; tied tensors may be omitted.
-            version, meta, config: as for ``update_weights``; the weights are copied whatever ``meta`` says.
+            version, meta, config: as for ``update_weights``; the weights are copied regardless of ``meta``.
 
         Raises:
             WeightUpdateError: a name or shape does not match the model; no weight has changed.
@@ -423,11 +427,11 @@ class BuiltinEngine(InferenceEngine):
         self.publish(version, paired(self.model, weights))
 
     def go_back(self, version: int, *, finish: bool = False) -> None:
-        """Give the current weights an earlier version; all requests end, because versions only grow within a request.
+        """Return to an earlier version, whose weights are loaded next. Ends all requests, because versions only grow within a request.
 
         Args:
             version: version of the weights that are loaded next.
-            finish: wait until running requests have ended by themselves, and keep waiting ones for those weights.
+            finish: let running requests finish instead, and keep waiting requests for the weights that are loaded next.
         """
         if finish:
             self._drain()
@@ -449,11 +453,11 @@ _fastest_threads: weakref.WeakKeyDictionary[Any, int] = weakref.WeakKeyDictionar
 def fastest_threads(runner: ModelRunner, rows: int) -> int:
     """Return the number of threads that decode fastest on CPU, measured once for each model.
 
-    If the measurement fails (out of memory, a forward that raises), this is torch's number; the first request then reports the error.
+    If the measurement fails (out of memory, a forward that raises), return torch's number; the first request then reports the error.
 
     Args:
         runner: the model.
-        rows: most sequences at once.
+        rows: maximum number of sequences at once.
     """
     most = torch.get_num_threads()
     if most == 1 or runner.device.type != "cpu":

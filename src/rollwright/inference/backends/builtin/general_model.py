@@ -1,8 +1,8 @@
-"""Any other Hugging Face causal model, by its own forward over the slot cache.
+"""Runs any other Hugging Face causal model with its own forward over the slot cache.
 
 The model gets left-padded queries, an explicit mask ``[n, 1, Q, K]`` for each kind of layer, explicit positions, and a
-``transformers`` cache whose layers read and write our slots. A model that ignores any of these (a state-space model, custom
-attention biases) is refused by a check at startup instead of producing wrong samples.
+``transformers`` cache whose layers read and write our slots. A check at startup rejects a model that ignores any of these (a
+state-space model, custom attention biases), because it would produce wrong samples.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ class _SlotLayer(CacheLayerMixin):
         self.is_initialized = True
 
     def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
-        """Nothing to do: the slots exist."""
+        """Do nothing: the slots already exist."""
 
     def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
         """Write ``[n, heads, Q, size]`` into the slots; return all columns that attention reads, ``[n, heads, K, size]``."""
@@ -61,14 +61,14 @@ class _SlotLayer(CacheLayerMixin):
 
 
 def attends_both_ways(model: Any) -> bool:
-    """True if tokens of an image attend in both directions: a part of the model adds blocks to its causal masks."""
+    """Return whether tokens of an image attend in both directions, that is, whether the model adds blocks to its causal masks."""
     modules = {sys.modules[type(part).__module__] for part in model.modules()}
     sources = (inspect.getsource(module) for module in modules if module.__name__.startswith("transformers.models."))
     return any("block_sequence_ids" in source or "or_mask_function=" in source for source in sources)
 
 
 class GeneralModel:
-    """Forward of any Hugging Face causal language model with per-token keys and values.
+    """Forward of any Hugging Face causal language model that has keys and values for each token.
 
     Args:
         model: the model; its own forward is called.
@@ -83,7 +83,7 @@ class GeneralModel:
         self.layer_shapes = self._probe_layer_shapes()
 
     def share_weights(self) -> None:
-        """Nothing to do: the model's own parameters are read."""
+        """Do nothing: the forward reads the model's own parameters."""
 
     def _refusal(self, reason: str, advice: str = "") -> EngineError:
         name = type(self._model).__name__
@@ -105,7 +105,7 @@ class GeneralModel:
         return [LayerShape(layer.keys.shape[1], layer.keys.shape[3], layer.values.shape[3]) for layer in layers]
 
     def __call__(self, batch: ForwardBatch, cache: KVCache) -> Tensor:
-        """Logits ``[n, vocabulary]`` of each row's last token, or ``[T, vocabulary]`` of all; keys and values go into the cache."""
+        """Return logits of each row's last token, ``[n, vocabulary]``, or of all, ``[T, vocabulary]``; keys and values are cached."""
         if self._rows_apart and (batch.row_count > 1 or batch.read_length > batch.kv_length):
             return torch.cat([self(row, cache) for row in batch.rows_apart()])
         tokens, positions = batch.pad(batch.token_ids), batch.pad(batch.positions)
@@ -129,7 +129,7 @@ class GeneralModel:
         return batch.unpad(output.logits) if batch.scores_all else output.logits[: batch.row_count, -1]
 
     def _visible_tokens(self, batch: ForwardBatch) -> VisibleTokens:
-        """The columns that each query may see before the layers apply their windows, for all computed rows."""
+        """Return the columns that each query may see, for all computed rows, before the layers apply their windows."""
         visible, (queries, keys) = batch.visible, batch.places()
         if visible is None:
             visible = torch.arange(batch.read_length, device=keys.device) <= batch.pad(batch.columns)[:, :, None]
@@ -144,15 +144,15 @@ class GeneralModel:
     # ------------------------------------------------------------------ images and video
 
     def multi_modal_position_delta(self, request: ModelRequest) -> int:
-        """Position of the token after a multi-modal prompt minus the prompt's length.
+        """Return the position of the token after a multi-modal prompt minus the prompt's length.
 
-        With three-axis rotary positions (M-RoPE) an image takes fewer positions than it has tokens; other models give 0.
+        With three-axis rotary positions (M-RoPE) an image takes fewer positions than it has tokens. Other models return 0.
         """
         inputs = self._model_inputs(request.multi_modal or {}, torch.tensor([request.input_ids]))
         return 0 if (positions := self._rope_index(inputs)) is None else int(positions.max()) + 1 - len(request.input_ids)
 
     def _model_inputs(self, multi_modal: dict[str, Any], input_ids: Tensor) -> dict[str, Any]:
-        """The processor outputs that the model takes, on its device and in its dtype."""
+        """Return the processor outputs that the model takes, on its device and in its dtype."""
         device, dtype = self._model.device, self._model.dtype
         inputs = {
             k: v.to(device, dtype if v.is_floating_point() else None) if isinstance(v, Tensor) else v
@@ -168,7 +168,7 @@ class GeneralModel:
         return {**inputs, "input_ids": input_ids.to(device)}
 
     def _rope_index(self, inputs: dict[str, Any]) -> Tensor | None:
-        """``[3, 1, L]`` positions of a model with M-RoPE; None for other models."""
+        """Return the ``[3, 1, L]`` positions of a model with M-RoPE, or None for other models."""
         if "mm_token_type_ids" not in inputs or not hasattr(self._model.model, "get_rope_index"):
             return None
         names = ("input_ids", "mm_token_type_ids", "image_grid_thw", "video_grid_thw")
@@ -180,10 +180,11 @@ class GeneralModel:
     def verify(self, context_length: int) -> None:
         """Compare chunked, ragged passes over a cache with plain forwards of the model; see ``proof``.
 
-        A model that counts positions for the whole batch is computed row by row from then on.
+        If the results differ only when rows are batched, as with a model that counts positions for the whole batch, the model is
+        computed row by row from then on.
 
         Raises:
-            EngineError: the results differ: the model ignores the mask, the positions or the cache.
+            EngineError: the results differ even row by row: the model ignores the mask, the positions or the cache.
         """
         if (difference := self._difference(context_length)) is None:
             return

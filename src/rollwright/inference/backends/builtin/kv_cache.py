@@ -1,8 +1,8 @@
 """The KV cache: slots for the keys and values of running sequences, and the prefix cache of finished ones.
 
-``KVCache`` has one contiguous row for each running sequence, within a limit in bytes. The memory is allocated once. How it is divided
-into rows (many short ones or few long ones) changes with the requests: the cache is laid out again, within the same bytes, when a longer
-row is needed. ``PrefixIndex`` and ``PrefixCache`` find prefixes among running and finished sequences.
+``KVCache`` has one contiguous row for each running sequence, within a limit in bytes. The memory is allocated once. Its division into
+rows (many short ones or few long ones) changes with the requests: if more or longer rows are needed, the cache is laid out again in the
+same memory. ``PrefixIndex`` finds prefixes among running sequences, and ``PrefixCache`` among finished ones.
 """
 
 from __future__ import annotations
@@ -21,22 +21,22 @@ from rollwright.errors import ConfigError
 
 #: Rows that are computed together.
 ROW_BLOCK = 8
-#: The same if a row's bits must not depend on the others: in float32 on CPU a linear layer gives a row the same bits in any
-#: number of whole blocks of 16, but the library multiplies a single block of 8 differently.
+#: Rows that are computed together if a row's bits must not depend on other rows: in float32 on CPU a linear layer gives a row the
+#: same bits in any number of whole blocks of 16, but the library multiplies a single block of 8 differently.
 INVARIANT_ROWS = 16
-KEY_BLOCK = 32  # columns of the cache that attention reads
+KEY_BLOCK = 32  # attention reads whole blocks of this many cache columns
 LENGTH_STEP = 64
 _BLOCK = 16
 _ALIGNMENT = 64  # bytes; the order in which libraries sum depends on the alignment
 
 
 class Shapes(enum.IntEnum):
-    """Shapes in which rows are computed; the value is the number of rows computed together.
+    """Shapes in which rows are computed. The value is the number of rows computed together.
 
     Attributes:
-        FREE: whatever is fastest.
+        FREE: whichever shapes are fastest.
         BLOCKS: whole blocks of rows and columns, so that a row does not depend on its neighbours.
-        ONE_ROW: one sequence at a time, from start to end, in a fixed memory layout: shapes depend only on the request.
+        ONE_ROW: one sequence at a time, from start to end, in a fixed memory layout, so that shapes depend only on the request.
     """
 
     FREE = ROW_BLOCK
@@ -63,18 +63,18 @@ class KVCache:
 
     Args:
         layers: what each layer stores for a token.
-        capacity_bytes: most bytes held.
-        max_rows: most sequences at once.
-        dtype, device: of the keys and values.
+        capacity_bytes: maximum size in bytes.
+        max_rows: maximum number of sequences at once.
+        dtype, device: type and device of the keys and values.
         shapes: shapes of the computation. ``BLOCKS`` also allocates padding rows.
 
     Attributes:
-        row_block: rows that are computed together.
+        row_block: number of rows that are computed together.
         rows, length: the current layout.
-        keys, values: of each layer, ``[rows, heads, length, size]``.
-        layouts: number of times it was laid out.
-        flat: if all keys and values have the same shape, their memory as ``[vectors, size]``. Writing whole vectors at flat
-            indices takes half the time of indexing by row and column, and keys and values are written together.
+        keys, values: one tensor for each layer, ``[rows, heads, length, size]``.
+        layouts: number of times that the cache was laid out.
+        flat: the memory of all keys and values as ``[vectors, size]``; used if all have the same shape. Writing whole vectors at flat
+            indices takes half the time of indexing by row and column, and writes keys and values together.
     """
 
     def __init__(
@@ -98,9 +98,9 @@ class KVCache:
             )
         self.max_rows = max_rows
         self.rows = self.length = 0
-        # One flat buffer for all slabs of one shape (a layer's keys are a slab, its values another), so that an operation on all
-        # layers is one call if they are alike. It starts as zeros because the weight 0 of a masked column times an uninitialised
-        # NaN would be NaN; on CPU these are zero pages, which take no memory until they are written.
+        # A layer's keys are one slab, its values another. All slabs of one shape share a flat buffer, so an operation on all layers
+        # is one call if the layers have equal shapes. The buffer starts as zeros, because a masked column's weight of 0 times an
+        # uninitialised NaN would be NaN. On CPU these are zero pages, which take no memory until they are written.
         of_slabs = [(s.heads, s.key_size) for s in layers] + [(s.heads, s.value_size) for s in layers]
         slabs: dict[tuple[int, int], list[int]] = {}
         for index, shape in enumerate(of_slabs):
@@ -124,25 +124,25 @@ class KVCache:
         self._read: tuple[tuple[int, int], list[tuple[Tensor, Tensor]]] = (0, 0), []
 
     def bytes_for(self, length: int) -> int:
-        """Bytes of the smallest number of rows of ``length`` tokens."""
+        """Return the size in bytes of the smallest possible number of rows of ``length`` tokens."""
         return (self.row_block * in_blocks(length, LENGTH_STEP) if self.invariant else length) * self.bytes_per_token
 
     @property
     def longest_row(self) -> int:
-        """Most tokens of a sequence."""
+        """Maximum number of tokens of a sequence."""
         if not self.invariant:
             return self.capacity_tokens
         return self.capacity_tokens // self.row_block // LENGTH_STEP * LENGTH_STEP
 
     def make_room(self, rows: int, length: int, used: SequenceOf[int]) -> bool:
-        """Ensure that ``rows`` rows of ``length`` tokens exist, and keep the rows in use.
+        """Ensure that ``rows`` rows of ``length`` tokens exist, and preserve the rows in use.
 
         Args:
-            rows, length: needed size.
-            used: number of tokens to keep of rows 0, 1, ...
+            rows, length: required layout.
+            used: number of tokens to preserve in each of rows 0, 1, ...
 
         Returns:
-            False if the memory limit does not allow it; then nothing has changed.
+            True if the rows exist. If ``max_rows`` or the memory limit does not allow them, nothing changes.
         """
         if rows > self.max_rows:
             return False
@@ -165,29 +165,29 @@ class KVCache:
         slabs = [self._views[shape][index] for shape, index in self._slab_of]
         self.keys, self.values = slabs[: len(slabs) // 2], slabs[len(slabs) // 2 :]
         self._read = (0, 0), []
-        if len(self._flat) == 1:  # a layer's keys are as many slabs before its values as there are layers
+        if len(self._flat) == 1:  # the slabs of all layers' keys come before the slabs of all layers' values
             heads = self.keys[0].shape[1]
             slab_ids = torch.arange(len(slabs)).view(2, -1).t().flatten()
             starts = slab_ids[:, None] * (self.capacity_tokens * heads) + torch.arange(heads) * wanted
             self._offsets = starts.view(len(self.keys), 1, -1).to(self.flat.device)
-        # Rows only move up, so in descending order none is overwritten before it has moved.
+        # Rows only move up, so in descending order no row is overwritten before it has moved.
         for row in reversed(range(len(used))):
             for shape, view in self._views.items():
                 view[:, row, :, : used[row]] = old_views[shape][:, row, :, : used[row]].clone()
         return True
 
     def places(self, rows: Tensor, columns: Tensor) -> tuple[Tensor, ...]:
-        """Indices of tokens in ``flat``, for each layer: ``[T * 2 * heads]``, a token's keys before its values.
+        """Return the indices of tokens in ``flat`` for each layer, ``[T * 2 * heads]``, a token's keys before its values.
 
         Args:
-            rows, columns: ``[T]``.
+            rows, columns: row and column of each token, ``[T]``.
         """
         heads = self._offsets.shape[2] // 2
         places = (rows * (heads * self.length) + columns)[:, None] + self._offsets
         return places.view(len(self.keys), -1).unbind(0)
 
     def read(self, rows: int, length: int) -> list[tuple[Tensor, Tensor]]:
-        """Views of the first rows for each layer: keys ``[rows * heads, size, length]`` and values ``[rows * heads, length, size]``."""
+        """Return views of the first rows per layer: keys ``[rows * heads, size, length]``, values ``[rows * heads, length, size]``."""
         if self._read[0] != (rows, length):
             views = [
                 (keys[:rows].flatten(0, 1)[:, :length].transpose(1, 2), values[:rows].flatten(0, 1)[:, :length])
@@ -206,13 +206,13 @@ class KVCache:
         return [view[:, row, :, :length].clone() for view in self._views.values()]
 
     def insert(self, row: int, tensors: SequenceOf[Tensor], length: int) -> None:
-        """Write the first ``length`` tokens of an ``extract`` result into a row."""
+        """Write the first ``length`` tokens that ``extract`` returned into a row."""
         for view, tensor in zip(self._views.values(), tensors, strict=True):
             view[:, row, :, :length] = tensor[:, :, :length]
 
 
 class PrefixIndex:
-    """Longest common prefix among token sequences, found by chained hashes of blocks and confirmed token by token.
+    """Finds the longest common prefix among token sequences, by chained hashes of blocks, and confirms it token by token.
 
     Attributes:
         bytes: total size of the holders.
@@ -241,7 +241,7 @@ class PrefixIndex:
         return chain
 
     def add(self, holder: Any, tokens: SequenceOf[int], size: int = 0) -> None:
-        """Register ``holder``, of ``size`` bytes, as having the keys and values of ``tokens``."""
+        """Register ``holder`` as having the keys and values of ``tokens``, which take ``size`` bytes."""
         chain = self._chain(tokens)
         self._known[holder] = tokens, chain, size
         self.bytes += size
@@ -259,7 +259,7 @@ class PrefixIndex:
                     del self._holders[block]
 
     def find(self, tokens: SequenceOf[int]) -> tuple[Any, int]:
-        """Return the holder that shares the longest prefix with ``tokens``, and that prefix's length; ``(None, 0)`` if none does."""
+        """Return the holder that shares the longest prefix with ``tokens``, and the prefix's length, or ``(None, 0)``."""
         best: dict[Any, None] | None = None
         for block in self._chain(tokens):
             if block not in self._holders:
@@ -284,7 +284,7 @@ class PrefixCache(PrefixIndex):
     """Keys and values of finished sequences; the least recently used are dropped first.
 
     Args:
-        capacity_bytes: most bytes kept; 0 keeps nothing.
+        capacity_bytes: maximum size in bytes; 0 keeps nothing.
     """
 
     def __init__(self, capacity_bytes: int) -> None:
@@ -292,7 +292,7 @@ class PrefixCache(PrefixIndex):
         self.capacity_bytes = capacity_bytes
 
     def keep(self, tokens: list[int], tensors: list[Tensor]) -> None:
-        """Keep a sequence. An entry that it extends is dropped."""
+        """Keep a sequence, and drop the entry that the sequence extends, if any."""
         size = sum(t.numel() * t.element_size() for t in tensors)
         if size > self.capacity_bytes:
             return
@@ -304,8 +304,8 @@ class PrefixCache(PrefixIndex):
         self.add(KeptPrefix(tokens, tensors), tokens, size)
 
     def find(self, tokens: SequenceOf[int]) -> tuple[KeptPrefix | None, int]:
-        """Return the kept sequence that shares the longest prefix with ``tokens``, and that prefix's length."""
+        """Return the kept sequence that shares the longest prefix with ``tokens``, and the prefix's length, or ``(None, 0)``."""
         entry, length = super().find(tokens)
         if entry is not None:
-            self._known[entry] = self._known.pop(entry)  # the order of eviction: this one is now the last
+            self._known[entry] = self._known.pop(entry)  # evicted in this order, so this entry is now the last
         return entry, length

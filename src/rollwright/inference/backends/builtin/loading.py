@@ -1,4 +1,4 @@
-"""Loads a model for the engine, copies weights into it, and decides how it can be run."""
+"""Loads a model for the engine, pairs its tensors with new weights, and determines how the model can be run."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from rollwright.tracking.progress import without_progress_bars
 
 logger = getLogger(__name__)
 
-#: Logs a message that is the same for every engine of a model: sequence processing starts one for each call.
+#: Logs each message once, because sequence processing starts an engine for every call.
 log_once = functools.cache(logger.log)
 
 _LLAMA_FAMILY = ("LlamaForCausalLM", "MistralForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM")
@@ -32,9 +32,10 @@ _LLAMA_FAMILY = ("LlamaForCausalLM", "MistralForCausalLM", "Qwen2ForCausalLM", "
 def load_model_for_inference(
     model_or_path: Any, tokenizer: Any, device: str | torch.device, dtype: str | torch.dtype, trust_remote_code: bool
 ) -> tuple[Any, Any]:
-    """Return the model, on its device (``auto``: a GPU if there is one), and its tokenizer, which may be None for a live model.
+    """Return the model and its tokenizer, which may be None if a model object is passed.
 
-    A live model stays where it is. It is copied if ``dtype`` differs from the type of its weights.
+    A model that is loaded from a path is moved to ``device``; ``auto`` means a GPU if there is one. A model object stays on its device,
+    and is copied if ``dtype`` differs from the type of its weights.
     """
     if isinstance(tokenizer, (str, os.PathLike)):
         tokenizer = load_tokenizer(os.fspath(tokenizer), trust_remote_code=trust_remote_code)
@@ -57,12 +58,12 @@ def load_model_for_inference(
 
 
 def copied_in(model: Any, dtype: torch.dtype) -> Any:
-    """Copy a model with its floating-point weights in another type, for sampling.
+    """Copy a model for sampling, with its floating-point weights in another type.
 
     Each weight is cast while it is copied, so no second copy in the model's own type exists. Buffers keep their type, because rotary
-    frequencies have to stay exact. A forward method set on a single layer was chosen for the original type and is not copied.
+    frequencies must stay exact. A forward method set on a single layer is not copied, because it was chosen for the original type.
     """
-    cast: dict[int, Any] = {}  # the memo of copy.deepcopy, where tied weights are one entry
+    cast: dict[int, Any] = {}  # memo of copy.deepcopy, in which tied weights are one entry
     for parameter in model.parameters():
         values = parameter.detach().to(dtype if parameter.is_floating_point() else parameter.dtype, copy=True)
         cast[id(parameter)] = torch.nn.Parameter(values, requires_grad=False)
@@ -73,7 +74,7 @@ def copied_in(model: Any, dtype: torch.dtype) -> Any:
 
 
 def cache_bytes_by_default(device: torch.device) -> int:
-    """Half of a GPU's free memory; a quarter of the CPU's, at most 4 GiB."""
+    """Return half of a GPU's free memory, or on CPU a quarter of the free memory, at most 4 GiB."""
     if device.type == "cuda":
         return torch.cuda.mem_get_info(device)[0] // 2
     free = os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
@@ -99,10 +100,10 @@ def paired(model: Any, weights: WeightStream) -> Iterator[tuple[Tensor, Tensor]]
 
 
 def position_limit(model: Any, limit: int, context_length: int | None) -> int:
-    """Longest row, at most ``limit`` tokens, whose rotary positions do not depend on its final length.
+    """Return the maximum length, up to ``limit``, at which a row's rotary positions do not depend on its final length.
 
     Raises:
-        ConfigError: ``context_length`` exceeds it.
+        ConfigError: ``context_length`` exceeds this maximum.
     """
     kind, fixed = fixed_frequencies(model.config) or ("", limit)
     if fixed >= limit:
@@ -119,7 +120,7 @@ def position_limit(model: Any, limit: int, context_length: int | None) -> int:
 
 
 def why_not_llama_family(model: Any, context_length: int) -> str | None:
-    """Why ``LlamaFamily`` cannot compute ``model``; None if it can."""
+    """Return the reason why ``LlamaFamily`` cannot compute ``model``, or None if it can."""
     config = model.config
     if type(model).__name__ not in _LLAMA_FAMILY or not type(model).__module__.startswith("transformers."):
         return f"{type(model).__name__} is not of the Llama family"

@@ -4,7 +4,7 @@ Llama, Mistral, Qwen2 and Qwen3 are one architecture with switches: RMSNorm befo
 grouped-query attention, SwiGLU; Qwen2 adds biases to query, key and value, Qwen3 a norm on each query and key head. Query,
 key and value weights are fused into one tensor, gate and up into another. The fused tensors own the storage, and the Hugging Face
 model's parameters become views of them: nothing is stored twice, an in-place optimizer step takes effect at once, and the model
-saves and loads as before because each parameter is contiguous and overlaps no other. Other models: ``general_model``.
+saves and loads as before because each parameter is contiguous and overlaps no other. ``general_model`` runs all other models.
 
 Axes: ``T`` packed tokens, ``n`` rows, ``Q`` queries of a row, ``K`` cache columns, ``H`` heads, ``G`` key-value heads, ``D`` head size.
 """
@@ -32,7 +32,8 @@ from rollwright.tracking.logging import getLogger
 
 logger = getLogger(__name__)
 
-SUMMED = 384  # most columns that one product sums over: MKL splits longer sums in parts whose size depends on their number
+#: Maximum number of columns that one product sums over, because MKL splits longer sums into parts whose size depends on the length.
+SUMMED = 384
 
 #: Names of the weight matrices, as used in messages.
 QKV, OUTPUT, GATE_UP, DOWN, HEAD = "query, key and value", "the output of attention", "gate and up", "down", "the head"
@@ -43,16 +44,16 @@ class ModelRunner:
 
     Args:
         model: a Hugging Face causal language model; its weights are shared, not copied.
-        max_rows: most sequences at once.
-        context_length: most tokens of a sequence. None uses the smaller of the model's limit and the cache's capacity.
+        max_rows: maximum number of sequences at once.
+        context_length: maximum number of tokens of a sequence. None uses the smaller of the model's limit and the cache's capacity.
         cache_bytes: limit of the cache's memory.
-        shapes: shapes of the computation. With ``BLOCKS`` and ``ONE_ROW`` a row's result does not depend on other rows, provided
-            that the processor and its libraries comply (``batch_invariance``).
+        shapes: shapes of the computation. With ``BLOCKS`` and ``ONE_ROW`` a row's result does not depend on other rows if the
+            processor and its libraries comply, which ``batch_invariance`` checks.
         invariant_attention: attention of prompts with ``BLOCKS``; see ``prefill_batch``.
 
     Attributes:
-        prompts_alone: each prompt is computed by itself, from its beginning, in shapes that depend only on the prompt.
-        most_rows: most sequences that can be computed at once, regardless of ``max_rows``.
+        prompts_alone: True if each prompt is computed by itself, from its beginning, in shapes that depend only on the prompt.
+        most_rows: maximum number of sequences that can be computed at once, regardless of ``max_rows``.
 
     Raises:
         ConfigError: the cache cannot hold one sequence of ``context_length``.
@@ -88,7 +89,7 @@ class ModelRunner:
         is_general, in_whole_blocks = isinstance(self.forward, GeneralModel), shapes is Shapes.BLOCKS
         self.prompts_alone = shapes is Shapes.ONE_ROW or (in_whole_blocks and is_general)
         self.invariant_attention = None if is_general else invariant_attention
-        # a forward pass that cannot be split always gets the same number of rows
+        # a forward pass that cannot be split is always given the same number of rows
         self.most_rows = int(shapes) if self.prompts_alone else 1 << 62
         max_rows = min(max_rows, self.most_rows)
         self.cache = KVCache(self.forward.layer_shapes, cache_bytes, max_rows, model.dtype, self.device, shapes)
@@ -109,14 +110,14 @@ class ModelRunner:
             logger.info("context_length is %d: what kv_cache_bytes holds (the model has %d).", self.context_length, limit)
 
     def with_cache_for(self, rows: int, tokens: int) -> ModelRunner:
-        """A runner of the same model with a small cache of its own, for ``rows`` sequences of at most ``tokens`` tokens."""
+        """Return a runner of the same model with a separate small cache for ``rows`` sequences of at most ``tokens`` tokens."""
         runner, cache = copy.copy(self), self.cache
         size = in_blocks(rows, cache.row_block) * in_blocks(tokens, LENGTH_STEP) * cache.bytes_per_token
         runner.cache = KVCache(self.forward.layer_shapes, size, rows, self.model.dtype, self.device, cache.shapes)
         return runner
 
     def shallow(self, vocabulary: int) -> ModelRunner:
-        """A runner of only the first layer and the first tokens of the vocabulary, enough to check how rows are computed."""
+        """Return a runner with only the first layer and the first ``vocabulary`` tokens, enough to check how rows are computed."""
         assert isinstance(self.forward, LlamaFamily)
         runner = copy.copy(self)
         runner.forward, runner.vocabulary = self.forward.shallow(vocabulary), vocabulary
@@ -125,11 +126,13 @@ class ModelRunner:
 
 @dataclass(frozen=True)
 class Matrix:
-    """A weight matrix that rows are multiplied with.
+    """A weight matrix of the model.
 
     Attributes:
+        name: name of the matrix in messages.
         weight: ``[outputs, inputs]``.
-        is_added: the product is added to a tensor in place.
+        bias: ``[outputs]``, if any.
+        is_added: True if the product is added to a tensor in place.
     """
 
     name: str
@@ -138,7 +141,7 @@ class Matrix:
     is_added: bool = False
 
     def product(self, rows: Tensor) -> Tensor:
-        """The product as a layer computes it, with all rows at once."""
+        """Compute the product as a layer does, with all rows at once."""
         if not self.is_added:
             return F.linear(rows, self.weight, self.bias)
         present = rows[:, :1].repeat(1, len(self.weight))  # adding to 0 could hide a different order of summation
@@ -152,7 +155,7 @@ class LlamaFamily:
         model: the Hugging Face model; its query, key, value, gate and up parameters become views of fused tensors.
 
     Attributes:
-        most_rows: name of a matrix -> most rows that are multiplied with it at once; larger batches are split.
+        most_rows: maximum number of rows that each matrix is multiplied with at once, by its name; larger batches are split.
     """
 
     def __init__(self, model: Any) -> None:
@@ -170,7 +173,7 @@ class LlamaFamily:
         self.share_weights()
 
     def share_weights(self) -> None:
-        """Fuse the parameters, also again if something (``model.to``, a load) has replaced their storage."""
+        """Fuse the parameters. Call it again if something, such as ``model.to`` or a load, may have replaced their storage."""
         model = self._model
         self._layers: list[SimpleNamespace] = []  # each layer's tensors: the parameters, or the storage under them
         for module in model.model.layers:
@@ -199,7 +202,7 @@ class LlamaFamily:
             self._norm_of_head = torch.tensor(kinds, device=fused.device)
 
     def shallow(self, vocabulary: int) -> LlamaFamily:
-        """A copy with one layer and the first tokens of the vocabulary."""
+        """Return a copy with one layer and the first ``vocabulary`` tokens."""
         forward = copy.copy(self)
         forward._layers, forward.layer_shapes = self._layers[:1], self.layer_shapes[:1]
         forward._head, forward.most_rows = self._head[:vocabulary], self.most_rows | {HEAD: INVARIANT_ROWS}
@@ -207,7 +210,7 @@ class LlamaFamily:
         return forward
 
     def matrices(self) -> list[Matrix]:
-        """The matrices of a layer, and the head."""
+        """Return the matrices of the first layer, and the head."""
         layer = self._layers[0]
         return [
             Matrix(QKV, layer.qkv_weight, layer.qkv_bias),
@@ -218,9 +221,9 @@ class LlamaFamily:
         ]
 
     def _norm(self, x: Tensor, weight: Tensor) -> Tensor:
-        """RMSNorm over the last axis; ``weight`` is broadcast over the axes before it.
+        """Apply RMSNorm over the last axis; ``weight`` is broadcast over the axes before it.
 
-        torch runs one kernel on a GPU, but seven operators on CPU. These four take half the time in a short step.
+        ``torch.rms_norm`` runs one kernel on a GPU, but seven operators on CPU. The four used here take half the time in a short step.
         """
         if x.device.type != "cpu" or x.dtype != torch.float32:
             return torch.rms_norm(x, x.shape[-1:], None, self._eps).mul_(weight)
@@ -228,7 +231,7 @@ class LlamaFamily:
         return (x * torch.addcmul(self._epsilon, norm, norm, value=1 / x.shape[-1]).rsqrt_()).mul_(weight)
 
     def _rope(self, positions_T: Tensor, up_to: int) -> tuple[Tensor, Tensor]:
-        """Cosine and signed sine, ``[T, 1, D]`` each: ``rotate_half(x) * sin = swap_halves(x) * signed_sin``."""
+        """Return cosine and signed sine, ``[T, 1, D]`` each, where ``rotate_half(x) * sin = swap_halves(x) * signed_sin``."""
         if self._rope_table is None or len(self._rope_table) < up_to:
             length = max(1024, 1 << (up_to - 1).bit_length())
             positions = torch.arange(length, device=positions_T.device)[None]
@@ -239,7 +242,7 @@ class LlamaFamily:
         return cos, sin
 
     def __call__(self, batch: ForwardBatch, cache: KVCache) -> Tensor:
-        """Logits ``[n, vocabulary]`` of each row's last token, or ``[T, vocabulary]`` of all; keys and values go into the cache."""
+        """Return logits of each row's last token, ``[n, vocabulary]``, or of all, ``[T, vocabulary]``; keys and values are cached."""
         H, G, D, norm, most = self._heads, self._kv_heads, self._head_size, self._norm, self.most_rows
         count, tokens, positions = len(batch.columns), batch.padded_tokens, batch.padded_positions
         if isinstance(batch, DecodeBatch):
@@ -275,7 +278,7 @@ class LlamaFamily:
 
 
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None, most: int) -> Tensor:
-    """``x @ weight.T + bias``, at most ``most`` rows at a time."""
+    """Compute ``x @ weight.T + bias``, at most ``most`` rows at a time."""
     if len(x) <= most:
         return F.linear(x, weight, bias)
     return torch.cat([F.linear(rows, weight, bias) for rows in x.split(most)])
@@ -291,9 +294,9 @@ def add_product(x: Tensor, rows: Tensor, weight_t: Tensor, most: int) -> None:
 
 
 def fuse_rows(parameters: list[nn.Parameter]) -> Tensor:
-    """One tensor ``[sum of first axes, ...]`` that owns the parameters' storage; the parameters become its views.
+    """Return one tensor ``[sum of first axes, ...]`` that owns the parameters' storage; the parameters become views of it.
 
-    Parameters that are fused already, in this order, are left as they are.
+    Parameters that are already fused in this order are left as they are.
     """
     first, sizes = parameters[0].data, [p.shape[0] for p in parameters]
     ends = itertools.accumulate((p.numel() * p.element_size() for p in parameters), initial=first.data_ptr())
@@ -311,14 +314,14 @@ def fuse_rows(parameters: list[nn.Parameter]) -> Tensor:
 
 
 def decode_attention(q: Tensor, keys: Tensor, values: Tensor, bias: Tensor) -> Tensor:
-    """One query for each row over the cache: two batched products, which are faster than the fused kernel on CPU.
+    """Attend from one query per row over the cache, by two batched products, which are faster than the fused kernel on CPU.
 
     The shapes are whole blocks, so in float32 on CPU a query's bits do not depend on the other rows or on masked columns. The fused
-    kernel (``prefill_attention``) is faster for long prompts but rounds by how its threads divide the queries.
+    kernel (``prefill_attention``) is faster for long prompts, but its rounding depends on how its threads divide the queries.
 
     Args:
         q: ``[n, H, D]``.
-        keys, values: of the rows' key-value heads, ``[n * G, D, K]`` and ``[n * G, K, D]``.
+        keys, values: keys ``[n * G, D, K]`` and values ``[n * G, K, D]`` of the rows' key-value heads.
         bias: ``[n * G, 1, K]``.
     """
     rows, D = len(q), q.shape[-1]
@@ -330,7 +333,7 @@ def decode_attention(q: Tensor, keys: Tensor, values: Tensor, bias: Tensor) -> T
 
 
 def weighted_sum(weights: Tensor, values: Tensor) -> Tensor:
-    """``weights @ values``, summed in column order ``SUMMED`` columns at a time, so that trailing columns of weight 0 change no bit."""
+    """Compute ``weights @ values``, ``SUMMED`` columns at a time in order, so that trailing columns of weight 0 change no bit."""
     if weights.shape[2] <= SUMMED:
         return torch.bmm(weights, values)
     total = torch.bmm(weights[:, :, :SUMMED], values[:, :SUMMED])
@@ -340,12 +343,12 @@ def weighted_sum(weights: Tensor, values: Tensor) -> Tensor:
 
 
 def prefill_attention(batch: ForwardBatch, q: Tensor, new: Tensor, cached_keys: Tensor, cached_values: Tensor) -> Tensor:
-    """Many queries for each row: causal over the queries themselves if rows begin at 0, otherwise over the rows' cache.
+    """Attend from many queries per row: causally over the queries themselves if ``batch.visible`` is None, else over the rows' cache.
 
     Args:
         q: ``[T, H, D]``.
         new: ``[T, 2 * G, D]``: the tokens' keys and values.
-        cached_keys, cached_values: of all rows, ``[rows, G, length, D]``.
+        cached_keys, cached_values: keys and values of all rows, ``[rows, G, length, D]``.
     """
     visible, heads = batch.visible, cached_keys.shape[1]
     if visible is None:

@@ -1,7 +1,7 @@
-"""Check that a Hugging Face model computes the same over our cache, masks and positions as in a plain forward.
+"""Checks that a Hugging Face model computes the same log-probabilities over our cache, masks and positions as in a plain forward.
 
-The engine runs this check when it starts: with a few tokens for every model, and with a row that exceeds each window, chunk and other
-length in the configuration (``inference/model_facts.py``), up to the engine's context length. It compares log-probabilities.
+The engine runs this check when it starts. It uses a few tokens for every model and, for each window, chunk and other length in the model's
+configuration (``inference/model_facts.py``) that is below the engine's context length, a row that exceeds this length.
 """
 
 from __future__ import annotations
@@ -20,18 +20,18 @@ from rollwright.inference.backends.builtin.kv_cache import KVCache, LayerShape
 from rollwright.inference.model_facts import attention_of, regime_lengths
 from rollwright.inference.request import ModelRequest
 
-_SHORT = (11, 5)  # tokens of the rows of the short proof
+_SHORT = (11, 5)  # lengths of the rows in the short check
 _BEYOND = 64  # tokens by which a row exceeds a length; at most the length itself
-_ONE_BY_ONE = 2  # tokens left when rows are computed one by one, once
-_PIECE = 1024  # most tokens per pass, because the additive mask is materialised
-#: Most operations of a check: about two minutes on two cores, less on a GPU. Rows that would take more are refused.
+_ONE_BY_ONE = 2  # in the pass that ends this many tokens before the end, rows are computed one by one
+_PIECE = 1024  # maximum number of tokens per pass, because the additive mask is materialised
+#: Maximum number of operations of a check: about two minutes on two cores, less on a GPU. Rows that would take more are an error.
 _OPERATIONS, _GPU_OPERATIONS = 1e14, 1e16
-_LIKELY = 64  # tokens compared in half precision; the log-probabilities of unlikely ones are mostly rounding error
+_LIKELY = 64  # tokens compared in half precision; the log-probabilities of unlikely tokens are mostly rounding error
 #: Tolerances: in float32 at every position; in half precision the mean over likely tokens and the median over positions.
 _NATS, _HALF_NATS = 1e-3, 0.1
 
 Forward = Callable[[ForwardBatch, KVCache], Tensor]
-#: What was proved of each model: how it was computed, its attention implementation, the longest row.
+#: Checks that each model has passed: mode of computation, attention implementation, longest row.
 _proved: weakref.WeakKeyDictionary[Any, set[tuple[str, str, int]]] = weakref.WeakKeyDictionary()
 
 
@@ -49,10 +49,15 @@ def prove(
     """Compare ragged passes over a cache with plain forwards.
 
     Args:
-        forward: forward of ``model`` over the cache, whose layers have the shapes ``layers``.
+        forward: forward of ``model`` over the cache.
+        model: the model to check.
+        layers: shapes of the cache's layers.
         tokens: ordinary tokens to build rows from.
         context_length: longest row to check.
-        mode: how ``forward`` computes; results are cached for each model and mode.
+        mode: how ``forward`` computes; passed checks are remembered by model and mode.
+
+    Returns:
+        The first difference, or None if the results agree.
     """
     if reason := _differs(forward, model, layers, tokens, [min(n, context_length) for n in _SHORT], 0):
         said = f"with an explicit mask and cache it computes other log-probabilities than in a plain forward ({reason}; it may have "
@@ -84,7 +89,7 @@ def prove(
 
 
 def _operations(model: Any, length: int) -> float:
-    """Approximate number of operations of both forwards of a row."""
+    """Estimate the number of operations of both forwards of a row."""
     text = model.config.get_text_config()
     attention = 4 * length**2 * (getattr(text, "hidden_size", None) or 1024) * (getattr(text, "num_hidden_layers", None) or 1)
     return 2.0 * (2 * sum(p.numel() for p in model.parameters()) * length + attention)
@@ -93,9 +98,9 @@ def _operations(model: Any, length: int) -> float:
 def _differs(
     forward: Forward, model: Any, layers: list[LayerShape], tokens: list[int], lengths: list[int], border: int
 ) -> str | None:
-    """Compare rows computed in parts that end before and after ``border`` tokens; None if they agree.
+    """Compare rows computed in parts, which end before and after ``border`` tokens; return None if the results agree.
 
-    Later parts are ragged, because the rows end together; the last parts have one token, as in decoding.
+    Later parts are ragged, because all rows end in the same pass. The last parts have one token, as in decoding.
     """
     generator, device = torch.Generator().manual_seed(0), model.device
     rows = [[tokens[i] for i in torch.randint(len(tokens), (n,), generator=generator).tolist()] for n in lengths]
@@ -108,7 +113,7 @@ def _differs(
     done, computed = [0] * len(rows), list[tuple[int, int, Tensor]]()  # (row, tokens so far, logits)
     for left in ends:
         chunks = [Chunk(s, done[i], len(s.tokens) - left) for i, s in enumerate(sequences) if len(s.tokens) - left > done[i]]
-        # Once each by itself: if rows always end together, positions counted for the whole batch go unnoticed.
+        # Rows are computed one by one once: if they always ended together, positions counted for the whole batch would go unnoticed.
         for group in [[chunk] for chunk in chunks] if left == _ONE_BY_ONE else [chunks] if chunks else []:
             first = sequences.index(group[0].sequence)
             logits = forward(prefill_batch(group, first, device), cache)
@@ -129,14 +134,14 @@ def _differs(
 
 
 def _plain(model: Any, ids: Tensor, count: int) -> Tensor:
-    """Logits ``[count, V]`` of a row's last tokens from the model's own forward without a cache."""
+    """Return the logits ``[count, V]`` of a row's last tokens from the model's own forward without a cache."""
     can_keep = "logits_to_keep" in inspect.signature(model.forward).parameters
     keep = {"logits_to_keep": count} if count < ids.shape[1] and can_keep else {}
     return model(input_ids=ids, use_cache=False, **keep).logits[0, -count:]
 
 
 def _distance(logits_V: Tensor, plain_V: Tensor, dtype: torch.dtype) -> float:
-    """Distance of two distributions in nats; infinite if either has NaNs."""
+    """Return the distance of two distributions in nats, which is infinite if either has NaNs."""
     logprobs_V, plain_V = logits_V.float().log_softmax(-1), plain_V.float().log_softmax(-1)
     distance_V = (logprobs_V - plain_V).abs()
     if dtype == torch.float32:

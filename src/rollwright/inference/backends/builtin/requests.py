@@ -1,7 +1,7 @@
-"""Requests in and responses out: checks each request, and passes both between event loops and the engine's thread.
+"""Requests in and responses out: checks requests, and passes requests and responses between event loops and the engine's thread.
 
-Each crossing between threads wakes a thread that then competes for the interpreter. Samples of one batch often ask in the same turn of
-their loop, and many of them are answered by the same step, so they cross together, once in each direction.
+Each crossing between threads wakes a thread that then competes for the interpreter. Samples of one batch often send their requests in the
+same iteration of the event loop, and one step answers many of them, so requests cross together, and so do responses.
 """
 
 from __future__ import annotations
@@ -45,14 +45,14 @@ _NUMBERS: dict[str, tuple[bool, Any]] = {
 
 
 class RequestIntake:
-    """Turns requests into sequences, and refuses those that the engine cannot serve as asked.
+    """Turns requests into sequences, and rejects requests that the engine cannot serve as specified.
 
     A step computes many requests together, so a request that breaks the step would end all of them.
 
     Args:
         runner: the model.
-        tokenizer: for stop strings and the end token; may be None.
-        seed: for requests without a seed, in order of submission.
+        tokenizer: decodes for stop strings and defines the end token; may be None.
+        seed: seed from which requests without their own seed get theirs, in order of submission.
     """
 
     def __init__(self, runner: ModelRunner, tokenizer: Any, seed: int) -> None:
@@ -66,11 +66,11 @@ class RequestIntake:
         self._end_ids = {i for end in ends for i in (end if isinstance(end, list) else [end]) if i is not None}
 
     def sequence(self, request: ModelRequest) -> Sequence:
-        """Check a request and make it a sequence.
+        """Check a request and convert it to a sequence.
 
         Raises:
             PromptTooLongError: there is no room for a new token.
-            EngineError: the request cannot be served as asked.
+            EngineError: the request cannot be served as specified.
         """
         gconfig, runner, length = request.gconfig, self._runner, len(request.input_ids)
         room = runner.context_length - length
@@ -125,7 +125,7 @@ class RequestIntake:
         return stop_ids
 
     def _check_inputs(self, request: ModelRequest) -> None:
-        """Refuse tokens, positions, branches, images and adapters that the model or the engine does not support."""
+        """Reject tokens, positions, branches, images and adapters that the model or the engine does not support."""
         runner, length = self._runner, len(request.input_ids)
         if (largest := max(request.input_ids)) >= runner.vocabulary:
             raise EngineError(
@@ -163,10 +163,10 @@ class RequestIntake:
 
 
 def check_sampling(gconfig: GenerationHyperparameters, vocabulary: int) -> None:
-    """Refuse a generation argument of a wrong type or outside its limits.
+    """Check the types and limits of the generation arguments.
 
     Raises:
-        EngineError: it names the argument.
+        EngineError: an argument has a wrong type or is outside its limits; the message names it.
     """
     for name, (is_whole, limits) in _NUMBERS.items():
         value = getattr(gconfig, name)
@@ -196,11 +196,11 @@ def check_sampling(gconfig: GenerationHyperparameters, vocabulary: int) -> None:
 
 
 class Outbox:
-    """Collects the requests of one event loop until the end of its turn.
+    """Collects the requests of one event loop until the end of the loop's current iteration.
 
     Args:
-        queue: queues batches of requests in the engine; returns for each why it was refused, or None.
-        most: number of requests that are sent at once, so that requests that can run do not wait for the rest of a long turn.
+        queue: queues batches of requests in the engine; returns for each batch the error that rejects it, or None.
+        most: number of requests that are sent without waiting for the end of the iteration, because the engine can run them at once.
     """
 
     def __init__(self, queue: Callable[[Batches], list[EngineError | None]], most: int) -> None:
@@ -210,7 +210,7 @@ class Outbox:
         self._count = 0
 
     def send(self, sequences: list[Sequence]) -> list[asyncio.Future[ModelResponse]]:
-        """Queue requests together; returns futures of the running loop."""
+        """Queue requests together and return futures of the running loop."""
         loop = asyncio.get_running_loop()
         futures = [loop.create_future() for _ in sequences]
         for sequence, future in zip(sequences, futures, strict=True):
@@ -230,11 +230,11 @@ class Outbox:
         self._batches, self._count = [], 0
         for sequences, error in zip(batches, self._queue(batches), strict=True):
             if error is not None and sequences:
-                sequences[0].future.set_exception(error)  # the task that awaits it cancels the others
+                sequences[0].future.set_exception(error)  # the task that awaits this future cancels the others
 
 
 def resolve(finished: list[Finished]) -> None:
-    """Pass responses and errors to those who wait for them; each event loop is woken once."""
+    """Pass responses and errors to the futures of their sequences; each event loop is woken once."""
     by_loop: dict[asyncio.AbstractEventLoop, list[tuple[asyncio.Future[ModelResponse], ModelResponse | BaseException]]] = {}
     for sequence, outcome in finished:
         future = sequence.future
@@ -262,10 +262,10 @@ def _settle(
 async def stream(
     submit: Callable[..., list[Future[ModelResponse]]], request: ModelRequest
 ) -> AsyncGenerator[ModelResponse, None]:
-    """The response to ``request`` as it grows; see ``BuiltinEngine.astream``.
+    """Yield the response to ``request`` as it grows; see ``BuiltinEngine.astream``.
 
     Args:
-        submit: the engine's.
+        submit: ``BuiltinEngine.submit``.
         request: the request.
     """
     loop, news = asyncio.get_running_loop(), asyncio.Event()

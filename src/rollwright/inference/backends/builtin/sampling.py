@@ -1,10 +1,10 @@
 """Samples the tokens of a step (temperature, top-k, top-p, min-p) and finds the rows whose output ends.
 
 Log-probabilities are those of the temperature-scaled softmax, before top-k, top-p, min-p, bias and penalties (``adjustments``). Each token
-takes one uniform number, a function of the request's seed and the index of the token only, so what a request draws depends on its own
-distribution and never on the other requests of the batch.
+takes one uniform number, which depends only on the request's seed and the token's index. A request's tokens therefore depend on its own
+distributions and never on the other requests of the batch.
 
-Axes: ``B`` rows that are sampled, ``V`` vocabulary.
+Axes: ``B`` sampled rows, ``V`` vocabulary.
 """
 
 from __future__ import annotations
@@ -18,8 +18,8 @@ from torch import Tensor
 from rollwright.inference.backends.builtin.batch import Chunk, RowTable, Sequence
 from rollwright.inference.request import TopTokens
 
-_BELOW_ONE = 1.0 - 2.0**-23  # keeps a target below the total, whatever the rounding
-_UNIFORMS = 16  # random numbers drawn at once for each row if the plan lasts
+_BELOW_ONE = 1.0 - 2.0**-23  # keeps a target below the total despite rounding
+_UNIFORMS = 16  # random numbers computed at once for each row, from a plan's second step on
 
 
 def sample(logits_BV: Tensor, plan: StepPlan) -> tuple[np.ndarray, np.ndarray]:
@@ -39,7 +39,7 @@ def sample(logits_BV: Tensor, plan: StepPlan) -> tuple[np.ndarray, np.ndarray]:
     if is_plain_B is not None and not is_plain_B.any():
         return _sample_any(scores_BV, uniforms_B, forbidden, plan)
     tokens_B, logprobs_B = _sample_plain(scores_BV, uniforms_B, forbidden)
-    if forbidden is not None:  # the allowed tokens may be too unlikely for float32
+    if forbidden is not None:  # the probabilities of the allowed tokens may underflow in float32
         is_finite_B = np.isfinite(logprobs_B)
         is_plain_B = is_finite_B if is_plain_B is None else is_plain_B & is_finite_B
     if is_plain_B is None or is_plain_B.all():
@@ -49,7 +49,7 @@ def sample(logits_BV: Tensor, plan: StepPlan) -> tuple[np.ndarray, np.ndarray]:
 
 
 def _sample_plain(scores_BV: Tensor, uniforms_B: Tensor, forbidden: Tensor | None) -> tuple[np.ndarray, np.ndarray]:
-    """Draw from the whole distribution without the tokens at ``forbidden``, indices into the flat ``[B * V]``."""
+    """Draw from the whole distribution except the tokens at ``forbidden``, which are indices into the flat ``[B * V]``."""
     probs_BV = scores_BV.softmax(-1)
     if forbidden is not None:
         probs_BV.view(-1).index_fill_(0, forbidden, 0.0)
@@ -62,7 +62,7 @@ def _sample_plain(scores_BV: Tensor, uniforms_B: Tensor, forbidden: Tensor | Non
 def _sample_any(
     scores_BV: Tensor, uniforms_B: Tensor, forbidden: Tensor | None, plan: StepPlan
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Draw for rows of every kind, with their adjustments."""
+    """Draw for rows of all kinds, with adjustments."""
     logprobs_BV = scores_BV.log_softmax(-1)
     if plan.adjusted or forbidden is not None:
         scores_BV = scores_BV.clone()
@@ -89,7 +89,7 @@ def _sample_any(
 
 @functools.cache
 def _block_size(vocabulary: int) -> int | None:
-    """A divisor of the vocabulary near its square root; None if there is none in a useful range or one sum is as fast."""
+    """Return a divisor of the vocabulary near its square root, or None if no divisor is useful or a single sum is as fast."""
     if vocabulary <= 1024:
         return None
     candidates = [size for size in range(16, 1025) if vocabulary % size == 0]
@@ -97,10 +97,10 @@ def _block_size(vocabulary: int) -> int | None:
 
 
 def inverse_cdf(weights_BV: Tensor, uniforms_B: Tensor) -> Tensor:
-    """The token at which the running sum of the weights passes ``uniform * total``, ``[B]``.
+    """Return the token at which the cumulative sum of the weights passes ``uniform * total``, ``[B]``.
 
-    If the vocabulary divides into blocks, the sum has two levels: block sums are vectorised, while a running sum over the whole
-    vocabulary is slower and less exact.
+    If the vocabulary divides into blocks, the sum has two levels, because block sums are vectorised, while a cumulative sum over the
+    whole vocabulary is slower and less exact.
     """
     size = _block_size(weights_BV.shape[1])
     if size is None:
@@ -118,8 +118,11 @@ def inverse_cdf(weights_BV: Tensor, uniforms_B: Tensor) -> Tensor:
 
 
 def truncated_inverse_cdf(scores_BV: Tensor, uniforms_B: Tensor, top_k_B: Tensor, top_p_B: Tensor, min_p_B: Tensor) -> Tensor:
-    """Draw a token, ``[B]``, from the ``top_k`` most likely ones (0: all), restricted to the smallest set with mass ``top_p``, and
-    then to tokens at least ``min_p`` times as likely as the most likely one."""
+    """Draw a token for each row, ``[B]``, from a truncated distribution.
+
+    The ``top_k`` most likely tokens (0 means all) are restricted to the smallest set that has the mass ``top_p``, and then to tokens at
+    least ``min_p`` times as likely as the most likely token.
+    """
     ordered, order = scores_BV.sort(dim=-1, descending=True, stable=True)
     running = ordered.softmax(-1).cumsum(-1)
     vocabulary = running.shape[1]
@@ -136,7 +139,7 @@ def truncated_inverse_cdf(scores_BV: Tensor, uniforms_B: Tensor, top_k_B: Tensor
 
 
 def counter_uniforms(seeds: np.ndarray, counters: np.ndarray) -> np.ndarray:
-    """One number in [0, 1) for each (seed, counter), float32, of 24 bits.
+    """Return one float32 number in [0, 1), with 24 random bits, for each (seed, counter).
 
     Args:
         seeds: ``[B]`` uint64.
@@ -148,31 +151,31 @@ def counter_uniforms(seeds: np.ndarray, counters: np.ndarray) -> np.ndarray:
 
 
 def _mix(state: np.ndarray) -> np.ndarray:
-    """The finaliser of SplitMix64 (Steele, Lea and Flood, "Fast splittable pseudorandom number generators", 2014)."""
+    """Apply the finaliser of SplitMix64 (Steele, Lea and Flood, "Fast splittable pseudorandom number generators", 2014)."""
     state = (state ^ (state >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
     state = (state ^ (state >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
     return state ^ (state >> np.uint64(31))
 
 
 class StepPlan:
-    """How the rows from ``first`` on are sampled, for as long as the same sequences are in them.
+    """Sampling settings of the rows from ``first`` on. A plan is reused as long as the same sequences are in these rows.
 
     Args:
         table: settings of the rows.
         running: the sequences by row.
-        first: the first row; the plan reaches to the last running sequence.
+        first: the first row of the plan; the last one is that of the last running sequence.
         vocabulary: number of tokens.
         device: device of the logits.
 
     Attributes:
         steps: number of tokens sampled by this plan for each row.
-        temperature_B1: temperatures; None if all are 1.
-        kinds: ``whole`` (any token), ``greedy`` or ``truncated`` -> indices of the rows sampled that way; None means all rows.
-        is_plain_B: rows that may give any token and have no adjustment; None means all rows.
+        temperature_B1: temperatures, or None if all are 1.
+        kinds: indices of the rows by kind of sampling: ``whole`` (any token), ``greedy`` or ``truncated``. None means all rows.
+        is_plain_B: True for rows that may return any token and have no adjustment. None means all rows.
         limits: ``top_k``, ``top_p`` and ``min_p`` of the truncated rows.
         begins: sequences whose first token is sampled in the plan's first step.
-        adjusted, watched, heard, detailed: rows with an adjustment, with stop strings, with a listener, and with alternatives.
-        until_minimum: ``[B]``: the step from which on a row has its ``min_new_tokens`` and may stop.
+        adjusted, watched, heard, detailed: rows that have an adjustment, stop strings, an ``on_token`` callback, or ``top_logprobs``.
+        until_minimum: ``[B]``, number of the plan's steps after which a row has its ``min_new_tokens`` and may stop.
     """
 
     def __init__(self, table: RowTable, running: list[Sequence], first: int, vocabulary: int, device: torch.device) -> None:
@@ -204,7 +207,7 @@ class StepPlan:
         self._forbidden: Tensor | None = None
         self._forbidden_until = 0
         self._uniforms: list[Tensor] = []
-        self._uniforms_end = 0  # the first step without a number
+        self._uniforms_end = 0  # the first step that has no number yet
 
     def _read_kinds(self, settings: np.ndarray) -> None:
         temperatures, is_greedy = settings["temperature"], settings["greedy"]
@@ -223,7 +226,7 @@ class StepPlan:
         self.limits = [torch.as_tensor(limit, device=self._device) for limit in limits]
 
     def uniforms(self) -> Tensor:
-        """The random numbers of this step, ``[B]``; see ``counter_uniforms``."""
+        """Return the random numbers of this step, ``[B]``; see ``counter_uniforms``."""
         if self.steps >= self._uniforms_end:
             count = _UNIFORMS if self.steps else 1  # many plans last one step
             counters = self._generated + (self.steps + np.arange(count))[:, None]
@@ -232,7 +235,7 @@ class StepPlan:
         return self._uniforms[self.steps - self._uniforms_end]
 
     def forbidden(self) -> Tensor | None:
-        """Indices into the flat ``[B * V]`` of the stop ids of rows below ``min_new_tokens``; None if there are none."""
+        """Return the stop ids of rows below ``min_new_tokens``, as indices into the flat ``[B * V]``, or None if there are none."""
         if self.steps >= self._last_minimum:
             return None
         if self.steps >= self._forbidden_until:
@@ -244,10 +247,13 @@ class StepPlan:
         return self._forbidden
 
     def ended(self, tokens: np.ndarray) -> tuple[np.ndarray | None, np.ndarray | None]:
-        """Rows that end with the newest of their ``tokens``, which ``steps`` already counts.
+        """Find the rows that end with their newest token.
+
+        Args:
+            tokens: the newest token of each row, ``[B]``, already counted in ``steps``.
 
         Returns:
-            Rows whose token is one of their stop ids, and rows that have all their tokens: ``[B]`` bool each, or None for no row.
+            Masks ``[B]`` of the rows that sampled one of their stop ids, and of the rows that reached their limit; None means no row.
         """
         stopped = None
         if self.steps >= self._first_minimum:
@@ -259,11 +265,11 @@ class StepPlan:
 def score_prompts(group: list[Chunk], logits_TV: Tensor) -> None:
     """Add the log-probabilities of prompt tokens to the sequences of ``group``.
 
-    They are taken from the temperature-scaled softmax, as for sampled tokens.
+    As for sampled tokens, these come from the temperature-scaled softmax.
 
     Args:
-        group: chunks of prompts that are scored.
-        logits_TV: logits of their tokens.
+        group: chunks of the prompts to score.
+        logits_TV: logits of the chunks' tokens.
     """
     for chunk, logits in zip(group, logits_TV.split([chunk.length for chunk in group]), strict=True):
         sequence, request = chunk.sequence, chunk.sequence.request
@@ -276,6 +282,6 @@ def score_prompts(group: list[Chunk], logits_TV: Tensor) -> None:
 
 
 def most_likely(logprobs_V: Tensor, count: int) -> TopTokens:
-    """The ``count`` most likely tokens and their log-probabilities."""
+    """Return the ``count`` most likely tokens and their log-probabilities."""
     values, tokens = logprobs_V.topk(count)
     return list(zip(tokens.tolist(), values.tolist(), strict=True))

@@ -1,7 +1,7 @@
 """The engine's step (schedule, run, sample, postprocess) and its scheduler: queue, admission, prompt chunks, rows and preemption.
 
-Rows ``0 .. len(running) - 1`` decode. At most one sequence is in the middle of its prompt, in the row after them. Requests are served
-first come, first served; a preempted sequence returns to the head of the queue with the tokens it has.
+Rows ``0 .. len(running) - 1`` decode. At most one sequence is in the middle of its prompt; it is in the row after the decoding ones.
+Requests are served first come, first served; a preempted sequence returns to the head of the queue with the tokens that it has.
 """
 
 from __future__ import annotations
@@ -21,19 +21,19 @@ from rollwright.inference.request import ModelResponse
 
 Finished = tuple[Sequence, ModelResponse | BaseException]
 
-#: Most prompt tokens that are scored in one pass: their logits are in memory together.
+#: Maximum number of prompt tokens scored in one pass, because their logits are in memory together.
 _SCORED_TOKENS = 512
 _HEADROOM = 64  # free columns that a sequence needs beyond its tokens if its whole length does not fit
 
 
 class Stepper:
-    """Runs the steps: computes prompts and next tokens of the scheduled sequences. Used by one thread at a time.
+    """Runs the steps: computes prompts and next tokens of the scheduled sequences. Only one thread at a time may use it.
 
     Args:
         runner: the model and its cache.
-        max_rows: most sequences at once.
-        kept_bytes: most memory for finished sequences' keys and values.
-        prefill_tokens: most prompt tokens in one step.
+        max_rows: maximum number of sequences at once.
+        kept_bytes: maximum memory for the keys and values of finished sequences.
+        prefill_tokens: maximum number of prompt tokens in one step.
         version: version of the weights.
     """
 
@@ -57,7 +57,8 @@ class Stepper:
         """Compute some prompt tokens and one new token for every running sequence.
 
         Args:
-            finished: receives the sequences that end, with their responses. If the step fails, those in it have ended nonetheless.
+            finished: receives the sequences that end, with their responses. If the step fails, the sequences added so far have ended
+                nonetheless.
         """
         runner = self._runner
         self._counts["steps"] += 1
@@ -91,7 +92,7 @@ class Stepper:
             self._sample(runner.forward(batch, runner.cache), plan, finished)
 
     def _sample(self, logits: Tensor, plan: StepPlan, finished: list[Finished]) -> None:
-        """Draw a token for each of the plan's rows, and take out the sequences that end with it."""
+        """Draw a token for each of the plan's rows, and remove the sequences that end."""
         running, first = self.scheduler.running, plan.first
         tokens, logprobs = sample(logits, plan)
         for index, adjustment in plan.adjusted:
@@ -123,7 +124,7 @@ class Stepper:
             if ended is not None:
                 ends.update(ended.nonzero()[0].tolist())
         responses: list[Finished] = []
-        for index in sorted(ends, reverse=True):  # from the last row down, so that fewer rows move, and none that ends
+        for index in sorted(ends, reverse=True):  # from the last row down: fewer rows move, and never an ending one
             sequence = running[first + index]
             match = int(tokens[index]) if stops is not None and stops[index] else matches.get(index)
             self.scheduler.remove(sequence, keep=True)
@@ -136,7 +137,7 @@ class Stepper:
 
     @torch.inference_mode()
     def abort(self, rid: str | None) -> list[Finished]:
-        """Take out the sequences of one conversation, or all; each gets a response with the output so far."""
+        """Remove the sequences of one conversation, or all sequences; each gets a response with the output so far."""
         scheduler = self.scheduler
         chosen = [s for s in [*scheduler.active(), *scheduler.waiting] if rid is None or s.request.rid == rid]
         for sequence in chosen:
@@ -162,7 +163,7 @@ class Stepper:
 
 
 def answer(stepper: Stepper, sequences: list[Sequence]) -> list[Finished]:
-    """Run sequences together, on a stepper without other requests; returns them with their responses, as they end."""
+    """Run sequences together on an idle stepper, and return them with their responses in the order in which they end."""
     stepper.scheduler.waiting.extend(sequences)
     finished = list[Finished]()
     while stepper.has_work:
@@ -176,7 +177,7 @@ class Prefill:
 
     Attributes:
         groups: chunks that run together, of similar length, in row order.
-        followers: ``(sequence, leader)`` with the same prompt: the follower takes the leader's keys, values and logits.
+        followers: pairs ``(sequence, leader)`` that have the same prompt; the sequence reuses the leader's keys, values and logits.
     """
 
     groups: list[list[Chunk]] = field(default_factory=list)
@@ -184,20 +185,20 @@ class Prefill:
 
 
 class Scheduler:
-    """The queue, and which sequence is in which row.
+    """The queue and the assignment of sequences to rows.
 
     Args:
         runner: the model and its cache, whose rows are scheduled.
         table: per-row arrays, moved along with the rows.
-        kept_bytes: most memory for finished sequences' keys and values.
-        prefill_tokens: most prompt tokens computed in one step.
+        kept_bytes: maximum memory for the keys and values of finished sequences.
+        prefill_tokens: maximum number of prompt tokens computed in one step.
 
     Attributes:
         kept: keys and values of finished sequences.
         waiting: the queue.
-        running: sequences that decode, by row.
+        running: decoding sequences, by row.
         partial: the sequence in the middle of its prompt, if any.
-        holding: True if no request is admitted.
+        holding: True while no request is admitted.
     """
 
     def __init__(self, runner: ModelRunner, table: RowTable, kept_bytes: int, prefill_tokens: int) -> None:
@@ -211,7 +212,7 @@ class Scheduler:
         self.waiting: deque[Sequence] = deque()
         self.running: list[Sequence] = []
         self.partial: Sequence | None = None
-        self._admitted: list[Sequence] = []  # sequences taken from the queue in this step; they decode or are partial after it
+        self._admitted: list[Sequence] = []  # taken from the queue in this step; after it, they decode or are partial
         self.holding = False
         self.preemptions = 0
         self.reused_tokens = 0
@@ -238,7 +239,7 @@ class Scheduler:
             budget -= chunks[0].length
             if not chunks[0].completes:
                 return Prefill([chunks])
-        if self.waiting and not self.holding:  # lay out the cache for all that these may need, if the memory allows it
+        if self.waiting and not self.holding:  # if memory allows, lay out the cache for all that the queued sequences may need
             active = self.active()
             queued = list(self.waiting)[: self._cache.max_rows - len(active)]
             longest = max((sequence.length_limit for sequence in active + queued), default=0)
@@ -273,7 +274,7 @@ class Scheduler:
         """
         if sequence is not self.partial:
             sequence.cached, sequence.prefix_source = 0, None
-            # the last token, and the one before each scored token, must be computed for their logits
+            # the last token and the token before each scored one must be computed, because their logits are needed
             limit = min(sequence.shareable_length, (sequence.next_scored or len(sequence.tokens)) - 1)
             for index in (self._active_prefixes, self.kept) if limit > 0 and not self._prompts_alone else ():
                 source, length = index.find(sequence.tokens)
@@ -285,11 +286,11 @@ class Scheduler:
         return Chunk(sequence, sequence.cached, end if sequence.request.multi_modal else min(end, sequence.cached + budget))
 
     def _place(self, chunks: list[Chunk], followers: list[tuple[Sequence, Sequence]]) -> list[list[Chunk]]:
-        """Assign rows: completing chunks by length, then followers, then the chunk that does not complete.
+        """Assign rows: first the chunks that complete, by length, then followers, then the chunk that does not complete.
 
         Returns:
-            The chunks in row order, in groups that are split if padding to one length would waste more than half. (Attention in
-            whole blocks does not pad to a common length.)
+            The chunks in row order, in groups. A chunk starts a new group if padding the group to one length would add more than half
+            of its tokens. (Attention in whole blocks does not pad to a common length.)
         """
         resumed = [chunk for chunk in chunks if chunk.completes and chunk.sequence is self.partial]
         begun = sorted((c for c in chunks if c.completes and c.sequence is not self.partial), key=lambda c: c.length)
@@ -330,7 +331,7 @@ class Scheduler:
     # ------------------------------------------------------------------ rows
 
     def prefilled(self, prefill: Prefill) -> None:
-        """Let sequences whose prompt is complete decode; the keys and values of all chunks are in the cache now."""
+        """Move sequences with a complete prompt to the decoding rows. The keys and values of all chunks are in the cache now."""
         chunks = [chunk for group in prefill.groups for chunk in group]
         for chunk in chunks:
             chunk.sequence.cached = chunk.end
@@ -348,7 +349,7 @@ class Scheduler:
         self._admitted.clear()
 
     def schedule_decode(self) -> list[Sequence]:
-        """Return the sequences that get a token, each with a free column for it. Preempts the youngest if memory runs out."""
+        """Return the sequences that get a token, after reserving a column for it in each row. Preempts the youngest if memory runs out."""
         while self.running:
             grown = needed = int(self._table.cached[: len(self.running)].max()) + 1
             if needed > self._cache.length:
@@ -363,15 +364,16 @@ class Scheduler:
         return self.running
 
     def preempt(self, sequence: Sequence) -> None:
-        """Put a sequence back at the head of the queue; its keys and values are computed again later."""
+        """Put a sequence back at the head of the queue; its keys and values are recomputed later."""
         self.remove(sequence)
         self.waiting.appendleft(sequence)
         self.preemptions += 1
 
     def remove(self, sequence: Sequence, keep: bool = False) -> None:
-        """Take a sequence out of the queue or its row, if it has not ended. The last decoding row moves into the gap.
+        """Remove a sequence from the queue or from its row, if it has not ended. The last decoding row moves into the gap.
 
         Args:
+            sequence: the sequence to remove.
             keep: keep its keys and values for later requests.
         """
         if sequence is self.partial:
@@ -383,7 +385,7 @@ class Scheduler:
             self._active_prefixes.discard(sequence)
             is_plain = not sequence.has_own_layout and not sequence.request.multi_modal
             if keep and is_plain and sequence.is_current and self.kept.capacity_bytes:
-                # decoding rounds differently from a prompt's pass, and a found prefix must not change any later bit
+                # decoding rounds differently from a prompt's pass, and reusing a prefix must not change any later bit
                 kept = sequence.prefilled if self._cache.invariant else cached
                 self.kept.keep(sequence.tokens[:kept], self._cache.extract(row, kept))
             if row != last:
@@ -399,7 +401,7 @@ class Scheduler:
         sequence.row, sequence.cached, sequence.is_current = -1, 0, True
 
     def remove_all(self) -> list[Sequence]:
-        """Take out everything, in order, and return it. Nothing in the cache is valid afterwards."""
+        """Remove all sequences and return them in order. Nothing in the cache is valid afterwards."""
         sequences = list(dict.fromkeys([*self.active(), *self._admitted, *self.waiting]))
         for sequence in sequences:
             sequence.row = -1
@@ -410,10 +412,10 @@ class Scheduler:
 
     @torch.inference_mode()
     def weights_changed(self, recompute: bool) -> None:
-        """Let no later sequence use the keys and values computed so far.
+        """Discard the prefixes computed so far, so that no later sequence reuses their keys and values.
 
         Args:
-            recompute: return every sequence to the queue, in order, to compute its own again.
+            recompute: return every sequence to the queue, in order, to recompute its keys and values.
         """
         if recompute:
             for sequence in reversed(self.active()):

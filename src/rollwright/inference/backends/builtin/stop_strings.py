@@ -1,4 +1,4 @@
-"""Stop strings: finds the token that completes one in a growing output."""
+"""Stop strings: finds the token that completes a stop string in a growing output."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ _INCOMPLETE = "�"  # what tokenizers decode an unfinished multi-byte character
 class StopStrings:
     """Finds stop strings in the decoded text of one growing output. Both stop strings and characters may span several tokens.
 
-    Each new piece of text is the difference between decoding from an earlier token on with and without the new tokens, because
-    decoding single tokens loses spaces with some tokenizers. Special tokens are decoded too: their text may be a stop string.
+    Tokens are decoded together with the tokens before them, and the text of the latter is cut off, because some tokenizers lose spaces
+    when they decode single tokens. Special tokens are decoded, too, because their text may be a stop string.
     """
 
     def __init__(self, tokenizer: Any, stop: list[str]) -> None:
@@ -19,7 +19,7 @@ class StopStrings:
         self._stop = [text for text in stop if text]
         self._overlap = max((len(text) for text in self._stop), default=1) - 1
         self._pending: list[int] = []  # the last complete piece, as context, and the tokens after it
-        self._known = ""  # the text of that piece
+        self._known = ""  # text of the last complete piece
         self._known_tokens = 0
         self._tail = ""  # the last characters of the known text, where a stop string may have begun
 
@@ -40,6 +40,6 @@ class StopStrings:
             self._tail = searched[-self._overlap :] if self._overlap else ""
         if not may_stop:
             return None
-        # a stop string completed by an earlier token was below ``min_new_tokens`` and does not count
+        # stop strings that an earlier token completed do not count: the output was shorter than ``min_new_tokens``
         found = [(searched.find(text, max(0, before - len(text) + 1)), text) for text in self._stop]
         return min((match for match in found if match[0] >= 0), default=(0, None))[1]
