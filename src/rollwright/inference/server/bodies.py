@@ -2,7 +2,7 @@
 
 A parameter is *honoured* (a field of the model), *ignored* (it cannot affect what is sampled), *left out* with a warning (it requests
 something that only the vendor's servers offer) or *neutral* (the server lacks the feature, and accepts only values that do not request
-it). All others are refused by name. JSON null means that a parameter is not given.
+it). Any other parameter is rejected by name. JSON null means that a parameter is not given.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ class Body(BaseModel):
         noun: word for a parameter in messages.
         ignored: parameters that cannot affect what is sampled.
         left_out: parameter -> why it is left out with a warning.
-        neutral: parameter -> its accepted values, and why others are refused. A list may hold one value for each prompt.
+        neutral: parameter -> its accepted values, and why others are rejected. A request may also give a list of accepted values.
         of_chat: parameters of the chat request that are accepted as well; requires ``extra="allow"``.
         renamed: parameter of the chat request -> its name in this API.
     """
@@ -280,7 +280,7 @@ class Generate(Body):
 
 # ------------------------------------------------------------------ the OpenAI protocol
 
-#: Arguments of ``apply_chat_template`` that are not variables of the template. They are refused, because a prompt from another template,
+#: Arguments of ``apply_chat_template`` that are not variables of the template. They are rejected, because a prompt from another template,
 #: or a truncated one, would be trained on as if the model's own template had rendered it.
 _TEMPLATE_METHOD = frozenset(
     [
@@ -341,7 +341,7 @@ class OpenAIBody(SamplingBody):
     )
 
     def given(self) -> dict[str, Any]:
-        """The honoured parameters that the request sets, by name."""
+        """Return the honoured parameters that the request sets, by name."""
         return {name: getattr(self, name) for name in self.model_fields_set}
 
     @field_validator("stream_options", "chat_template_kwargs", check_fields=False)
@@ -408,7 +408,7 @@ class Completion(OpenAIBody):
         return self
 
 
-#: Parameters that every dialect of chat accepts besides its API's own fields: sampling, and the output of the reply.
+#: Parameters that every dialect of chat accepts besides its API's own fields: sampling and output options.
 SAMPLING_OF_CHAT = (frozenset([*Chat.model_fields, *Chat.neutral]) | Chat.ignored) - {
     *("messages", "stream", "stream_options", "n", "tools", "tool_choice", "response_format", "max_tokens"),
     *("max_completion_tokens", "logprobs", "top_logprobs", "return_token_ids", "functions", "function_call", "modalities"),

@@ -35,7 +35,7 @@ logger = getLogger("serve-model")
 #: Mode of a pause -> how running requests treat the next weight update.
 _ON_UPDATE: dict[str, OnWeightUpdate] = {"retract": "recompute", "in_place": "keep", "abort": "recompute"}
 
-#: Reason for which the engine is held -> message to clients. If there are several reasons, the first of them counts.
+#: Reason why sampling is held (paused) -> message to clients. If there are several reasons, the first in this order counts.
 _HELD = {
     "client": "paused",
     "update": "A weight update was begun: generation continues after /end_weight_update.",
@@ -195,7 +195,7 @@ class ServerMetrics:
 
 
 class Control:
-    """Routes that control an engine; updates run one after the other.
+    """Routes that control an engine; weight updates run one at a time.
 
     Parts of new weights are buffered until they are complete, then copied into the engine together. If no call comes for
     ``update_seconds`` before that, the trainer is presumably gone and the update is undone.
@@ -211,8 +211,8 @@ class Control:
         self._engine, self._settings, self._metrics, self._model_path = engine, settings, metrics, model_path
         self._update = asyncio.Lock()
         self._groups: dict[str, WeightGroup] = {}
-        self._holds: set[str] = set()  # reasons for which the engine is held, keys of ``_HELD``
-        self._parts: dict[str, Tensor] = {}  # of new weights
+        self._holds: set[str] = set()  # why the engine is held; keys of ``_HELD``
+        self._parts: dict[str, Tensor] = {}  # tensors of new weights, by name
         self._undo_timer: asyncio.TimerHandle | None = None
         self._undone = False  # the last update was undone, and no other has begun since
 
@@ -320,7 +320,7 @@ class Control:
         return {"message": self._held() if self._holds else "Generation continues.", "status": "ok"}
 
     def _held(self) -> str:
-        """Message to clients while the engine is held."""
+        """Return the message to clients while the engine is held."""
         return next(text for reason, text in _HELD.items() if reason in self._holds)
 
     async def _hold(self, reason: str) -> None:
@@ -329,7 +329,7 @@ class Control:
         self._holds.add(reason)
 
     async def _release(self, reason: str) -> None:
-        """Drop a reason, and resume sampling if there is no other."""
+        """Drop a reason, and resume sampling if no other is left."""
         self._holds.discard(reason)
         if not self._holds:
             await asyncio.to_thread(self._engine.resume)
@@ -421,7 +421,7 @@ class Control:
 
         Args:
             version: version of the new weights.
-            or_wait: wait for further parts if some are missing. Otherwise, incomplete weights are discarded like wrong ones.
+            or_wait: wait for further parts if some are missing. Otherwise, incomplete weights are discarded like invalid ones.
 
         Raises:
             WeightUpdateError: the parts do not fit the model.
@@ -440,7 +440,7 @@ class Control:
 
     @asynccontextmanager
     async def _updating(self) -> AsyncIterator[None]:
-        """Context of one call of an update. If further calls must follow but none comes, the update is undone."""
+        """Guard one call of a weight update. If the update needs further calls and none comes, the update is undone."""
         async with self._update:
             self._stop_undo_timer()
             failed = True

@@ -1,7 +1,7 @@
 """Dialects of chat: other chat APIs, translated to OpenAI chat requests and back.
 
-All dialects share the prompt rendering, the sampler and the recorder, so a conversation may switch from one to another. A complete
-answer and a streamed one are built from the same events.
+All dialects share the prompt rendering, the sampler and the recorder, so a conversation may switch between dialects. Complete and
+streamed answers are built from the same events.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ _MESSAGE = re.compile(r"messages\[(\d+)\](?:\.\w+(?:\[\d+\])?)*")
 
 
 class ChatProtocol(Protocol):
-    """What a dialect needs of the protocol that serves chats and completions."""
+    """The part of ``OpenAIProtocol`` that dialects use."""
 
     tokenizer: Any
     model_name: str
@@ -92,11 +92,11 @@ class AnswerStore:
             self._size -= self._stored.popitem(last=False)[1].size
 
     def get(self, identifier: Any) -> StoredAnswer | None:
-        """Look up an answer by id; None if it is not stored."""
+        """Look up an answer by id. Returns None if it is not stored."""
         return self._stored.get(identifier) if isinstance(identifier, str) else None
 
     def newest_first(self) -> Iterable[StoredAnswer]:
-        """All stored answers, newest first."""
+        """Return all stored answers, newest first."""
         return reversed(self._stored.values())
 
     def delete(self, identifier: str) -> None:
@@ -130,40 +130,40 @@ class Dialect(ABC):
         self.protocol = protocol
         self.places: list[str] = []
         self.warnings: list[str] = []
-        self.kind, self.text = "", ""  # of the piece that grows
+        self.kind, self.text = "", ""  # of the open piece
         self.has_piece = False
 
     @abstractmethod
     def start(self, call: OpenAICall) -> Iterator[Event]:
-        """The engine has accepted the request."""
+        """Yield the first events, after the engine has accepted the request."""
 
     @abstractmethod
     def open_piece(self, kind: str) -> Iterator[Event]:
-        """A piece of reasoning or text begins."""
+        """Yield the events that open a piece of reasoning or text."""
 
     @abstractmethod
     def grow(self, kind: str, more: str, logprobs: list[Any]) -> Iterator[Event]:
-        """The piece grows by ``more``."""
+        """Yield the events that append ``more`` to the open piece."""
 
     @abstractmethod
     def close_piece(self, kind: str, text: str) -> Iterator[Event]:
-        """The piece has ended with this text."""
+        """Yield the events that close the open piece, whose whole text is ``text``."""
 
     @abstractmethod
     def tool_call(self, tool_call: dict[str, Any]) -> Iterator[Event]:
-        """The reply calls a tool; ``tool_call`` is in the form of OpenAI chat."""
+        """Yield the events of a tool call, which is given in the form of OpenAI chat."""
 
     @abstractmethod
     def end(self, call: OpenAICall) -> Iterator[Event]:
-        """The reply is complete, and all its pieces are closed."""
+        """Set ``answer`` and yield the last events; all pieces are closed."""
 
     @abstractmethod
     def failed(self, refusal: RequestError) -> Event:
-        """The last event of a stream that cannot be completed."""
+        """Build the last event of a stream that cannot be completed."""
 
     @contextlib.contextmanager
     def in_its_words(self) -> Iterator[None]:
-        """Reword refusals of the chat request with the field names of this dialect's API."""
+        """Rewrite errors about the chat request to use the field names of this dialect's API."""
         try:
             yield
         except RequestError as refusal:
@@ -178,7 +178,7 @@ class Dialect(ABC):
             raise
 
     def push(self, choice: dict[str, Any]) -> Iterator[Event]:
-        """Process a choice of a chat, or the ``delta`` that a chunk adds to it."""
+        """Yield the events of a chat's choice, or of the ``delta`` that a chunk adds to it."""
         delta: dict[str, Any] = choice["delta"] if "delta" in choice else choice["message"]
         logprobs = (choice.get("logprobs") or {}).get("content") or []
         for kind, name in (("reasoning", "reasoning_content"), ("text", "content")):
@@ -211,7 +211,7 @@ class Dialect(ABC):
 async def serve(
     protocol: ChatProtocol, request: Request, make: Callable[[ChatProtocol, dict[str, Any]], Dialect]
 ) -> Response | dict[str, Any]:
-    """Answer a request of the dialect that ``make`` builds."""
+    """Answer a request in the dialect that ``make`` creates."""
     body, size = await read_object(request)
     dialect = make(protocol, body)
     dialect.size = size
@@ -270,7 +270,7 @@ class OfferedTool(NamedTuple):
 
 
 def chat_tools(tools: Sequence[OfferedTool], param: str = "tools") -> list[dict[str, Any]] | None:
-    """Convert tools to the form of OpenAI chat; None if there are none.
+    """Convert tools to the form of OpenAI chat. Returns None if there are none.
 
     Raises:
         RequestError: two tools have the same name.
@@ -306,10 +306,10 @@ def object_arguments(text: str) -> dict[str, Any]:
 
 
 def chat_content(content: Any, convert: Callable[[Any, int], dict[str, Any]]) -> str | list[dict[str, Any]]:
-    """Content of a chat message: a single text if all parts are texts, else the parts.
+    """Build the content of a chat message: one string if all parts are text, else the list of parts.
 
     Args:
-        content: a text, a part or a list of parts in the form of the dialect.
+        content: a string, a part or a list of parts in the form of the dialect.
         convert: ``(part, index) -> part of a chat message``.
     """
     if isinstance(content, str):

@@ -34,7 +34,7 @@ logger = getLogger("Service")
 
 Result = TypeVar("Result")
 
-#: Bytes from which parsing or encoding a text takes longer than starting a thread.
+#: Size in bytes from which parsing or encoding text takes longer than starting a thread.
 LARGE = 1 << 16
 _BODY_SECONDS = 120
 _large_bodies: weakref.WeakKeyDictionary[asyncio.AbstractEventLoop, asyncio.Semaphore] = weakref.WeakKeyDictionary()
@@ -43,7 +43,7 @@ CONTEXT_LENGTH_EXCEEDED = "context_length_exceeded"
 
 
 class RequestError(Exception):
-    """A request that is refused.
+    """Rejection of a request, with the fields of its error response.
 
     Args:
         message: what is wrong, and what to do.
@@ -66,11 +66,11 @@ class RequestError(Exception):
         self.status, self.param, self.kind, self.code = status, param, kind, code
 
     def body(self) -> dict[str, Any]:
-        """Body of the response, in a form that clients of OpenAI's and of SGLang's protocol read."""
+        """Return the body of the response, in a form that clients of OpenAI's and of SGLang's protocol read."""
         return {"error": {"message": str(self), "type": self.kind, "param": self.param, "code": self.code or self.status}}
 
 
-#: Arguments of the ``RequestError`` for engine errors that the request's parameters did not cause.
+#: Engine error -> arguments of the ``RequestError`` that reports it.
 _REFUSALS: dict[type[EngineError], dict[str, Any]] = {
     PromptTooLongError: {"param": "prompt", "code": CONTEXT_LENGTH_EXCEEDED},
     RequestAborted: {"status": 503, "kind": "server_error"},
@@ -112,8 +112,8 @@ class Routes(APIRouter):
     """Routes whose handlers' exceptions become responses that say what is wrong.
 
     Args:
-        table: method, path, handler and body of each. A body (a subclass of ``Body``) is described in the service's schema. It is read,
-            and passed to a handler with a parameter, unless that parameter is the ``request`` itself.
+        table: method, path, handler and body of each route. The body, a subclass of ``Body`` or None, is described in the service's
+            schema. A handler with a parameter ``request`` gets the request; any other parameter gets the parsed body.
     """
 
     def __init__(self, table: Iterable[tuple[str, str, Callable[..., Any], Any]]) -> None:
@@ -133,7 +133,7 @@ class Routes(APIRouter):
 
 
 def _endpoint(handler: Callable[..., Any], body: Any) -> Callable[[Request], Awaitable[Response]]:
-    """Wrap a handler. The result is a ``Response``, because FastAPI would walk through every value of anything else."""
+    """Wrap a handler so that it returns a ``Response``; FastAPI would walk through every value of any other result."""
     parameters = inspect.signature(handler).parameters
     report = error_response if body is None else body.error_response
 
@@ -160,8 +160,8 @@ def _endpoint(handler: Callable[..., Any], body: Any) -> Callable[[Request], Awa
 async def read_object(request: Request) -> tuple[dict[str, Any], int]:
     """Read the JSON object in a request's body; an empty body is an empty object.
 
-    A parsed body can take twenty times as much memory as its bytes. Therefore only two large bodies are read and parsed at once; the
-    others stay in the network.
+    A parsed body can take twenty times as much memory as its bytes. Therefore at most two large bodies are read and parsed at once;
+    the others wait unread.
 
     Returns:
         The object, and the size of the body in bytes.
@@ -191,7 +191,7 @@ async def _read(request: Request) -> tuple[Any, int]:
 
 
 def given_key(headers: Headers) -> str | None:
-    """Key of a request, from a bearer token or from the header of Anthropic's clients; None if there is none."""
+    """Return the key of a request, from a bearer token or the header of Anthropic's clients, or None if there is none."""
     scheme, _, token = headers.get("authorization", "").partition(" ")
     return (token.strip() if scheme.lower() == "bearer" else headers.get("x-api-key")) or None
 
@@ -203,7 +203,7 @@ async def beside_the_loop(request: Request, size: int, work: Callable[..., Resul
         request: the request that the work is for.
         size: bytes of the request's body.
         work: the function.
-        arguments: its arguments.
+        arguments: arguments of ``work``.
 
     Raises:
         ClientGoneError: the client closed the connection first.
@@ -256,7 +256,7 @@ async def event_stream(
         describe: formats an exception that ``events`` raises after the first event.
 
     Raises:
-        Exception: raised by ``events`` before the first event, so that the response gets an error status.
+        Exception: ``events`` raised it before the first event; the response then gets an error status.
     """
     first = await while_connected(request, anext(events))
 

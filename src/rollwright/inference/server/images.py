@@ -41,7 +41,7 @@ class SeenImage:
         digest: hash of its URL and detail.
         image: the PIL image, for engines that process it themselves.
         outputs: tensors that the processor returned.
-        tokens: number of its tokens in a prompt.
+        tokens: number of tokens that represent the image in a prompt.
     """
 
     digest: str
@@ -74,7 +74,7 @@ class ImageReader:
 
     @cached_property
     def sees(self) -> bool:
-        """Whether the model reads images."""
+        """True if the model reads images."""
         directory = getattr(self._tokenizer, "name_or_path", "") or ""
         return self._given is not None or (bool(directory) and (Path(directory) / "preprocessor_config.json").is_file())
 
@@ -85,12 +85,12 @@ class ImageReader:
 
     @cached_property
     def token(self) -> str:
-        """Text of the image token; an image is a run of them in the prompt."""
+        """Text of the image token, which the prompt repeats to represent an image."""
         return getattr(self._given, "image_token", None) or getattr(self._tokenizer, "image_token", None) or IMAGE
 
     @cached_property
     def token_id(self) -> int | None:
-        """Id of the image token; None if the model reads text only."""
+        """Id of the image token, or None if the model reads text only."""
         return self._tokenizer.convert_tokens_to_ids(self.token) if self.sees else None
 
     @cached_property
@@ -128,7 +128,7 @@ class ImageReader:
         return seen
 
     def _bytes(self, url: str, where: str) -> bytes:
-        """Content of the image file at a URL."""
+        """Return the content of the image file at a URL."""
         if url[:5].lower() != "data:":
             return self._fetched(url, where)
         if not (head := _DATA_URL.match(url)):
@@ -207,7 +207,7 @@ class Gallery:
 
     Args:
         reader: the server's image reader.
-        most_tokens: maximum number of tokens of a prompt. None if it is not known.
+        most_tokens: maximum number of tokens of a prompt, or None if it is not known.
     """
 
     def __init__(self, reader: ImageReader, most_tokens: int | None) -> None:
@@ -216,7 +216,7 @@ class Gallery:
         self._tokens = 0
 
     def add(self, part: dict[str, Any], where: str) -> str:
-        """Add an image, and return its text in the prompt.
+        """Add an image, and return the text that represents it in the prompt.
 
         Raises:
             RequestError: the image cannot be read, or does not fit into a prompt.
@@ -233,7 +233,7 @@ class Gallery:
         return self._reader.placeholder.replace(self._reader.token, self._reader.token * seen.tokens)
 
     def inputs(self, ids: list[int]) -> dict[str, Any]:
-        """Fields of the ``ModelRequest`` for these images.
+        """Return the fields of ``ModelRequest`` for these images.
 
         Args:
             ids: token ids of the prompt.

@@ -1,7 +1,7 @@
 """``/v1/messages``: Anthropic's Messages API as a dialect of chat.
 
-Content blocks are converted to chat messages and back. Errors have the API's own form. The server stores a thread's messages, system
-prompt and tools.
+Content blocks are converted to chat messages and back. Errors have the API's own form. A thread is a conversation whose messages,
+system prompt and tools the server stores.
 """
 
 from __future__ import annotations
@@ -34,9 +34,9 @@ from rollwright.inference.server.openai_answer import OpenAICall, usage_of
 from rollwright.inference.server.prompts import check_function
 from rollwright.inference.server.tool_calls import openai_tool_call
 
-#: Finish reason of a chat -> stop reason of this API. A stop string is ``stop_sequence`` instead.
+#: Finish reason of a chat -> stop reason of this API. A stop string gives ``stop_sequence`` instead.
 _STOP_REASONS = {"stop": "end_turn", "length": "max_tokens", "tool_calls": "tool_use"}
-#: HTTP status to the API's type of error.
+#: HTTP status -> the API's type of error.
 _ERROR_TYPES = {
     401: "authentication_error",
     403: "permission_error",
@@ -173,7 +173,7 @@ class MessagesDialect(Dialect):
         self.content: list[dict[str, Any]] = []
 
     def _of_thread(self, fields: MessagesBody) -> MessagesBody:
-        """Set ``before`` to the thread that the request continues, and return the request's fields with those that the thread fixes."""
+        """Store the thread that the request continues in ``self.before``, and return the request's fields completed from that thread."""
         self.before: StoredAnswer | None = None
         match fields.thread:
             case {"type": "continue", "previous_message_id": identifier}:
@@ -332,7 +332,7 @@ def _texts(content: Any, where: str) -> str | list[dict[str, Any]]:
 
 
 def offered_tools(tools: list[dict[str, Any]]) -> tuple[list[OfferedTool], list[str]]:
-    """Functions among a request's tools, and warnings about tools that are left out.
+    """Return the functions among a request's tools, and a warning for each tool that is left out.
 
     Raises:
         RequestError: a tool has a schema that is built into the API's own models.
@@ -357,7 +357,7 @@ def offered_tools(tools: list[dict[str, Any]]) -> tuple[list[OfferedTool], list[
 
 
 def _refuse_other_edits(management: dict[str, Any]) -> None:
-    """Refuse edits of the history, except one that keeps everything."""
+    """Raise a ``RequestError`` for edits of the history, except those that keep everything."""
     for edit in management.get("edits") or []:
         keep = edit.get("keep") if isinstance(edit, dict) else None
         if keep not in ("all", {"type": "all"}) or not str(edit.get("type")).startswith("clear_thinking_"):

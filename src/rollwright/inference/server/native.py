@@ -121,7 +121,7 @@ class NativeProtocol:
         return completions, as_list
 
     def _prompts(self, body: Generate) -> tuple[list[list[int]], bool]:
-        """Token ids of the prompts, and whether they were given as a list."""
+        """Return the token ids of the prompts, and whether the prompts were given as a list."""
         given: Any = body.input_ids if body.text is None else body.text
         is_batch = isinstance(given, list) and not isinstance(given[0], int)
         prompts: list[Any] = given if is_batch else [given]
@@ -197,7 +197,7 @@ class NativeProtocol:
 
 
 def _one_each(body: Generate, name: str, count: int) -> list[Any]:
-    """Value of a field for each prompt; the field holds a list of them, or one value for all prompts."""
+    """Return a field's value for each prompt; the field holds a list of values, or one value for all prompts."""
     value = getattr(body, name)
     if not isinstance(value, list):
         return [value] * count

@@ -62,7 +62,7 @@ from rollwright.inference.server.tokens import TOKENS_ROUTES
 from rollwright.inference.server.tool_calls import tool_convention
 from rollwright.tracking.logging import getLogger
 
-#: Sampling parameters with the same name in ``GenerationHyperparameters``.
+#: Sampling parameters that have the same name in ``GenerationHyperparameters``.
 _SAMPLING = (
     *("temperature", "top_p", "top_k", "min_p", "frequency_penalty", "presence_penalty", "repetition_penalty", "logit_bias"),
     *("stop_token_ids", "ignore_eos"),
@@ -135,7 +135,7 @@ class OpenAIProtocol:
     # -- routes --------------------------------------------------------------------------------------------------------
 
     def _card(self) -> dict[str, Any]:
-        """Description of the model, with the fields of OpenAI's API and Anthropic's."""
+        """Describe the model in the fields of both OpenAI's and Anthropic's API."""
         length = self._context_length
         return {
             "id": self.model_name,
@@ -190,7 +190,7 @@ class OpenAIProtocol:
         Args:
             request: the HTTP request.
             endpoint: ``CHAT`` or ``COMPLETION``.
-            body: the body, translated to the endpoint's if the request is in a dialect.
+            body: the body, translated to the endpoint's form if the request is in a dialect.
             size: bytes of the request's body.
             prefix: prefix of the answer's id.
             warnings: descriptions of the parts that the dialect left out.
@@ -244,7 +244,7 @@ class OpenAIProtocol:
         return Prompts([encode(item, "prompt") if isinstance(item, str) else check(item, "prompt") for item in items])
 
     def _variables(self, fields: dict[str, Any]) -> dict[str, Any]:
-        """Variables of the chat template, with ``reasoning_effort`` if the template uses it."""
+        """Return the variables of the chat template, including ``reasoning_effort`` if the template uses it."""
         given = {**self._template_kwargs, **(fields.get("chat_template_kwargs") or {})}
         if (effort := fields.get("reasoning_effort")) and "reasoning_effort" in str(
             getattr(self.tokenizer, "chat_template", "")
@@ -256,7 +256,7 @@ class OpenAIProtocol:
         """Render the prompt of a chat request with the model's chat template, including its images.
 
         Raises:
-            RequestError: a message is malformed, or the template refuses the conversation.
+            RequestError: a message is malformed, or the template rejects the conversation.
         """
         variables = self._variables(fields)
         if getattr(self.tokenizer, "chat_template", None) is None and "chat_template" not in variables:
@@ -300,7 +300,7 @@ class OpenAIProtocol:
         self._reader.check_number(samples * len(prompts.ids), "n")
         requests: list[ModelRequest] = []
         given = fields.get("logprobs", False)
-        returns_logprobs = given is not False  # 0 requests those of the sampled tokens, without alternatives
+        returns_logprobs = given is not False  # 0 requests the sampled tokens' log-probabilities without alternatives
         top = fields.get("top_logprobs", 0) if endpoint == CHAT else int(given) if given is not True else 0
         if top and not returns_logprobs:
             raise RequestError("top_logprobs needs logprobs=true.", param="top_logprobs")
@@ -364,7 +364,7 @@ class OpenAIProtocol:
         return stopping_at_turn_end(gconfig, self.tokenizer, **self._variables(fields)) if endpoint == CHAT else gconfig
 
     def _end_of_calls(self, fields: dict[str, Any]) -> list[str]:
-        """Stop string that ends a reply after its first tool call, if the request allows only one."""
+        """Return the stop string that ends a reply after its first tool call, if the request allows only one call."""
         if fields.get("parallel_tool_calls", True) or not tools_of(fields):
             return []
         if self.convention.closing is None:
@@ -375,7 +375,7 @@ class OpenAIProtocol:
         return [self.convention.closing]
 
     def _grammar(self, fields: dict[str, Any], begins_reasoning: bool) -> dict[str, str]:
-        """Generation argument that enforces ``response_format`` or ``structured_outputs``."""
+        """Return the generation argument that enforces ``response_format`` or ``structured_outputs``, if either is given."""
         first, second = fields.get("response_format"), fields.get("structured_outputs")
         if first is not None and second is not None:
             raise RequestError("structured_outputs cannot be combined with response_format.", param="structured_outputs")
@@ -435,7 +435,7 @@ class OpenAIProtocol:
                 yield {"choices": [chunk]}
 
     async def _events(self, call: OpenAICall, include_usage: bool) -> AsyncGenerator[str, None]:
-        """The server-sent events of a streamed call."""
+        """Yield the server-sent events of a streamed call."""
         head = self._head(call, "chat.completion.chunk")
         async with contextlib.aclosing(self.chunks(call)) as chunks:
             async for chunk in chunks:
@@ -445,7 +445,7 @@ class OpenAIProtocol:
         yield "data: [DONE]\n\n"
 
 
-#: Method, path, handler and body of each route. FastAPI compares a request with one after the other.
+#: Method, path, handler and body of each route. FastAPI tries the routes in this order.
 ROUTES = (
     ("POST", "/v1/chat/completions", OpenAIProtocol.chat, Chat),
     *RESPONSES_ROUTES,

@@ -26,7 +26,7 @@ class OpenAICall:
 
     Attributes:
         endpoint: ``CHAT`` or ``COMPLETION``.
-        body: body of the request, translated to the endpoint's if it was in a dialect.
+        body: body of the request, translated to the endpoint's form if it was in a dialect.
         requests: requests to the engine, one for each choice.
         responses: responses of the engine; set before ``on_call`` is called.
         choices: choices of the answer, in the protocol's form.
@@ -35,7 +35,7 @@ class OpenAICall:
         messages: messages of a chat, as they were passed to its template.
         prefix: prefix of the answer's id.
         samples: completions for each prompt.
-        malformed_tool_calls: tool calls in the replies that cannot be parsed.
+        malformed_tool_calls: number of tool calls in the replies that cannot be parsed.
         tools: True if the request offers tools.
         begun: text of a forced tool call with which every reply begins; not sampled.
         logprobs: return log-probabilities.
@@ -74,7 +74,7 @@ class OpenAICall:
         return self.endpoint == CHAT
 
     def echoed(self, index: int, tokenizer: Any) -> str:
-        """Text of the prompt in front of a completion; empty if it is not requested."""
+        """Return the prompt's text, to precede a completion, or an empty string if ``echo`` is false."""
         return tokenizer.decode(self.requests[index].input_ids, skip_special_tokens=True) if self.echo else ""
 
     @property
@@ -100,7 +100,7 @@ def usage_of(call: OpenAICall) -> dict[str, Any]:
 
 
 def _reasoning_tokens(request: ModelRequest, response: ModelResponse, choice: dict[str, Any]) -> int:
-    """Number of tokens up to the one that closes the reasoning; all tokens if none does."""
+    """Count the tokens up to the one that closes the reasoning, or all tokens if none does."""
     if "reasoning_content" not in choice["message"]:
         return 0
     tokenizer, tokens = request.tokenizer, response.output_tokens
@@ -140,7 +140,7 @@ def logprobs_of(
         offsets = list(itertools.accumulate(map(len, every_text), initial=0))[begin:-1]
         named = [None if top is None else {text_of(token): p for token, p in reversed(top)} for top in tops]
         for text, value, alternatives in zip(texts, values, named, strict=True):
-            if alternatives is not None:  # the token itself is among them, as in OpenAI's protocol
+            if alternatives is not None:  # including the token itself, as in OpenAI's protocol
                 alternatives.setdefault(text, value)
         return {
             "tokens": texts,
@@ -164,7 +164,7 @@ _special_texts_of: weakref.WeakKeyDictionary[Any, list[str]] = weakref.WeakKeyDi
 
 
 def _special_texts(tokenizer: Any) -> list[str]:
-    """Texts of all special tokens, longest first."""
+    """Return the texts of all special tokens, longest first."""
     if tokenizer not in _special_texts_of:
         added = getattr(tokenizer, "added_tokens_decoder", {}).values()
         texts = {*tokenizer.all_special_tokens, *(str(token) for token in added if token.special)}
@@ -235,7 +235,7 @@ class ChoiceStream:
         self.scores_prompt = call.echo
 
     def advance(self, response: ModelResponse) -> dict[str, Any] | None:
-        """Build a chunk of what is new in ``response``; None if nothing new is certain."""
+        """Build a chunk of the new part of ``response``. Returns None if nothing new is certain."""
         reasoning, piece = "", self.text.push(response.output_tokens[self.sent_tokens :])
         if self.split is not None:
             reasoning, piece = self.split.push(piece)

@@ -1,4 +1,4 @@
-"""From a request's messages or text to the token ids of a prompt, within the limits and at no more cost than they allow."""
+"""Convert a request's messages or text to the token ids of prompts. The limits on prompts also bound the cost of encoding."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ from typing import Any
 from rollwright.inference.server.exchange import CONTEXT_LENGTH_EXCEEDED, RequestError
 from rollwright.inference.server.tool_calls import ToolConvention, openai_tool_call
 
-#: Characters of a long text that are encoded at a time, to find out whether it can fit.
+#: Number of characters of a long text that are encoded at a time, to find out whether the text can fit.
 _PIECE = 1 << 15
-#: A text with fewer characters per token of the limit is encoded at once.
+#: Text of at most this many characters per token of the limit is encoded in one piece.
 _USUAL_CHARACTERS = 8
 #: A normalizer may merge up to four characters into one.
 _NORMALIZED = 4
@@ -37,7 +37,7 @@ class Prompts:
 
 
 def longest_token(tokenizer: Any) -> int:
-    """Maximum number of characters that one token represents."""
+    """Return the maximum number of characters that one token represents."""
     if tokenizer not in _longest_tokens:
         backend = getattr(tokenizer, "backend_tokenizer", None)
         factor = 1 if backend is not None and backend.normalizer is None else _NORMALIZED
@@ -50,7 +50,7 @@ class PromptReader:
 
     Args:
         tokenizer: the model's tokenizer. None accepts token ids only.
-        context_length: maximum length of prompt and new tokens together. None if it is not known.
+        context_length: maximum length of prompt and new tokens together, or None if it is not known.
         max_prompt_tokens: maximum length of a prompt. None sets no limit besides the context.
         max_samples: maximum number of completions for one request.
     """
@@ -76,9 +76,9 @@ class PromptReader:
             )
 
     def encode(self, text: str, param: str, *, add_special_tokens: bool = True) -> list[int]:
-        """Encode a text.
+        """Encode text.
 
-        Encoding costs time and memory, so a text that cannot fit is refused after encoding at most twice as many tokens as the limit.
+        Encoding costs time and memory, so text that cannot fit is rejected after encoding at most twice as many tokens as the limit.
 
         Raises:
             RequestError: the text is empty or too long.
@@ -97,7 +97,7 @@ class PromptReader:
         """Return the ids if the model can read them.
 
         Raises:
-            RequestError: there are none, there are too many, or one is outside the vocabulary.
+            RequestError: ``ids`` is empty, too long, or contains an id outside the vocabulary.
         """
         if not ids:
             raise RequestError(f"{param} is empty: there is no token to continue from.", param=param)
@@ -125,7 +125,7 @@ ImageText = Callable[[dict[str, Any], str], str]
 
 
 def no_image(part: dict[str, Any], where: str) -> str:
-    """Refuse an image, for models that read text only."""
+    """Raise a ``RequestError`` for an image, for models that read text only."""
     raise RequestError(f"{where} is an image; this server's model reads text only.", param=where.rpartition("[")[0])
 
 
@@ -146,7 +146,7 @@ def template_messages(messages: list[Any], image_text: ImageText = no_image) -> 
 
 
 def has_images(messages: list[Any]) -> bool:
-    """Whether any message contains an image."""
+    """Return whether any message contains an image."""
     contents = [message.get("content") for message in messages if isinstance(message, dict)]
     return any(
         isinstance(part, dict) and part.get("type") == "image_url"
@@ -157,7 +157,7 @@ def has_images(messages: list[Any]) -> bool:
 
 
 def tools_of(fields: dict[str, Any]) -> list[dict[str, Any]] | None:
-    """Tools that a request offers to the model; None if there are none.
+    """Return the tools that a request offers to the model, or None if it offers none.
 
     Raises:
         RequestError: a tool has no name, or its parameters are not a JSON Schema.
@@ -178,11 +178,11 @@ def tools_of(fields: dict[str, Any]) -> list[dict[str, Any]] | None:
 
 
 def check_function(name: Any, parameters: Any, where: str, of_parameters: str) -> str:
-    """Validate a function that a template shows, and return its name.
+    """Validate a function that a chat template shows to the model, and return its name.
 
     Args:
         name: name of the function.
-        parameters: JSON Schema of an object; None if the function takes no arguments.
+        parameters: JSON Schema of an object, or None if the function takes no arguments.
         where: location of the function in the request.
         of_parameters: name of the field with the parameters.
 
@@ -197,7 +197,7 @@ def check_function(name: Any, parameters: Any, where: str, of_parameters: str) -
 
 
 def beginning_of_reply(fields: dict[str, Any], convention: ToolConvention) -> str:
-    """Text that the reply is forced to begin with: a tool call if ``tool_choice`` requires one, else nothing.
+    """Return the text that the reply is forced to begin with: a tool call if ``tool_choice`` requires one, else nothing.
 
     Raises:
         RequestError: ``tool_choice`` names a tool that is not offered.

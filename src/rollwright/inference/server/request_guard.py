@@ -50,7 +50,7 @@ class Guard:
         await self.app(scope, receive, send)
 
     def refusal(self, scope: Scope, headers: Headers) -> RequestError | None:
-        """Why a request is refused before its body is read; None if it is accepted."""
+        """Return why a request is rejected before its body is read, or None if it is accepted."""
         length = headers.get("content-length", "0")
         own_address, _ = scope.get("server") or ("", 0)  # of this connection
         for header, prefix in (("host", "//"), ("origin", "")):
@@ -106,11 +106,8 @@ class Guard:
 
 
 def _hostname(url: str) -> str | None:
-    """Host of a URL; None if it cannot be parsed."""
+    """Return the host of a URL, or None if the URL cannot be parsed."""
     try:
         return urlsplit(url).hostname
     except ValueError:
         return None
-
-
-# -- serving ---------------------------------------------------------------------------------------------------------

@@ -20,9 +20,9 @@ class Structure(NamedTuple):
     """The structure that a reply has to follow.
 
     Attributes:
-        kind: the generation argument that enforces it.
+        kind: the generation argument that enforces the structure.
         text: JSON Schema, a regular expression or a Lark grammar.
-        param: the request's parameter that requested it.
+        param: the request's parameter that asks for the structure.
     """
 
     kind: Literal["json_schema", "regex", "grammar"]
@@ -31,7 +31,7 @@ class Structure(NamedTuple):
 
 
 def format_structure(given: dict[str, Any]) -> Structure | None:
-    """Structure that a ``response_format``, or ``text.format`` of the Responses API, requests; None for free text."""
+    """Return the structure that ``response_format`` (``text.format`` in the Responses API) requests, or None for free text."""
     kind = given.get("type")
     if kind == "text":
         return None
@@ -48,7 +48,7 @@ def format_structure(given: dict[str, Any]) -> Structure | None:
 
 
 def outputs_structure(given: dict[str, Any]) -> Structure | None:
-    """Structure that vLLM's ``structured_outputs`` request; None if they request none."""
+    """Return the structure that vLLM's ``structured_outputs`` request, or None if they request none."""
     param = "structured_outputs"
     wanted = {name: value for name, value in given.items() if value not in (None, False, "")}
     wanted.pop("disable_fallback", None)  # this server has no fallback
@@ -94,13 +94,13 @@ def _lark(text: str) -> str:
 def reply_grammar(
     structure: Structure, tokenizer: Any, *, convention: ToolConvention | None, begins_reasoning: bool
 ) -> dict[str, str]:
-    """Generation argument that makes a reply follow a structure.
+    """Return the generation argument that makes a reply follow a structure.
 
     Args:
         structure: the structure of the answer.
         tokenizer: the model's tokenizer.
-        convention: the format of tool calls, if tools are offered: the reply may be a call instead. None if there are no tools.
-        begins_reasoning: the prompt opens the model's reasoning, so the answer follows its end.
+        convention: format of the tool calls that the reply may consist of instead. None if no tools are offered.
+        begins_reasoning: True if the prompt opens the model's reasoning; the answer then follows the reasoning.
 
     Raises:
         RequestError: tool calls cannot be distinguished from other JSON, or the grammar cannot be nested in another.
@@ -133,6 +133,6 @@ def _slashes_escaped(regex: str) -> str:
 
 
 def _mark(text: str, tokenizer: Any) -> str:
-    """Write a text for a Lark grammar of llguidance, in which special tokens are written by their ids."""
+    """Write a string for a Lark grammar of llguidance, in which special tokens are written as ids."""
     ids = tokenizer.encode(text, add_special_tokens=False)
     return f"<[{ids[0]}]>" if len(ids) == 1 and ids[0] in tokenizer.all_special_ids else json.dumps(text)

@@ -3,7 +3,7 @@
 Items are converted to chat messages and back. Answers are stored as chat messages, for ``previous_response_id`` and item
 references.
 
-The model sees a function in a namespace as ``namespace__function``; its calls are returned with the two parts separate.
+The model sees a function in a namespace as ``namespace__function``; calls of it are returned with the two parts separate.
 """
 
 from __future__ import annotations
@@ -218,7 +218,7 @@ class ResponsesDialect(Dialect):
         yield self._event("response.output_item.done", output_index=len(self.output) - 1, item=dict(self.output[-1]))
 
     def _at(self, kind: str, **values: Any) -> Event:
-        """An event of the newest item."""
+        """Build an event of the newest item."""
         return self._event(kind, output_index=len(self.output) - 1, item_id=self.output[-1]["id"], **values)
 
     def _event(self, kind: str, **values: Any) -> Event:
@@ -275,7 +275,7 @@ def stored_response(answers: AnswerStore, identifier: str, param: str = "previou
     """Look up a stored response; ``param`` is the field that refers to it.
 
     Raises:
-        RequestError: it is not stored (404).
+        RequestError: there is no such stored response (404).
     """
     if (found := answers.get(identifier)) is None:
         raise RequestError(
@@ -308,7 +308,7 @@ def messages_of(items: list[dict[str, Any]], answers: AnswerStore) -> tuple[list
     places: list[str] = []
 
     def assistant(name: str) -> dict[str, Any]:
-        """The assistant message to put ``name`` (content, reasoning_content or tool_calls) into, a new one if necessary."""
+        """Return the assistant message for the field ``name`` (content, reasoning_content or tool_calls), a new one if necessary."""
         last = messages[-1] if messages else {}
         later = {"reasoning_content": 0, "content": 1, "tool_calls": 2}
         in_order = all(later.get(key, -1) < later[name] or key == name == "tool_calls" for key in last)
@@ -365,14 +365,14 @@ def _content(content: Any, where: str) -> str | list[dict[str, Any]]:
 
 
 def _shown_name(namespace: Any, name: Any) -> Any:
-    """Name under which the model sees a function."""
+    """Return the name under which the model sees a function."""
     return f"{namespace}__{name}" if namespace else name
 
 
 def offered_tools(tools: list[dict[str, Any]]) -> tuple[list[OfferedTool], list[str]]:
-    """Functions among a request's tools, and warnings about tools that are left out.
+    """Return the functions among a request's tools, and a warning for each tool that is left out.
 
-    A namespace's description is prepended to that of its first function.
+    A namespace's description is prepended to the description of its first function.
 
     Raises:
         RequestError: a tool runs on the client but is not a function.

@@ -107,7 +107,7 @@ def bind(settings: ServiceSettings) -> list[socket.socket]:
 
 
 def url_of(settings: ServiceSettings) -> str:
-    """``http://host:port`` of a listening service."""
+    """Return ``http://host:port`` of a listening service."""
     host = f"[{settings.host}]" if ":" in settings.host else settings.host
     return f"http://{host}:{settings.port}"
 
@@ -137,28 +137,28 @@ class TimedRequests(HttpToolsProtocol):
         self._limit: asyncio.TimerHandle | None = None
 
     def connection_made(self, transport: Any) -> None:
-        """Called when a client has connected."""
+        """Start the timer when a client has connected."""
         super().connection_made(transport)
         self._begin()
 
     def data_received(self, data: bytes) -> None:
-        """Called when bytes arrive. While a request is being answered, only bytes of the next request start the timer."""
+        """Start the timer when bytes arrive, unless a request is being answered."""
         if self.cycle is None or self.cycle.response_complete:
             self._begin()
         super().data_received(data)
 
     def on_message_begin(self) -> None:
-        """Called with the first byte of a request."""
+        """Start the timer, if it is not running, at the beginning of a request."""
         self._begin()
         super().on_message_begin()
 
     def on_message_complete(self) -> None:
-        """Called with the last byte of a request."""
+        """Stop the timer at the end of a request."""
         self._end()
         super().on_message_complete()
 
     def connection_lost(self, exc: Exception | None) -> None:
-        """Called when either side has closed the connection."""
+        """Stop the timer when either side has closed the connection."""
         self._end()
         super().connection_lost(exc)
 

@@ -8,7 +8,7 @@ _INCOMPLETE = "\ufffd"
 
 
 def held_back(text: str, marks: list[str]) -> int:
-    """Number of characters at the end of ``text`` that may be the beginning of one of ``marks``."""
+    """Count the characters at the end of ``text`` that may be the beginning of one of ``marks``."""
     longest = max((len(mark) for mark in marks), default=0) - 1
     for length in range(min(longest, len(text)), 0, -1):
         if any(mark.startswith(text[-length:]) for mark in marks):
@@ -60,9 +60,9 @@ class TextStream:
         return self._release(text[len(known) :])
 
     def _release(self, piece: str) -> str:
-        """Return the text up to a stop string, or the beginning of one, in the newest piece.
+        """Return the pending text up to a stop string, or up to the beginning of one, in the newest piece.
 
-        An earlier stop string did not end the completion (it came before ``min_new_tokens``), because more tokens followed.
+        A stop string in an earlier piece is ignored: it came before ``min_new_tokens`` and did not end the completion.
         """
         before = len(self._pending)
         self._pending += piece

@@ -1,7 +1,7 @@
 """``/inference/v1/generate``: vLLM's protocol of token ids in and out, as a dialect of completions.
 
-Clients that render chats themselves use it. The OpenAI front records these calls like all others, so a prompt that continues an earlier
-answer's tokens becomes one sequence with it.
+It is for clients that render chats themselves. The OpenAI front records these calls like any others, so a prompt that continues the
+tokens of an earlier answer extends the sequence of that answer.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ class TokensBody(Body):
     request_id: str | None = None
 
 
-#: Sampling parameters of vLLM without effect: they concern text, which these answers do not have, or features of other models.
+#: Sampling parameters of vLLM that have no effect here: they concern text, which these answers do not have, or features of other models.
 _WITHOUT_EFFECT = frozenset(
     [
         *("detokenize", "skip_special_tokens", "spaces_between_special_tokens", "include_stop_str_in_output"),

@@ -23,14 +23,14 @@ Types = Mapping[str, Mapping[str, Any]]
 
 @dataclass(frozen=True)
 class ToolCall:
-    """One tool call; ``arguments`` is JSON text, as in the OpenAI protocol."""
+    """One tool call; ``arguments`` is a JSON string, as in the OpenAI protocol."""
 
     name: str
     arguments: str
     id: str = ""  # written by the model, in some formats
 
     def as_openai(self) -> dict[str, Any]:
-        """Convert to the form of the OpenAI protocol; an id is made up if the model wrote none."""
+        """Convert to the form of the OpenAI protocol; an id is generated if the model wrote none."""
         return openai_tool_call(self.id or f"call_{uuid.uuid4().hex[:24]}", self.name, self.arguments)
 
 
@@ -45,7 +45,7 @@ class ReadReply(NamedTuple):
     Attributes:
         text: the reply without its tool calls; the unchanged reply if no call was parsed.
         calls: tool calls, in the order of the reply.
-        malformed: for each call that cannot be parsed, the reason.
+        malformed: the reason for each call that cannot be parsed.
     """
 
     text: str
@@ -58,13 +58,13 @@ class ToolConvention:
     """The format in which a family of models writes tool calls.
 
     Attributes:
-        marks: texts that a tool call may begin with. A stream withholds text from the first of them on.
+        marks: strings that a tool call may begin with. A stream withholds all text from the first mark on.
         pattern: matches one call, or several in one body; the first group is the body.
         read: parses the calls in a body, given the types of parameters. Raises ``ValueError`` if it cannot.
         opening: text at the beginning of a call, up to the name of the function.
         after_name: text between the name and the arguments.
-        closing: text at the end of each call. None if the format has none.
-        frame: matches text around the calls that does not belong to the reply. None if the format has none.
+        closing: text at the end of each call, or None if the format has none.
+        frame: matches text around the calls that does not belong to the reply, or None if the format has none.
         is_known: False if the format is a guess, because the chat template shows none.
     """
 
@@ -78,7 +78,7 @@ class ToolConvention:
     is_known: bool = True
 
     def beginning_of_call(self, function: str | None) -> str:
-        """Beginning of a reply that has to call ``function``. None means any function."""
+        """Return the beginning of a reply that must call ``function``, or any function if None."""
         return self.opening + ("" if function is None else function + self.after_name)
 
     def parse(self, text: str, tools: Sequence[Mapping[str, Any]] | None = None) -> ReadReply:
@@ -147,7 +147,7 @@ def _call(name: str, arguments: Any, identity: str = "") -> ToolCall:
 
 
 def _from_values(body: str, types: Types) -> list[ToolCall]:
-    """``{"name", "arguments" | "parameters"}``, or a list of them."""
+    """Parse ``{"name", "arguments" | "parameters"}``, or a list of such objects."""
     return _calls(_json(body))
 
 
@@ -173,7 +173,7 @@ _PARAMETER = re.compile(r"<parameter=([^>\s]+)>\n?(.*?)\n?(?:</parameter>|(?=<pa
 
 
 def _from_function_tags(body: str, types: Types) -> list[ToolCall]:
-    """``<function=name>``, then ``<parameter=key>value</parameter>`` for each argument, then ``</function>``."""
+    """Parse ``<function=name>``, then ``<parameter=key>value</parameter>`` for each argument, then ``</function>``."""
     functions = _FUNCTION.findall(body)
     if not functions or any("<parameter" in _PARAMETER.sub("", content) for _, content in functions):
         raise ValueError("a <function=…> or <parameter=…> tag is missing or broken")
@@ -188,7 +188,7 @@ _ARGUMENT = re.compile(r"<arg_key>(.*?)</arg_key>\s*<arg_value>(.*?)</arg_value>
 
 
 def _from_argument_tags(body: str, types: Types) -> list[ToolCall]:
-    """A name, then ``<arg_key>`` and ``<arg_value>`` for each argument."""
+    """Parse a name, then ``<arg_key>`` and ``<arg_value>`` for each argument."""
     name = body.partition("<arg_key>")[0].strip()
     if "<arg_" in _ARGUMENT.sub("", body):
         raise ValueError("an <arg_key> has no <arg_value>, or a tag is not closed")
@@ -197,7 +197,7 @@ def _from_argument_tags(body: str, types: Types) -> list[ToolCall]:
 
 
 def _from_deepseek(body: str, types: Types) -> list[ToolCall]:
-    """``name<sep>{…}``; before V3.1 ``function<sep>name`` and the arguments in a fenced block."""
+    """Parse ``name<sep>{…}`` or, before V3.1, ``function<sep>name`` and the arguments in a fenced block."""
     name, separator, rest = body.partition("<｜tool▁sep｜>")
     if not separator:
         raise ValueError("there is no <｜tool▁sep｜> between name and arguments")
@@ -207,7 +207,7 @@ def _from_deepseek(body: str, types: Types) -> list[ToolCall]:
 
 
 def _from_kimi(body: str, types: Types) -> list[ToolCall]:
-    """``functions.name:number<argument_begin>{…}``."""
+    """Parse ``functions.name:number<argument_begin>{…}``."""
     identity, separator, rest = body.partition("<|tool_call_argument_begin|>")
     if not separator:
         raise ValueError("there is no <|tool_call_argument_begin|> between name and arguments")
@@ -216,7 +216,7 @@ def _from_kimi(body: str, types: Types) -> list[ToolCall]:
 
 
 def _from_mistral(body: str, types: Types) -> list[ToolCall]:
-    """A list of values; since Mistral Small 3.2 ``name[ARGS]{…}``, optionally with ``[CALL_ID]id``."""
+    """Parse a list of objects or, since Mistral Small 3.2, ``name[ARGS]{…}``, optionally with ``[CALL_ID]id``."""
     head, has_arguments, rest = body.partition("[ARGS]")
     if not has_arguments:
         return _calls(_first_json(body)[0])
@@ -225,7 +225,7 @@ def _from_mistral(body: str, types: Types) -> list[ToolCall]:
 
 
 def _from_llama(body: str, types: Types) -> list[ToolCall]:
-    """Values, separated by semicolons or line breaks."""
+    """Parse objects separated by semicolons or line breaks."""
     calls: list[ToolCall] = []
     while body.startswith("{") or not calls:
         value, body = _first_json(body)
@@ -315,7 +315,7 @@ PARSERS = {
 
 
 def tool_convention(chat_template: Any) -> ToolConvention:
-    """Format that a chat template shows to the model; Hermes, as a guess, if it shows none."""
+    """Return the format of tool calls that a chat template shows to the model, or Hermes as a guess if it shows none."""
     text = chat_template if isinstance(chat_template, str) else json.dumps(chat_template, default=str, ensure_ascii=False)
     found = next((convention for sign, convention in _SIGNS if sign in text), replace(HERMES, is_known=False))
     return DEEPSEEK_FENCED if found is DEEPSEEK and "```json" in text else found
