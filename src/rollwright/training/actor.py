@@ -37,10 +37,10 @@ logger = getLogger("training")
 
 
 class FSDPPPOActor(TrainEngine):
-    """The policy, trained by policy gradients with samples as their own baseline.
+    """The policy, trained by policy gradients without a critic: the baseline comes from the rewards of the samples.
 
-    The calls of one step, in order: ``compute_logp`` (optional), ``compute_advantages``, ``ppo_update``,
-    ``step_lr_scheduler``, ``update_weights``.
+    One step calls ``compute_logp`` (optional), ``compute_advantages``, ``ppo_update``, ``step_lr_scheduler`` and
+    ``update_weights``, in this order.
     """
 
     config: PPOActorConfig
@@ -67,7 +67,7 @@ class FSDPPPOActor(TrainEngine):
     # One step's calls
 
     def compute_ref_logp(self, batch: Trajectory) -> Tensor:
-        """Log-probabilities of trained tokens under the reference policy, ``[B, L]``.
+        """Compute the log-probabilities ``[B, L]`` of trained tokens under the reference policy.
 
         Raises:
             TrainingError: there is no reference (``kl_ctl`` is 0).
@@ -80,9 +80,9 @@ class FSDPPPOActor(TrainEngine):
         """Compute the advantage of each trained token and write it to ``batch["advantages"]``, ``[B, L]``.
 
         Rewards are shifted, scaled and clipped, written to ``returns [B]``, and passed to ``adv_estimator``; the estimator ``normalised``
-        normalises them over samples as ``adv_norm`` specifies. With ``token_rewards [B, L]``, a token's advantage is the sum of rewards
-        from this token to the end of its row, minus the same baseline of whole rows. Existing advantages (``[B]`` or ``[B, L]``, from a
-        workflow, an operator or the caller) are kept. With ``kl_ctl > 0`` the batch also receives ``ref_logp``.
+        normalises them over samples as ``adv_norm`` specifies. With ``token_rewards [B, L]``, a token's return is the row's reward plus
+        the token rewards from this token to the end of the row; the row's baseline and scale apply to all its tokens. Existing advantages
+        (``[B]`` or ``[B, L]``, from a workflow, an operator or the caller) are kept. With ``kl_ctl > 0``, ``ref_logp`` is added too.
 
         Args:
             batch: a trajectory with ``rewards [B]`` or ``advantages``. It needs ``group_ids`` if a level of ``adv_norm`` is ``group``, and
@@ -165,15 +165,15 @@ class FSDPPPOActor(TrainEngine):
         """Optimise the policy on a batch, in ``ppo_n_minibatches`` steps.
 
         Args:
-            batch: a trajectory after ``compute_advantages``. ``prox_logp`` (the trainer's own log-probabilities before the first step)
-                is used if present, and computed if the config needs it. The update writes ``trainer_logprobs`` and ``entropies`` into the
-                batch, both ``[B, L]``, 0 at tokens that are not trained.
+            batch: a trajectory after ``compute_advantages``. If ``prox_logp`` (the trainer's own log-probabilities before the first
+                step) is absent, it is computed if the config needs it. The update writes ``trainer_logprobs`` and ``entropies`` into the
+                batch, both ``[B, L]`` and 0 at tokens that are not trained.
 
         Returns:
             Metrics of the update; ``docs/training.md`` lists them.
 
         Raises:
-            TrainingError: a key is missing, or too many steps were not finite.
+            TrainingError: a key is missing, log-probabilities are shifted and not recomputed, or too many steps were not finite.
         """
         config = self.config
         _require(batch, "advantages", "ppo_update", "call compute_advantages(batch) first")
@@ -226,7 +226,7 @@ class FSDPPPOActor(TrainEngine):
 
         Args:
             engine: an engine in this process, or a client of servers.
-            meta: how weights are transferred. None chooses the way that fits the engine.
+            meta: how to transfer weights. If None, the transfer is chosen to fit the engine.
         """
         self._engine, self._meta = engine, meta
         self._publisher = publisher_for(self, engine, meta)
@@ -235,7 +235,7 @@ class FSDPPPOActor(TrainEngine):
         """Publish the current weights as ``version + 1``; on return the engines sample with them.
 
         Args:
-            meta: a ``WeightUpdateMeta``. None uses the one passed to ``connect_engine``.
+            meta: a ``WeightUpdateMeta``. If None, the one passed to ``connect_engine`` is used.
 
         Raises:
             WeightUpdateError: there is no engine, or it did not confirm the version.
@@ -257,21 +257,21 @@ class FSDPPPOActor(TrainEngine):
         self.publication = self._publisher.publication
 
     def skip_publication(self) -> None:
-        """Count an update without publishing it: the engines continue with the weights they have.
+        """Count an update without publishing it; the engines keep the weights they have.
 
         Tokens keep the version that sampled them, so staleness counts all updates, published or not.
         """
         self.version += 1
 
     def get_version(self) -> int:
-        """Number of updates that these weights have seen. Each is published as the version of that number or skipped."""
+        """Return the number of updates that these weights have seen, including updates that were not published."""
         return self.version
 
     def set_version(self, version: int) -> None:
         """Confirm the version that ``update_weights`` published.
 
         Raises:
-            WeightUpdateError: ``version`` is not the published one.
+            WeightUpdateError: ``version`` differs from the published version.
         """
         if version != self.version:
             raise WeightUpdateError(
@@ -287,37 +287,36 @@ def _require(batch: Trajectory, key: str, where: str, remedy: str = "the data co
 
 
 def _numbers_of_this_rank(ids: Tensor | None, rows: Tensor) -> Tensor:
-    """Map ids to numbers that no other rank uses; without ids, each row gets a number of its own."""
+    """Map ids to numbers that no other rank uses. If ``ids`` is None, each row gets its own number."""
     numbers = rows if ids is None else torch.unique(ids.to(rows.device), return_inverse=True)[1]
     return numbers + parallel.rank() * (1 << 32)
 
 
-#: Bins of the staleness histogram: 0, 1, … versions, the last open.
+#: Number of bins of the staleness histogram: 0, 1, … versions; the last bin has no upper bound.
 STALENESS_BINS = 10
-#: Column of minibatches with the index of each row in the whole batch.
+#: Minibatch column that holds each row's index in the whole batch.
 ROW = "_row"
 
 
 def recomputes_logprobs(config: PPOActorConfig) -> bool:
-    """True if the policy ratios use the trainer's own log-probabilities, recomputed before the first step."""
+    """Return True if policy ratios use the trainer's own log-probabilities, recomputed before the first step."""
     return config.recompute_logprob or (config.use_decoupled_loss and config.prox_logp_method == "recompute")
 
 
 class PolicyUpdate:
     """The loss of a policy update over one batch, and its metrics.
 
-    ``TrainEngine.optimise`` calls ``loss`` for each micro-batch. A later minibatch whose proximal policy was not computed beforehand
-    uses its own current policy for ``logprobs_BL``.
+    ``TrainEngine.optimise`` calls ``loss`` for each micro-batch. If ``prox_logp`` was not computed beforehand, ``logprobs_BL`` of a
+    minibatch after the first comes from the policy just before that minibatch's step.
 
     Args:
         config: the ``actor`` section.
-        policy_loss: the loss that it selects (``find_policy_loss``).
+        policy_loss: the result of ``find_policy_loss(config)``.
         version: version of the weights before the update.
         batch: all rows of the update, on the trainer's device.
 
     Attributes:
-        before_first_step: no optimizer step has been made on this batch, so the current log-probabilities are those of the proximal
-            policy.
+        before_first_step: True while no optimizer step has been made on this batch, so that the current policy is the proximal policy.
         logprobs_BL: the trainer's log-probability of each trained token before the first step.
         entropies_BL: the policy's entropy at each trained token.
     """
@@ -337,12 +336,12 @@ class PolicyUpdate:
         self._measure_batch(batch)
 
     def loss(self, part: Trajectory, logp_BL: Tensor, entropy_BL: Tensor) -> Tensor:
-        """Weighted sum of a micro-batch's token losses."""
+        """Compute the weighted sum of a micro-batch's token losses, and add the micro-batch to the metrics."""
         config, statistics = self.config, self._statistics
         weights_BL, mask_BL = part["loss_weights"], part["update_mask"] * (part["loss_weights"] != 0)
         behaviour_BL = part["logprobs"].to(logp_BL.dtype) * mask_BL
         prox_BL = self._proximal(part, logp_BL, behaviour_BL) * mask_BL
-        if part.get("logprobs_shifted") is not None:  # not the policy's own: the proximal ones take their place
+        if part.get("logprobs_shifted") is not None:  # not the policy's own: use the proximal ones
             behaviour_BL = torch.where(part["logprobs_shifted"][:, None], prox_BL, behaviour_BL)
         policy = self.policy_loss(logp_BL, prox_BL, part["advantages"].to(logp_BL.dtype), mask_BL, behaviour_BL)
         values_BL = policy.values
@@ -372,10 +371,10 @@ class PolicyUpdate:
         return total
 
     def metrics(self, steps: list[dict[str, float]], learning_rate: float) -> dict[str, float]:
-        """Metrics of the whole update.
+        """Compute the metrics of the whole update.
 
         Args:
-            steps: what ``TrainEngine.optimise`` returned for each optimizer step.
+            steps: results of ``TrainEngine.optimise``, one for each optimizer step.
             learning_rate: learning rate of these steps.
         """
         count = torch.tensor(len(steps) / parallel.world_size())
@@ -390,10 +389,10 @@ class PolicyUpdate:
         return found
 
     def _proximal(self, part: Trajectory, logp_BL: Tensor, behaviour_BL: Tensor) -> Tensor:
-        """Log-probabilities of the proximal policy, the denominator of the ratio.
+        """Return the log-probabilities of the proximal policy, the denominator of the ratio.
 
-        They are the trainer's own before the first step if the config asks for them, and those at sampling otherwise. Before the first
-        step the current log-probabilities are the same numbers, so they need no forward pass of their own.
+        If the config needs the trainer's own, they are ``prox_logp`` or, before the first step, the current log-probabilities, which are
+        equal and need no extra forward pass. After it, they may be interpolated. In all other cases they are those at sampling.
         """
         config = self.config
         if "prox_logp" in part:
@@ -415,14 +414,14 @@ class PolicyUpdate:
         to_current_BL = (logp_BL - behaviour_BL).clamp(-20, 20).exp()
         statistics.mean("_weight", to_current_BL, mask_BL)
         statistics.mean("_weight_squared", to_current_BL.square(), mask_BL)
-        if self.before_first_step:  # the engine's log-probabilities of current-version tokens against the trainer's
+        if self.before_first_step:  # compare the engine's log-probabilities of current-version tokens with the trainer's
             fresh_BL = mask_BL
             if part.get("versions") is not None:
                 fresh_BL = mask_BL * (part["versions"] == self.version)
             if part.get("logprobs_shifted") is not None:
                 fresh_BL = fresh_BL * ~part["logprobs_shifted"][:, None]
             difference_BL = (logp_BL - behaviour_BL).abs()
-            if part.get("other_context") is not None:  # these differ by construction, not because an engine is wrong
+            if part.get("other_context") is not None:  # such tokens differ by construction, not because an engine is wrong
                 moved_BL = fresh_BL * part["other_context"]
                 fresh_BL = fresh_BL - moved_BL
                 statistics.mean("context_mismatch/mean", difference_BL, moved_BL)
@@ -433,7 +432,7 @@ class PolicyUpdate:
 
     @torch.no_grad()
     def _keep_scores(self, part: Trajectory, logp_BL: Tensor, entropy_BL: Tensor, mask_BL: Tensor) -> None:
-        """Write a micro-batch's scores to the columns of the whole batch; each row is in one micro-batch."""
+        """Write a micro-batch's scores to the columns of the whole batch. Each row is in exactly one micro-batch."""
         if not len(self.logprobs_BL):
             return  # a rank without rows
         width, logp_BL = mask_BL.shape[1], part.get("prox_logp", logp_BL)

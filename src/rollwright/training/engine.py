@@ -1,9 +1,9 @@
-"""A model with its optimizer: score tokens, and take optimizer steps whose gradient does not depend on micro-batches or ranks.
+"""A model with its optimizer. It scores tokens, and takes optimizer steps whose gradient does not depend on micro-batches or ranks.
 
 Invariants:
 
-* a loss is a weighted sum over tokens, and the weights already contain the denominator of the whole (mini)batch;
-* a step whose loss or gradient is not finite changes nothing and is counted; too many in a row stop the run.
+* the loss is a weighted sum over tokens, and the weights already include the denominator of the whole (mini)batch;
+* a step with a non-finite loss or gradient leaves the weights unchanged and is counted; too many such steps in a row stop the run.
 """
 
 from __future__ import annotations
@@ -62,17 +62,17 @@ from rollwright.training.tree_attention import leave_uncompiled
 
 logger = getLogger("training")
 
-#: Rows of a micro-batch, their log-probabilities and entropies -> weighted sum of the token losses.
+#: Maps a micro-batch's rows, log-probabilities and entropies to the weighted sum of its token losses.
 MicroBatchLoss = Callable[[Trajectory, Tensor, Tensor], Tensor]
 
 
 class TrainEngine:
-    """A model that is trained or only scored, in one process or sharded over several."""
+    """A model that is trained or only scores tokens, in one process or sharded over several."""
 
-    #: Keep a frozen copy of the first weights as ``reference``, unless ``load_reference`` was called before.
+    #: Keep a frozen copy of the initial weights as ``reference``, unless ``load_reference`` was called before.
     needs_reference = False
 
-    #: An engine in this process may compute with the model's own tensors, so that one process on a GPU does not shard them.
+    #: An inference engine in this process may compute with the model's own tensors, so a single process on a GPU does not shard them.
     shares_weights = True
 
     def __init__(self, config: TrainEngineConfig, model: nn.Module | None = None) -> None:
@@ -98,7 +98,7 @@ class TrainEngine:
         """Load the model and prepare for training.
 
         Args:
-            addr: ignored; kept for callers of other trainers. Processes find each other through torchrun's environment.
+            addr: ignored; accepted for compatibility with other trainers. Processes find each other through torchrun's environment.
             ft_spec: length of the run, for the learning-rate schedule.
 
         Raises:
@@ -122,7 +122,7 @@ class TrainEngine:
             self._router_loss = RouterLoss(self.model, self.config.mb_spec.max_tokens_per_mb)
 
     def _load(self, shards: bool, like: TrainEngine | None = None) -> None:
-        """Create the model and load its weights from its path, or copy those of ``like``; a sharded model one tensor at a time."""
+        """Create the model, and load its weights from its path or copy them from ``like``. A sharded model loads one tensor at a time."""
         config, is_given = self.config, self.model is not None
         if like is not None:  # buffers keep their type, so that rotary frequencies stay exact
             held = next(like.model.parameters()).dtype
@@ -160,13 +160,13 @@ class TrainEngine:
         return self._scorer({"input_ids": ids_BL}, wanted_BL)[0][:, 1:]
 
     def load_reference(self, config: TrainEngineConfig) -> None:
-        """Load the frozen reference model from a config of its own. Call it before ``initialize``."""
+        """Load the frozen reference model from its own config. Call this before ``initialize``."""
         self.reference = TrainEngine(dataclasses.replace(config, optimizer=None))
         self.reference.shares_weights = self.shares_weights
         self.reference.initialize()
 
     def frozen_copy(self) -> TrainEngine:
-        """Make an engine that only scores, with a copy of the current weights."""
+        """Return an engine that holds a frozen copy of the current weights and only scores tokens."""
         engine = TrainEngine(dataclasses.replace(self.config, optimizer=None))
         engine.device, engine.compute_dtype = self.device, self.compute_dtype
         engine._load(is_sharded(self.model), like=self)
@@ -177,14 +177,14 @@ class TrainEngine:
 
     @torch.no_grad()
     def compute_logp(self, batch: Trajectory, *, loss_tokens_only: bool = False) -> Tensor:
-        """Log-probabilities of a batch's tokens under the current weights.
+        """Compute the log-probabilities of a batch's tokens under the current weights.
 
         Args:
-            batch: a trajectory. If it has ``temperature``, logits are divided by it.
-            loss_tokens_only: score only tokens whose ``loss_mask`` is 1, which is cheaper. False scores every token but the first.
+            batch: a trajectory. If it has a ``temperature``, the logits are divided by it.
+            loss_tokens_only: score only tokens whose ``loss_mask`` is 1, which is cheaper than all tokens.
 
         Returns:
-            ``[B, L]`` float32 on ``device``, aligned like ``logprobs``; 0.0 at index 0, at padding and at tokens that are not scored.
+            ``[B, L]`` float32 on ``device``, aligned like ``logprobs``; 0.0 in column 0, at padding and at tokens that are not scored.
         """
         batch = tensor_container_to(dict(batch), self.device)
         wanted_BL = trained_tokens(batch) if loss_tokens_only else attended_tokens(batch)
@@ -211,7 +211,7 @@ class TrainEngine:
 
         Args:
             batch: a trajectory with ``loss_weights [B, L]``, the weight of each token; 0 for tokens that are not trained.
-            loss: returns the weighted sum of a micro-batch.
+            loss: returns the weighted sum of a micro-batch's token losses.
             with_entropy: compute entropies and pass them to ``loss``.
             entropy_gradient: let gradients flow through the entropies.
 
@@ -219,7 +219,7 @@ class TrainEngine:
             ``loss``, ``grad_norm`` (before clipping) and ``skipped_steps`` (0 or 1).
 
         Raises:
-            TrainingError: too many steps in a row were not finite, or the engine has no optimizer.
+            TrainingError: too many steps in a row had a non-finite loss or gradient, or the engine has no optimizer.
         """
         if self.optimizer is None:
             raise TrainingError("This engine only scores (its optimizer is None): it cannot be trained.")
@@ -235,7 +235,7 @@ class TrainEngine:
                     part, part["loss_weights"] != 0, with_entropy=with_entropy, entropy_gradient=entropy_gradient
                 )
             value = loss(part, logprobs_BL, entropy_BL)
-            # FSDP averages gradients over ranks; the weights' denominator is already that of all of them.
+            # FSDP averages gradients over ranks, but the loss weights already include the denominator of all ranks.
             (value * parallel.world_size()).backward()
             total += value.detach().double()
         if self._router_loss is not None and self._router_loss.coefficient:
@@ -243,7 +243,7 @@ class TrainEngine:
                 value = self._router_loss(batch)
             value.backward()
             total += value.detach().double()
-        self._run_mode(training=False)  # an engine that shares the model samples next, and checkpointing switches caches off
+        self._run_mode(training=False)  # checkpointing disables the KV cache, and an engine may sample with this model next
         return self._step(float(parallel.summed(total)))
 
     def _step(self, loss: float) -> dict[str, float]:
@@ -276,7 +276,7 @@ class TrainEngine:
         return {"loss": loss, "grad_norm": norm, "skipped_steps": float(not finite)}
 
     def sft_update(self, batch: Trajectory) -> dict[str, float]:
-        """Take one optimizer step of supervised training on the mean negative log-likelihood of the tokens in ``loss_mask``.
+        """Take one supervised optimizer step on the mean negative log-likelihood of the tokens whose ``loss_mask`` is 1.
 
         Args:
             batch: ``input_ids``, ``attention_mask`` and ``loss_mask``, all ``[B, L]``.
@@ -319,7 +319,7 @@ class TrainEngine:
         with_whole_weights(self.weights(), write)
 
     def _image_processor(self) -> Any:
-        """Image processor of a vision model, from the directory it was loaded from; None for a text model."""
+        """Load the image processor from ``config.path``. Returns None for a text model, or if there is no image processor."""
         if not self.config.path or not hasattr(self.model.config, "vision_config"):
             return None
         from transformers import AutoImageProcessor
@@ -331,21 +331,21 @@ class TrainEngine:
             return None
 
     def weights(self, dtype: torch.dtype | None = None) -> WeightStream:
-        """Stream the model's tensors by name, each gathered when it is read. Collective.
+        """Stream the model's tensors by name; each is gathered when it is read. Collective.
 
         Args:
-            dtype: type of floating-point tensors. None keeps their own.
+            dtype: type to convert floating-point tensors to. If None, each tensor keeps its own type.
         """
         return whole_weights(self.model, dtype)
 
     def full_weights(self) -> dict[str, Tensor]:
-        """Whole copies of the model's tensors by name, on the CPU of every rank; tied tensors once. For small models."""
+        """Copy the model's whole tensors to the CPU of every rank, by name; tied tensors appear once. For small models."""
         return {name: tensor.detach().to("cpu", copy=True) for name, tensor in self.weights()}
 
     def state_dict(self) -> dict[str, Any]:
-        """State to resume training from: weights, optimizer, schedule, random states and version.
+        """Return the state to resume training from: weights, optimizer, schedule, random states and version.
 
-        Tensors are not copied, and each rank has its own shards; ``RecoverCheckpoints`` writes them.
+        Tensors are not copied, and each rank returns its own shards; ``RecoverCheckpoints`` writes them.
         """
         weights = ModelTensors(own_tensors(self.model))
         state: dict[str, Any] = {"version": self.version, "weights": weights, "random": random_states()}
@@ -354,7 +354,7 @@ class TrainEngine:
         return state
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Restore a state that ``state_dict`` returned or a checkpoint holds. Parameters keep their storage, which an engine may share.
+        """Restore a state from ``state_dict`` or a checkpoint. Parameters keep their storage, because an engine may share it.
 
         Raises:
             CheckpointError: the state belongs to another model.
@@ -387,14 +387,14 @@ class TrainEngine:
         return torch.autocast(self.device.type, dtype=self.compute_dtype)
 
     def _run_mode(self, *, training: bool) -> None:
-        # Dropout is off either way; gradient checkpointing of transformers acts in training mode only.
+        # Dropout is off in either mode; transformers' gradient checkpointing is active only in training mode.
         training = training and self.config.gradient_checkpointing
         if self.model.training != training:  # setting it visits every module
             self.model.train(training)
 
 
 def trained_tokens(batch: Trajectory) -> Tensor:
-    """Mask of the tokens that the policy sampled, ``[B, L]`` bool."""
+    """Return the bool mask ``[B, L]`` of the tokens to train: those that the policy sampled."""
     if "loss_mask" not in batch:
         raise TrainingError("The batch has no loss_mask, so it is unknown which tokens the policy sampled.")
     return attended_tokens(batch) & (batch["loss_mask"] > 0)

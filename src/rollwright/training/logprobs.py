@@ -1,9 +1,9 @@
-"""Log-probabilities of given tokens under a model, a micro-batch at a time.
+"""Log-probabilities of given tokens under a model, one micro-batch at a time.
 
 Only the hidden states of requested tokens go through the output layer. A row's log-probabilities equal those of the model's own,
-unmodified forward of the row alone. In a row with branches, ``inference.attention_masks`` defines what a token sees, and a layer's window or
-chunk is measured in positions (see ``inference.attention_masks``): if ``position_ids`` let a branch continue the trunk, its tokens have
-the log-probabilities of a row of the trunk and this branch alone.
+unmodified forward pass of this row alone. In a row with branches, ``inference.attention_masks`` defines what a token sees, and attention
+windows and chunks are measured in positions: if the ``position_ids`` of a branch continue those of the trunk, the branch's tokens have the
+same log-probabilities as in a row of only the trunk and this branch.
 """
 
 from __future__ import annotations
@@ -26,15 +26,16 @@ from rollwright.training.tree_attention import over_tree
 
 
 class TokenScorer(nn.Module):
-    """A Hugging Face causal model seen as a function from tokens to their log-probabilities.
+    """A Hugging Face causal model as a function from tokens to their log-probabilities.
 
     It is a module so that FSDP can wrap it: the output layer is called inside its forward pass.
     """
 
     def __init__(self, model: nn.Module, *, chunk_bytes: int = 256 << 20) -> None:
-        """Args:
-        model: a Hugging Face model.
-        chunk_bytes: size of the float32 logits that are held at a time.
+        """
+        Args:
+            model: a Hugging Face model.
+            chunk_bytes: size in bytes of the float32 logits that are held at a time.
         """
         super().__init__()
         self.model = model
@@ -78,7 +79,7 @@ class TokenScorer(nn.Module):
         else:
             predictor = (at[0], at[1] - 1)
         copies_T: Tensor | None = None
-        if tree is not None and bool(tree.repeated[at].any()):  # rows share tokens that are wanted of each
+        if tree is not None and bool(tree.repeated[at].any()):  # score tokens that several rows share only once
             first_T, copies_T = _first_of_equal(tree.place[at], temperature_T)
             predictor = predictor[0][first_T], predictor[1][first_T]
             labels_T, temperature_T = labels_T[first_T], temperature_T[first_T]
@@ -114,10 +115,10 @@ class TokenScorer(nn.Module):
 
     @torch.no_grad()
     def _applies_head(self, inputs: dict[str, Any]) -> bool:
-        """Whether the logits are exactly the output layer applied to the base model's last hidden state.
+        """Return whether the logits are exactly the output layer applied to the base model's last hidden state.
 
         Some models scale or cap their logits after the output layer. A cap is read from the configuration, because small logits hardly
-        show it; for everything else the first batch is computed both ways.
+        show it. Anything else is detected by computing some tokens of the first batch both ways.
         """
         model: Any = self.model
         head = model.get_output_embeddings() if hasattr(model, "get_output_embeddings") else None
@@ -131,7 +132,7 @@ class TokenScorer(nn.Module):
 
 
 def own_lengths(batch: Trajectory) -> list[int]:
-    """Highest position of each row plus one; without ``position_ids`` its number of tokens."""
+    """Return each row's highest position plus one; without ``position_ids``, this is its number of tokens."""
     lengths_B = row_lengths(batch)
     positions_BL = batch.get("position_ids")
     if positions_BL is None:
@@ -142,10 +143,10 @@ def own_lengths(batch: Trajectory) -> list[int]:
 
 
 def refuse_mixed_frequencies(batch: Trajectory, model: Any) -> None:
-    """Refuse rows or branches that would be computed with the rotary frequencies of a longer one.
+    """Raise an error if a row or branch would be computed with the rotary frequencies of a longer one.
 
     Raises:
-        TrainingError: the model has other frequencies for one of the lengths.
+        TrainingError: the rows and branches need different rotary frequencies.
     """
     lengths = [*own_lengths(batch), *_lengths_of_branches(batch)]
     if len(set(frequency_groups(model.config, lengths))) > 1:
@@ -157,7 +158,7 @@ def refuse_mixed_frequencies(batch: Trajectory, model: Any) -> None:
 
 
 def _lengths_of_branches(batch: Trajectory) -> list[int]:
-    """Highest position of each branch plus one."""
+    """Return each branch's highest position plus one."""
     branches_BL = batch.get("branch_ids")
     if branches_BL is None:
         return []
@@ -190,7 +191,7 @@ def _attention_of(batch: Trajectory, tree: PrefixTree | None, model: Any) -> Ite
 
 
 def _first_of_equal(place_T: Tensor, temperature_T: Tensor) -> tuple[Tensor, Tensor]:
-    """Group tokens by place and temperature: the first token of each group, and the group of each token."""
+    """Group tokens by layout index and temperature. Returns the first token of each group, and the group of each token."""
     kinds, kind_T = torch.unique(torch.stack([place_T.double(), temperature_T.double()], -1), dim=0, return_inverse=True)
     numbers_T = torch.arange(len(kind_T), device=kind_T.device)
     first = numbers_T.new_full((len(kinds),), len(kind_T)).scatter_reduce(0, kind_T, numbers_T, "amin")
@@ -198,10 +199,10 @@ def _first_of_equal(place_T: Tensor, temperature_T: Tensor) -> tuple[Tensor, Ten
 
 
 def model_inputs(batch: Trajectory, model: nn.Module) -> dict[str, Any]:
-    """Arguments of a Hugging Face model for a micro-batch.
+    """Build the arguments of a Hugging Face model for a micro-batch.
 
-    Right-padded rows need no mask under causal attention, because no token attends to its right. Without a mask the attention
-    kernel can take its causal path.
+    Right-padded rows need no mask under causal attention, because no token attends to its right. Without a mask, the attention
+    kernel can use its faster causal path.
 
     Raises:
         TrainingError: a row is left-padded or has gaps, or the rows cannot share a forward pass.
@@ -222,7 +223,7 @@ def model_inputs(batch: Trajectory, model: nn.Module) -> dict[str, Any]:
 
 
 def _positions(batch: Trajectory, model: Any) -> dict[str, Tensor]:
-    """Given positions, with a mask of ones: without a mask, transformers treats jumps in positions as packed sequences."""
+    """Return the batch's positions and a mask of ones. Without a mask, transformers treats jumps in positions as packed sequences."""
     ids_BL = batch["input_ids"]
     found = {"attention_mask": torch.ones_like(ids_BL)}
     positions_BL = batch.get("position_ids")
@@ -242,10 +243,11 @@ def _positions(batch: Trajectory, model: Any) -> dict[str, Tensor]:
 
 
 def tree_inputs(batch: Trajectory, tree: PrefixTree, model: Any) -> dict[str, Any]:
-    """Arguments of a Hugging Face model for the distinct tokens of a micro-batch, whose rows are in the tree's order.
+    """Build the arguments of a Hugging Face model for the distinct tokens of a micro-batch, whose rows are in the tree's order.
 
-    Models pass a 4-D mask on unchanged, which avoids building a ``[T, T]`` one. A layer that uses it instead of the tree computes NaN.
-    An image is computed once, with the first row that has its tokens. Tokens and images keep the positions they have in their rows.
+    Models pass a 4-D mask to their layers unchanged, so the 4-D mask of NaN avoids a ``[T, T]`` mask, and a layer that uses it instead of
+    the tree computes NaN. An image is computed once, with the first row that has its tokens. Tokens and images keep the positions that
+    they have in their rows.
     """
     mask = torch.full((1, 1, 1, 1), torch.nan, device=tree.place.device)
     inputs = {"input_ids": tree.input_ids, "position_ids": tree.position_ids, "attention_mask": mask, "prefix_tree": tree}
@@ -266,12 +268,12 @@ def tree_inputs(batch: Trajectory, tree: PrefixTree, model: Any) -> dict[str, An
     return inputs
 
 
-#: Outputs of a processor with one entry per token; the trainer's rows have their own.
+#: Processor outputs that have one entry per token. They are ignored, because the trainer's rows have their own.
 _TOKEN_OUTPUTS = {"input_ids", "attention_mask", "mm_token_type_ids"}
 
 
 def _without_sampled_images(batch: Trajectory, config: Any) -> Tensor:
-    """``input_ids`` with sampled image tokens replaced by another token, because no image belongs to them.
+    """Return ``input_ids`` with sampled image tokens replaced by another token, because no image belongs to them.
 
     A sampled image token ends its row (``VisionRLVRWorkflow`` stops there), so nothing is computed from it.
     """
@@ -283,13 +285,13 @@ def _without_sampled_images(batch: Trajectory, config: Any) -> Tensor:
 
 
 def picture_ids(config: Any) -> list[int]:
-    """Placeholder tokens of images and videos, from a model's configuration."""
+    """Return the placeholder tokens of images and videos, from a model's configuration."""
     found = (getattr(config, name, None) for name in ("image_token_id", "video_token_id"))
     return [token for token in found if token is not None]
 
 
 def _picture_inputs(entries: list[dict[str, Tensor] | None], ids_BL: Tensor, model: nn.Module) -> dict[str, Tensor]:
-    """Join the images of all rows in row order; if the model takes it, add the modality of each token."""
+    """Join the images of all rows in row order. If the model takes ``mm_token_type_ids``, add the modality of each token."""
     pictures = [entry for entry in entries if entry]
     names = [name for name in dict.fromkeys(key for entry in pictures for key in entry) if name not in _TOKEN_OUTPUTS]
     inputs = {name: torch.cat([entry[name] for entry in pictures if name in entry]).to(ids_BL.device) for name in names}

@@ -1,12 +1,12 @@
-"""Divide a batch: over ranks, into minibatches (one optimizer step each), and those into micro-batches that fit into memory.
+"""Division of a batch over ranks, into minibatches (one optimizer step each), and of these into micro-batches that fit into memory.
 
-The loss weights are computed before (``aggregation_weights``), so micro-batches do not change the gradient. Rows whose rotary frequencies
-differ (``model_facts.frequency_groups``) never share a micro-batch. If rows share prefixes, a micro-batch gets a ``prefix_tree``;
-otherwise rows are sorted by length, so that a micro-batch has rows of similar length, and columns beyond the longest row are cut off.
+The loss weights are computed beforehand (``aggregation_weights``), so micro-batches do not change the gradient. Rows whose rotary
+frequencies differ (``model_facts.frequency_groups``) never share a micro-batch. If rows share prefixes, a micro-batch gets a
+``prefix_tree``. Otherwise a micro-batch has rows of similar length, and columns beyond its longest row are cut off.
 
-Before shared prefixes or branches are used, ``BatchDivision`` checks them on rows of the run against the model's own, unmodified forward
-of one row without padding. A check covers the regimes (``model_facts.regime_lengths``) that its rows reached: rows that reach the next
-window, chunk or set of rotary frequencies are checked again. A check costs a few forward passes."""
+Before it uses shared prefixes or branches, ``BatchDivision`` scores some rows of the run both with them and by the model's own, unmodified
+forward pass of one row without padding, and compares the results. The check is repeated when longer rows reach the next attention window,
+chunk or set of rotary frequencies (``model_facts.regime_lengths``). It costs a few forward passes."""
 
 from __future__ import annotations
 
@@ -30,15 +30,15 @@ from rollwright.training.prefix_tree import SortedRows, enough_parts
 from rollwright.training.prefix_tree import build as build_tree
 from rollwright.training.tree_attention import why_not
 
-#: Column with the minibatch of each row, in a rank's share of a batch.
+#: Column that holds the minibatch number of each row in a rank's share of a batch.
 MINIBATCH_IDS = "minibatch_ids"
 
-#: Share of distinct tokens in padded ones above which prefix sharing is no faster.
+#: Ratio of distinct to padded tokens above which prefix sharing is no faster.
 _WORTH_SHARING = 0.9
 
 
 def attended_tokens(batch: Trajectory) -> Tensor:
-    """Mask of the tokens that have a log-probability: all but padding and the first of each row. ``[B, L]`` bool."""
+    """Return the bool mask ``[B, L]`` of the tokens that have a log-probability: all except padding and the first token of each row."""
     mask = batch.get("attention_mask")
     wanted_BL = torch.ones_like(batch["input_ids"], dtype=torch.bool) if mask is None else mask.bool().clone()
     wanted_BL[:, 0] = False
@@ -50,11 +50,11 @@ def split_rows(lengths: Sequence[int], spec: MicroBatchSpec, *, at_least: int = 
 
     Args:
         lengths: tokens of each row.
-        spec: the budget, and the smallest number of micro-batches.
-        at_least: another minimum, the number of the rank with the most. If there are not enough rows, empty micro-batches are added.
+        spec: the budget and the minimum number of micro-batches.
+        at_least: a second minimum, usually the largest number on any rank. If there are not enough rows, empty micro-batches are added.
 
     Returns:
-        Lists of row indices, longest rows first; every row is in exactly one. A row above the budget is alone in its own.
+        Lists of row indices, longest rows first. Every row is in exactly one list; a row that exceeds the budget has its own.
     """
     order = sorted(range(len(lengths)), key=lambda row: (-lengths[row], row))
     parts: list[list[int]] = []
@@ -79,14 +79,14 @@ def micro_batches(
 
     Args:
         batch: the rows to split.
-        spec: the budget, in padded tokens, or in distinct ones if prefixes are shared.
-        at_least: minimum number of micro-batches (that of the rank with the most).
+        spec: the budget, in padded tokens, or in distinct tokens if prefixes are shared.
+        at_least: minimum number of micro-batches (usually the largest number on any rank).
         share_prefixes: give each micro-batch its ``prefix_tree`` if that saves at least a tenth of the padded tokens.
         picture_ids: image placeholder tokens.
-        groups: group of each row; rows of different groups are in different micro-batches. None puts all rows into one group.
+        groups: group of each row; rows of different groups never share a micro-batch. If None, all rows are in one group.
 
-    An empty micro-batch (see ``split_rows``) is row 0 over one column. It is computed because every rank must take part
-    in a sharded forward pass; its indices are empty, so it does not contribute. The same holds for a batch without rows.
+    An empty micro-batch (see ``split_rows``) holds only the first token of row 0, or a placeholder if the batch has no rows. It is
+    computed because every rank must take part in a sharded forward pass. Its row indices are empty, so it does not contribute.
     """
     group_of_row = [0] * batch["input_ids"].shape[0] if groups is None else list(groups)
     result: list[tuple[torch.Tensor, Trajectory]] = []
@@ -113,7 +113,7 @@ def micro_batches(
 
 
 def _one_row(batch: Trajectory) -> Trajectory:
-    """A batch of one token in place of a batch without rows; none of its scores is used."""
+    """Make a placeholder of one token for a batch without rows. Its score is not used."""
     return {
         key: value.new_full((1, *value.shape[1:]), key in ("attention_mask", "temperature"))
         if isinstance(value, Tensor)
@@ -123,15 +123,15 @@ def _one_row(batch: Trajectory) -> Trajectory:
 
 
 def split_minibatches(batch: Trajectory, count: int) -> list[torch.Tensor]:
-    """Divide a batch into minibatches, one optimizer step each, by whole groups (by rows without ``group_ids``).
+    """Divide a batch into minibatches, one optimizer step each. Groups stay whole; without ``group_ids``, each row is a group.
 
-    A rank's share of a batch has ``minibatch_ids``, which hold the division of the whole batch.
+    If a batch has ``minibatch_ids``, as a rank's share of a batch does, they determine the division.
 
     Returns:
-        ``count`` tensors of row indices. Groups keep their order, and the numbers of groups differ by at most one.
+        ``count`` tensors of row indices. Groups keep their order, and the minibatches' numbers of groups differ by at most one.
 
     Raises:
-        TrainingError: there are fewer groups than parts.
+        TrainingError: there are fewer groups than minibatches.
     """
     rows = int(batch["input_ids"].shape[0])
     device = batch["input_ids"].device
@@ -158,8 +158,8 @@ def split_minibatches(batch: Trajectory, count: int) -> list[torch.Tensor]:
 def ranks_of_groups(tokens: Sequence[int], ranks: int, *, at_least: int = 1) -> list[int]:
     """Assign each group to a rank so that all ranks compute about the same number of tokens; groups stay whole.
 
-    The largest remaining group goes to the rank with the fewest tokens. The fullest rank then has at most 4/3 of the tokens that it has
-    in the best division (Graham 1969, theorem 2).
+    The largest remaining group goes to the rank with the fewest tokens. The fullest rank then has at most 4/3 of the tokens of the
+    fullest rank in the optimal division (Graham 1969, theorem 2).
 
     Args:
         tokens: distinct tokens of each group (``SortedRows.tokens_of_groups``).
@@ -167,7 +167,7 @@ def ranks_of_groups(tokens: Sequence[int], ranks: int, *, at_least: int = 1) -> 
         at_least: groups that each rank needs (``ppo_n_minibatches``).
 
     Returns:
-        A rank for each group; equal arguments give equal results.
+        The rank of each group. Equal arguments give equal results.
 
     Raises:
         TrainingError: there are too few groups.
@@ -188,12 +188,12 @@ def ranks_of_groups(tokens: Sequence[int], ranks: int, *, at_least: int = 1) -> 
 
 
 def distinct_tokens(batch: Trajectory) -> dict[int, int]:
-    """Tokens of each group, counting those that its rows share once."""
+    """Count the distinct tokens of each group. Tokens that rows of the group share count once."""
     return SortedRows(batch).tokens_of_groups()
 
 
 def all_tokens(batch: Trajectory) -> dict[int, int]:
-    """Tokens of each group, without a look at what its rows share; also of a packed batch."""
+    """Count all tokens of each group, including repeated prefixes. Also works on a packed batch."""
     tokens: dict[int, int] = {}
     for group, length in zip(batch["group_ids"].tolist(), row_lengths(batch).tolist(), strict=True):
         tokens[group] = tokens.get(group, 0) + length
@@ -203,13 +203,13 @@ def all_tokens(batch: Trajectory) -> dict[int, int]:
 def rows_of_ranks(
     batch: Trajectory, ranks: int, *, at_least: int = 1, count_tokens: Callable[[Trajectory], dict[int, int]] = distinct_tokens
 ) -> list[torch.Tensor]:
-    """Rows that each rank trains, in order: whole groups (rows without ``group_ids``) by ``ranks_of_groups``.
+    """Return the rows that each rank trains, in order. Groups stay whole; without ``group_ids``, each row is a group.
 
     Args:
         batch: the rows.
         ranks: number of ranks.
-        at_least: groups that each rank needs.
-        count_tokens: returns the number of tokens of each group; the ranks get about equal sums.
+        at_least: minimum number of groups per rank.
+        count_tokens: returns the number of tokens of each group; ``ranks_of_groups`` balances their sums over the ranks.
     """
     groups_B = torch.arange(len(batch["input_ids"])) if batch.get("group_ids") is None else batch["group_ids"]
     tokens = count_tokens({**batch, "group_ids": groups_B})
@@ -225,7 +225,7 @@ _PROVEN_ROWS = 4
 
 
 class BatchDivision:
-    """Splits a model's batches into micro-batches and keeps the results of the checks."""
+    """Splits a model's batches into micro-batches, and remembers up to which row length its checks passed."""
 
     def __init__(self, config: TrainEngineConfig) -> None:
         """
@@ -240,7 +240,7 @@ class BatchDivision:
 
     @property
     def shares_prefixes(self) -> bool:
-        """True once the scores of rows with and without shared prefixes agreed."""
+        """True if sharing prefixes is enabled and has passed a check."""
         return self._shares and self._sharing is not None
 
     def micro_batches(self, scorer: Any, batch: Trajectory) -> list[tuple[Tensor, Trajectory]]:
@@ -251,7 +251,7 @@ class BatchDivision:
             batch: the rows of this rank.
 
         Raises:
-            TrainingError: a row with branches gets other log-probabilities than the trunk with each branch alone.
+            TrainingError: the log-probabilities of a row with branches differ from those of the trunk with each branch alone.
             ConfigError: the model cannot compute rows of this length.
         """
         if batch.get("branch_ids") is not None:
@@ -283,10 +283,10 @@ class BatchDivision:
 
     @torch.no_grad()
     def _is_proven(self, scorer: Any, parts: list[Trajectory]) -> bool:
-        """Whether the micro-batches pass the check; if not, sharing is disabled from now on.
+        """Check shared prefixes on the micro-batches if that is due. If the check fails, disable sharing and return False.
 
-        The length that counts is that of a tree, because some models use a token's index in their input. So the check covers the
-        micro-batch with the most tokens and the one with the longest row.
+        Some models use a token's index in their input, so the length of the whole tree matters, not only that of a row. The check
+        therefore covers the micro-batch with the most tokens and the one with the longest row.
         """
         device = parts[0]["input_ids"].device
         trees = [part for part in parts if "prefix_tree" in part]
@@ -316,7 +316,7 @@ class BatchDivision:
 
     @torch.no_grad()
     def _prove_branches(self, scorer: Any, batch: Trajectory) -> None:
-        """Compare the scores of a branch's tokens in a row with branches and in a row of the trunk and this branch alone."""
+        """Check that a branch's tokens score the same in a row with branches as in a row of the trunk and this branch alone."""
         device = batch["input_ids"].device
         longest = parallel.largest(batch["input_ids"].shape[1], device)
         proofs = self._branches or Proofs(scorer.model.config)
@@ -330,7 +330,7 @@ class BatchDivision:
         try:
             with parallel.watched():
                 difference = torch.stack([_compare_branch(scorer, batch, branch) for branch in (most, last)]).max()
-        except (RuntimeError, ValueError, TypeError, IndexError) as error:  # a foreign forward given a mask and positions
+        except (RuntimeError, ValueError, TypeError, IndexError) as error:  # the forward may not support a mask or positions
             name, said = type(scorer.model).__name__, f"{type(error).__name__}: {error}"
             raise TrainingError(
                 f"{name} fails on rows with branches (branch_ids): {said}. Train it on rows without branches: one row for each branch."
@@ -355,7 +355,8 @@ def _compare_shared(scorer: Any, part: Trajectory) -> tuple[str | None, float]:
     """Score rows of a micro-batch both with shared prefixes and alone: the longest, and the last ones in the tree.
 
     Returns:
-        Why the model cannot share, and the largest difference. A rank with nothing to share still takes part in the forward passes.
+        The reason why the model cannot share (None if it can), and the largest difference. A rank that has nothing to share still takes
+        part in the forward passes.
     """
     tree, rows = part.get("prefix_tree"), part["input_ids"].shape[0]
     lengths = row_lengths(part).clamp(min=1).tolist()
@@ -402,7 +403,10 @@ def _branches_of(batch: Trajectory) -> list[_Branch]:
 
 
 def _compare_branch(scorer: Any, batch: Trajectory, branch: _Branch | None) -> Tensor:
-    """Largest difference of a branch's log-probabilities between its row and a row of what it sees; 0 without a branch."""
+    """Compare a branch's log-probabilities in its row with those in a row of only the tokens it sees.
+
+    Returns the largest difference; 0 if ``branch`` is None, in which case the forward passes are still computed.
+    """
     row = 0 if branch is None else branch.row
     names = [name for name in ("input_ids", "attention_mask", "position_ids", "temperature") if batch.get(name) is not None]
     length = int(row_lengths(batch)[row].clamp(min=1))
@@ -414,7 +418,7 @@ def _compare_branch(scorer: Any, batch: Trajectory, branch: _Branch | None) -> T
     alone = {name: value[:, columns] if value.dim() > 1 else value for name, value in alone.items()}
     alone["position_ids"] = positions_L[None]
     if torch.equal(positions_L, torch.arange(len(columns), device=positions_L.device)):
-        del alone["position_ids"]  # an ordinary row: the model counts, some from another number than 0
+        del alone["position_ids"]  # an ordinary row: let the model number the positions, because some start above 0
     alone_BL, _ = scorer(alone, wanted_BL[:, columns])
     apart_L = (alone_BL[0] - together_BL[0, columns]).abs()
     return apart_L.max() * 0 if branch is None else apart_L[batch["branch_ids"][row, columns] == branch.number].max()

@@ -1,4 +1,4 @@
-"""Hugging Face models: load one, or make a small new one (text, or text and images)."""
+"""Loading Hugging Face models, and making small new ones (text, or text and images)."""
 
 from __future__ import annotations
 
@@ -28,14 +28,14 @@ _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torc
 
 
 def resolve_device(name: str) -> torch.device:
-    """Device of a config: ``auto`` is the local rank's GPU if there is one, otherwise the CPU."""
+    """Return the device that a config names. ``auto`` is the local rank's GPU if there is one, otherwise the CPU."""
     if name == "auto":
         return torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else torch.device("cpu")
     return torch.device(name)
 
 
 def resolve_dtype(name: str, device: torch.device) -> torch.dtype:
-    """Compute type of a config: ``auto`` is bfloat16 on a GPU that supports it, otherwise float32."""
+    """Return the compute type that a config names. ``auto`` is bfloat16 on a GPU that supports it, otherwise float32."""
     if name == "auto":
         has_bfloat16 = device.type == "cuda" and torch.cuda.is_bf16_supported()
         return torch.bfloat16 if has_bfloat16 else torch.float32
@@ -49,11 +49,11 @@ def load_model(config: TrainEngineConfig, *, dtype: torch.dtype | None = None, d
 
     Args:
         config: section of the model.
-        dtype: type of the parameters. None chooses float32 if ``config`` has an optimizer (master weights), otherwise the compute type.
-        device: device of the model. None uses the device of ``config``.
+        dtype: type of the parameters. If None, float32 if ``config`` has an optimizer (master weights), otherwise the compute type.
+        device: device of the model. If None, the device of ``config``.
 
     Returns:
-        The model in evaluation mode with dropout off, so training and scoring compute the same log-probabilities.
+        The model in evaluation mode with dropout disabled, so that training and scoring compute the same log-probabilities.
 
     Raises:
         ConfigError: there is no model at ``config.path``, or it needs code that ``trust_remote_code`` does not allow.
@@ -63,7 +63,7 @@ def load_model(config: TrainEngineConfig, *, dtype: torch.dtype | None = None, d
 
 
 def empty_model(config: TrainEngineConfig, dtype: torch.dtype) -> nn.Module:
-    """Make the model of a config without weights: parameters are on the meta device and take no memory; buffers are computed.
+    """Make a config's model without weights: its parameters are on the meta device and take no memory, and its buffers are computed.
 
     Raises:
         ConfigError: as for ``load_model``.
@@ -72,7 +72,7 @@ def empty_model(config: TrainEngineConfig, dtype: torch.dtype) -> nn.Module:
 
 
 def empty_copy(model: Any, dtype: torch.dtype) -> nn.Module:
-    """Make a model of the same architecture without weights, as ``empty_model`` does, and copy the buffers."""
+    """Make a model of the same architecture without weights (see ``empty_model``), and copy the buffers."""
     with _parameters_without_memory(), without_progress_bars():
         copied = _auto_class(model.config).from_config(copy.deepcopy(model.config), dtype=dtype)
     _switch_off_dropout(copied)
@@ -83,13 +83,13 @@ def empty_copy(model: Any, dtype: torch.dtype) -> nn.Module:
 
 
 def frozen_model(model: nn.Module, dtype: torch.dtype) -> nn.Module:
-    """Copy a model with parameters of another type, without an intermediate copy in the old type; buffers keep their type."""
+    """Copy a model with frozen parameters of type ``dtype``, without an intermediate copy in the old type. Buffers keep their type."""
     copies: dict[int, Any] = {id(p): nn.Parameter(p.detach().to(dtype, copy=True), False) for p in model.parameters()}
     return copy.deepcopy(model, copies)
 
 
 def held_dtype(config: TrainEngineConfig, device: torch.device) -> torch.dtype:
-    """Type of the parameters: float32 with an optimizer (master weights), otherwise the compute type."""
+    """Return the type of a model's parameters: float32 with an optimizer (master weights), otherwise the compute type."""
     return torch.float32 if config.optimizer is not None else resolve_dtype(config.dtype, device)
 
 
@@ -117,7 +117,7 @@ def _made(config: TrainEngineConfig, dtype: torch.dtype, *, is_empty: bool = Fal
 
 @contextmanager
 def _parameters_without_memory() -> Iterator[None]:
-    """Register new parameters on the meta device. Buffers are kept, because some are computed on construction."""
+    """Register new parameters on the meta device inside the context. Buffers stay real, because constructors compute some of them."""
     register = nn.Module.register_parameter
 
     def register_empty(module: nn.Module, name: str, parameter: nn.Parameter | None) -> None:
@@ -186,16 +186,16 @@ def new_model(
         directory: receives ``config.json``, ``generation_config.json``, ``model.safetensors`` and the tokenizer's files, if given.
         architecture: ``qwen3``, ``qwen2`` or ``llama``.
         tokenizer: sets the vocabulary size and the ids of the begin, end and padding tokens.
-        vocab_size: vocabulary size without a tokenizer, or a larger one than the tokenizer's.
+        vocab_size: vocabulary size, at least that of the tokenizer. If None, the tokenizer's.
         hidden_size: width of the model.
-        intermediate_size: width of the feed-forward layers. None uses three times ``hidden_size``, rounded up to a multiple of 32.
+        intermediate_size: width of the feed-forward layers. If None, three times ``hidden_size``, rounded up to a multiple of 32.
         num_hidden_layers: number of layers.
         num_attention_heads: number of query heads.
-        num_key_value_heads: number of key and value heads. None uses as many as query heads.
-        head_dim: size of a head. None uses ``hidden_size / num_attention_heads``.
+        num_key_value_heads: number of key and value heads. If None, equal to the number of query heads.
+        head_dim: size of a head. If None, ``hidden_size / num_attention_heads``.
         max_position_embeddings: longest sequence.
         tie_word_embeddings: use one matrix for input and output embeddings.
-        seed: seed of the weights; global random states do not change.
+        seed: seed of the weights. Global random states are not changed.
         **config_overrides: further keys of the architecture's configuration.
 
     Returns:
@@ -246,7 +246,7 @@ def _write_new(auto_class: Any, model_config: Any, directory: str | Path, seed: 
 
 
 def parameter_count(model: nn.Module) -> int:
-    """Number of parameters; tied ones count once."""
+    """Return the number of parameters; tied parameters count once."""
     return sum(parameter.numel() for parameter in model.parameters())
 
 
@@ -268,10 +268,10 @@ def new_vision_model(
 
     Args:
         directory: receives model, tokenizer and ``preprocessor_config.json``.
-        tokenizer: tokenizer with the image tokens (``rollwright.data.vision.VISION_PIECES``).
-        vision: vision tower of the new model. None uses the defaults.
+        tokenizer: tokenizer whose vocabulary includes the image tokens (``rollwright.data.vision.VISION_PIECES``).
+        vision: config of the vision tower. If None, the defaults.
         hidden_size, intermediate_size, num_hidden_layers, num_attention_heads, num_key_value_heads,
-        max_position_embeddings, tie_word_embeddings, seed: of the language model, as for ``new_model``.
+        max_position_embeddings, tie_word_embeddings, seed: see ``new_model``; they apply to the language model.
 
     Returns:
         The model, float32 on the CPU.

@@ -1,7 +1,7 @@
 """Prefix tree of a micro-batch: each shared prefix is computed once, in one ``[1, T]`` row of distinct tokens.
 
 The samples of a group share their prompt, and the rows of a conversation share its history. Rows are sorted so that each row shares its
-longest prefix with the row before it; only the rest of it, its *run*, is new. The layout is the runs one after another:
+longest prefix with the row before it; only the rest of the row, its *run*, is new. The *layout* is the concatenation of all runs:
 
     row 0   p p p p a a a      run of 7 tokens, sees itself
     row 1   p p p p b b        run of 2 tokens, sees the four p and itself
@@ -12,8 +12,9 @@ Invariants:
 * two tokens are merged only if everything they can see is equal: ids, positions, branches and images up to them;
 * a token sees the tokens of its own row and nothing else; in rows with branches, ``inference.attention_masks`` says which of them.
 
-Everything but attention works on single tokens, so a Hugging Face model computes the layout unchanged. Attention over it becomes a few
-calls of an ordinary kernel (``attention_calls``), which ``tree_attention`` makes. Autograd sums the gradients of a shared token."""
+Everything except attention works on each token separately, so an unmodified Hugging Face model can compute the layout. Attention over the
+layout becomes a few calls of an ordinary kernel (``attention_calls``), which ``tree_attention`` makes. Autograd sums the gradients of a
+shared token."""
 
 from __future__ import annotations
 
@@ -37,19 +38,19 @@ class PrefixTree:
     Attributes:
         input_ids: ``[1, T]``.
         position_ids: ``[1, T]``.
-        place: ``[B, L]``, index in the layout of each row's token; 0 at padding.
-        predictor: ``[B, L]``, index in the layout of the token that predicts it; 0 in the first column and at padding.
-        sources: ``[T]``, index into the rows' ``B * L`` tokens.
+        place: ``[B, L]``, layout index of each token; 0 at padding.
+        predictor: ``[B, L]``, layout index of the token that predicts each token; 0 in the first column and at padding.
+        sources: ``[T]``, index of each layout token among the ``B * L`` tokens of the rows.
         repeated: ``[B, L]`` bool, the tokens that the row shares with the row before it.
-        own_calls: attention calls; each token is a query of exactly one.
-        shared_calls: further keys for many queries; their results are merged with those of ``own_calls``.
-        ends: ``[T]``, index after a token's last descendant: the tokens from its own index up to there see it.
-        branches: ``[T]``, branch of each token, 0 on the trunk; None if no row has branches.
+        own_calls: attention calls; each token is a query of exactly one of them.
+        shared_calls: attention calls for keys that many queries share; their results are merged with those of ``own_calls``.
+        ends: ``[T]``, index after each token's last descendant. The tokens from the token's own index up to this index see it.
+        branches: ``[T]``, branch of each token, 0 on the trunk. None if no row has branches.
         tokens: ``T``, the number of distinct tokens.
         longest: tokens of the longest row.
-        uses: attention layers that used the tree; 0 after a forward pass means that the model does not pass it on.
-        refusal: why a layer's attention cannot be computed over the tree, set in a forward pass; its result is then invalid.
-        is_tried: True during the check, which looks for a refusal; otherwise a refusal is an error.
+        uses: number of attention layers that used the tree. 0 after a forward pass means that the model does not pass the tree to layers.
+        refusal: why a layer's attention cannot be computed over the tree. It is set in a forward pass, whose result is then invalid.
+        is_tried: True during a check, which expects a refusal to be possible; at any other time, a refusal is an error.
     """
 
     input_ids: Tensor
@@ -112,7 +113,7 @@ class SortedRows:
         self.distinct = int((self.lengths - self.shared).sum())
 
     def tokens_of_groups(self) -> dict[int, int]:
-        """Number of distinct tokens of each group by id, counted without the other groups."""
+        """Count the distinct tokens of each group, by id. Tokens that several groups share count in each of them."""
         tokens: dict[int, int] = {}
         for group, length, shared in zip(self._group.tolist(), self.lengths.tolist(), self.shared.tolist(), strict=True):
             tokens[group] = tokens[group] + length - shared if group in tokens else length
@@ -124,11 +125,11 @@ class SortedRows:
         A group that does not fit is split between rows, and the path above the split is computed in both parts.
 
         Args:
-            spec: the budget, and the smallest number of micro-batches.
-            at_least: another minimum. If there are not enough rows, empty micro-batches are added.
+            spec: the budget and the minimum number of micro-batches.
+            at_least: a second minimum. If there are not enough rows, empty micro-batches are added.
 
         Returns:
-            For each part, the indices into ``order`` of its rows; every row is in exactly one part. A row above the budget is alone.
+            For each part, the indices into ``order`` of its rows. Every row is in exactly one part; a row that exceeds the budget is alone.
         """
         budget, fresh = spec.max_tokens_per_mb, (self.lengths - self.shared).tolist()
         edges = [0, *(np.flatnonzero(np.diff(self._group)) + 1).tolist(), len(self.order)]
@@ -155,8 +156,8 @@ def enough_parts(
 
     Args:
         parts: row indices of each micro-batch.
-        spec: has the smallest number of micro-batches.
-        at_least: another minimum, which holds even if there are fewer rows.
+        spec: section that has the minimum number of micro-batches.
+        at_least: a second minimum, which holds even if there are fewer rows.
         size: size of a micro-batch.
     """
     while len(parts) < min(max(spec.n_mbs, at_least), sum(map(len, parts))):
@@ -167,7 +168,7 @@ def enough_parts(
 
 
 def _picture_numbers(entries: Sequence[Any]) -> np.ndarray:
-    """A number for each row, equal if the images are; 0 for rows without images."""
+    """Number the rows by their images: rows with equal images get equal numbers, and rows without images get 0."""
     numbers = np.zeros(len(entries), dtype=np.int64)
     seen: list[Any] = []
     for row, entry in enumerate(entries):
@@ -188,7 +189,7 @@ def build(batch: Trajectory, shared: Sequence[int] | None = None) -> PrefixTree:
 
     Args:
         batch: rows of the micro-batch.
-        shared: number of tokens that each row shares with the row before it. None computes it, in the order that shares most.
+        shared: number of tokens that each row shares with the row before it. If None, the rows are sorted and it is computed.
     """
     if shared is None:
         rows = SortedRows(batch)
@@ -251,9 +252,9 @@ def build(batch: Trajectory, shared: Sequence[int] | None = None) -> PrefixTree:
 
 
 def _ends(sources: list[tuple[int, int, int]], tokens: int) -> np.ndarray:
-    """Index after the last descendant of each token, from (row, columns shared with the row before, columns)."""
+    """Compute the index after each token's last descendant. A source is (row, columns shared with the row before, columns)."""
     ends_T = np.empty(tokens, dtype=np.int64)
-    below_L = np.full(max(length for *_, length in sources), tokens)  # of the tokens of the rows that come later
+    below_L = np.full(max(length for *_, length in sources), tokens)  # for each column, given the rows that come later
     last = tokens
     for _, common, length in reversed(sources):
         first = last - (length - common)
@@ -268,7 +269,10 @@ def _put(array: np.ndarray, device: torch.device) -> Tensor:
 
 
 def _segments(branches_L: np.ndarray) -> list[tuple[int, np.ndarray]]:
-    """Runs of one branch in a row: the start of each and the columns that its last token sees (see ``inference.attention_masks``)."""
+    """Split a row into runs of one branch each. Returns each run's start and the columns that its last token sees.
+
+    ``inference.attention_masks`` defines which columns a token sees.
+    """
     length = len(branches_L)
     starts = [0, *(np.flatnonzero(np.diff(branches_L)) + 1).tolist()]
     result = []
@@ -279,7 +283,7 @@ def _segments(branches_L: np.ndarray) -> list[tuple[int, np.ndarray]]:
     return result
 
 
-#: Fixed cost of a call, forward and backward, in products of a query and a key. Measured by
+#: Fixed cost of a call, forward and backward, in query-key products. Measured by
 #: ``benchmarks/shared_prefixes.py --costs`` on two cores of a Xeon under load, for 4 to 16 heads of 16 to 128: 1,700 to 10,600, median 5,500.
 _CALL_COST = 5_000
 
@@ -289,7 +293,7 @@ _COPY_COST = 60
 
 @dataclass
 class TokenRun:
-    """A run: tokens ``start`` to ``end`` of the layout and the places of the earlier tokens that they see."""
+    """A run: tokens ``start`` to ``end`` of the layout, and the layout indices of the earlier tokens that they see."""
 
     start: int
     end: int
@@ -307,11 +311,11 @@ class AttentionCall:
 
     Attributes:
         pieces: ``N``.
-        queries: places of the queries in the layout, ``[N, Q]``, or a slice of ``N * Q`` places.
-        keys: places of the keys, ``[N, K]``, or a slice.
+        queries: layout indices of the queries, ``[N, Q]``, or a slice of ``N * Q`` indices.
+        keys: layout indices of the keys, ``[N, K]``, or a slice of ``N * K`` indices.
         is_causal: query ``i`` sees the keys up to ``i``. If False, it sees the keys that ``allowed`` permits.
-        allowed: ``[N or 1, 1, Q, K]`` bool; None permits all keys.
-        padding: ``[N, Q]`` bool, True for padding; None if there is none.
+        allowed: ``[N or 1, 1, Q, K]`` bool. If None, all keys are allowed.
+        padding: ``[N, Q]`` bool, True for padding queries. None if there is no padding.
     """
 
     pieces: int
@@ -325,16 +329,16 @@ class AttentionCall:
 def attention_calls(
     runs: Sequence[TokenRun], ends_T: np.ndarray, branches_T: np.ndarray | None, device: torch.device
 ) -> tuple[list[AttentionCall], list[AttentionCall]]:
-    """Divide the attention of a layout into calls: which queries attend to which keys together.
+    """Divide the attention of a layout into calls, each of some queries over some keys.
 
-    Earlier tokens that many runs see are attended to by all their queries in one *shared* call, which needs no mask and no copies. The
-    rest of each run is its *own* call. The results of a query in several calls are merged.
+    Earlier tokens that many runs see are the keys of one *shared* call for all queries of these runs, which needs no mask and no copies.
+    The rest of each run is its *own* call. If a query is in several calls, their results are merged.
 
     Args:
         runs: all runs, in the order of the layout.
         ends_T: index after the last descendant of each token.
-        branches_T: branch of each token; None if there are no branches.
-        device: device of the places.
+        branches_T: branch of each token. None if there are no branches.
+        device: device of the index tensors.
 
     Returns:
         Own calls, in which each token is a query exactly once, and shared calls.
@@ -354,7 +358,7 @@ def attention_calls(
 def _common_ancestors(
     runs: Sequence[TokenRun], ends_T: np.ndarray, branches_T: np.ndarray | None
 ) -> list[tuple[int, int, int, int]]:
-    """Tokens ``first`` to ``last`` that all tokens from ``start`` to ``end`` see, if one call for them saves more than it costs."""
+    """Find tokens ``first`` to ``last`` that all tokens from ``start`` to ``end`` see, if one call for them saves more than it costs."""
     starts = np.array([run.start for run in runs])
     found = []
     for number, run in enumerate(runs):
@@ -372,7 +376,7 @@ def _common_ancestors(
 
 
 def _stretches(runs: Sequence[TokenRun]) -> tuple[list[list[TokenRun]], list[TokenRun]]:
-    """Neighbouring runs of equal length, whose call needs no copies, and the runs that are too short for a call of their own."""
+    """Group neighbouring runs of equal length, whose call needs no copies; also return the runs that are too short for their own call."""
     stretches: list[list[TokenRun]] = []
     for run in runs:
         if stretches and stretches[-1][-1].end == run.start and stretches[-1][-1].tokens == run.tokens:
@@ -403,7 +407,7 @@ def _together(runs: Sequence[TokenRun]) -> list[list[TokenRun]]:
 
 
 def _joined(runs: Sequence[TokenRun], device: torch.device) -> AttentionCall:
-    """One call of several runs, padded to the longest. Padding queries use place 0 and see what the last query of their run sees."""
+    """Make one call of several runs, padded to the longest. Padding queries use token 0 and see what the last query of their run sees."""
     q_N1 = np.array([[run.tokens] for run in runs])
     k_N1 = np.array([[run.tokens + len(run.ancestors)] for run in runs])
     Q, K = int(q_N1.max()), int(k_N1.max())
