@@ -1,1 +1,4 @@
-"""Tokens in, tokens and log-probabilities out: the engine protocol, the built-in engine, clients of SGLang and vLLM, the server, the launcher and receiving weights."""
+"""Inference engines: tokens in, tokens and log-probabilities out.
+
+Contains the engine protocol, the built-in engine, clients of SGLang and vLLM, the inference server, its launcher, and weight updates.
+"""

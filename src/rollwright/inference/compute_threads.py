@@ -1,9 +1,9 @@
 """CPU compute threads: find the fastest number, and release the OpenMP workers that each computing Python thread owns.
 
 If a process has more workers than cores, GNU OpenMP lets them sleep between two operations instead of spinning for a moment, and
-waking them costs more than a second core gains in a decode step: with 32 rows of a 4M model it takes 7.1 ms on two cores, 5.9 on one,
+waking them costs a decode step more than a second core gains: with 32 rows of a 4M model the step takes 7.1 ms on two cores, 5.9 on one,
 and 3.8 on two after the trainer's thread has released its workers. So a thread that begins to wait releases its workers; its next
-operation makes new ones, which takes about 0.1 ms.
+operation creates new workers, which takes about 0.1 ms.
 """
 
 from __future__ import annotations

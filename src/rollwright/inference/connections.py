@@ -43,7 +43,7 @@ class LostServersError(WeightUpdateError):
 
 
 class UpdateRefusedError(WeightUpdateError):
-    """A server refused an update before it read any weight, so it still computes with its old ones."""
+    """A server rejected an update before it read any weight, so it still computes with its old weights."""
 
 
 #: Phrases that servers use when a prompt leaves no room for a token.

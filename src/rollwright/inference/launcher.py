@@ -123,7 +123,7 @@ def ended_child(address: str) -> str | None:
     """Return the command that ``build_cmd`` built for an address, if a child of this process has ended since and none runs the command.
 
     Returns:
-        The command as a shell line. None if a child runs it, no child has ended since, or none was built for this address.
+        The command as a shell line. None if a child runs it, no child has ended since, or no command was built for this address.
     """
     url = urlsplit(server_url(address))
     built = BUILT_COMMANDS.get(url.port or 0)

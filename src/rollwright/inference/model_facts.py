@@ -135,8 +135,8 @@ def frequency_groups(config: Any, lengths: Sequence[int]) -> list[int]:
 def fixed_frequencies(config: Any) -> tuple[str, int] | None:
     """Return the ``rope_type`` and the row length up to which rotary frequencies are fixed, or None if they never change.
 
-    In a longer row every token, even the first, has different frequencies. A forward pass over the finished row then computes other
-    log-probabilities for the tokens below the limit than those that they were sampled with.
+    In a longer row every token, even the first, has different frequencies. A forward pass over the finished row then gives tokens
+    that were sampled below the limit different log-probabilities than the engine did.
     """
     limits, dynamic_limit = _frequency_limits(config.get_text_config())
     found = [("longrope", limit) for limit in limits]

@@ -72,7 +72,7 @@ def server_url(address: str) -> str:
 
 
 def find_server_addresses(configured: Iterable[str] = ()) -> list[str]:
-    """Return the addresses of running inference servers: those configured, or else those in the environment.
+    """Return the addresses of running inference servers, as configured or else from the environment.
 
     Returns:
         ``host:port`` (or URLs) in order, without duplicates; empty if there are none.

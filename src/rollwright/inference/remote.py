@@ -45,7 +45,7 @@ _STOP_REASONS = ("stop", "length", "abort")
 
 
 class RemoteInferenceEngine(InferenceEngine):
-    """Tokens in and out over HTTP servers of one backend.
+    """Inference engine that samples on HTTP servers of one backend.
 
     Attributes:
         config: the ``rollout`` section.

@@ -206,7 +206,7 @@ class ModelResponse:
     seed: int | None = None
     output_top_logprobs: list[TopTokens] | None = None  # for each output token, if the request asks for ``top_logprobs``
     input_logprobs: list[float | None] | None = None  # of the prompt from ``prompt_logprobs_from`` on; the first token has none
-    input_top_logprobs: list[TopTokens | None] | None = None  # if the request asks for both
+    input_top_logprobs: list[TopTokens | None] | None = None  # if the request sets both options
     logprobs_shifted: bool = False  # taken after top-p, top-k or penalties: the trainer has to recompute them
     server: str = ""  # address of the server that sampled the response; empty for an engine in this process
 

@@ -124,7 +124,7 @@ class Router:
             server.in_service, server.reason, server.lacks_weights = True, "", False
 
     def replace(self, addresses: Iterable[str]) -> None:
-        """Use the servers at these addresses from now on. New ones stay out of service until they are put back."""
+        """Use the servers at these addresses from now on. New servers stay out of service until they are put back."""
         wanted = dict.fromkeys(addresses)
         with self._lock:
             known = {server.address: server for server in self.servers}

@@ -43,9 +43,9 @@ class ServerSet:
     Attributes:
         config: addresses, key and time limits.
         kind: name of the servers in messages.
-        launched: servers that were started for this engine; they end with it.
+        launched: servers that were started for this engine, and end with it.
         check_interval: seconds between two health checks of a server in service.
-        strikes: failed checks in a row after which such a server is taken out.
+        strikes: number of failed checks in a row after which a server is taken out of service.
     """
 
     def __init__(self, config: RolloutConfig, kind: str, addresses: Iterable[str] | None = None) -> None:
@@ -274,7 +274,7 @@ class ServerSet:
         Args:
             action: called with each server.
             servers: servers to act on.
-            alongside: called in this thread meanwhile.
+            alongside: called in this thread while the servers work.
 
         Returns:
             The results of the servers that succeeded, and the errors of the others.

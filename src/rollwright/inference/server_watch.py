@@ -80,7 +80,7 @@ class ServerWatch:
         while not self._stop.wait(LOOK_SECONDS):
             try:
                 self._look()
-            except Exception as error:  # this thread must go on: without it no server would come back
+            except Exception as error:  # this thread must continue: without it no server would come back
                 if not self._stop.is_set():
                     logger.warning("Could not send the list of servers to every worker; trying again: %s", error)
 

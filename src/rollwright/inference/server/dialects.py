@@ -195,7 +195,7 @@ class Dialect(ABC):
             yield from self.tool_call(tool_call)
 
     def finish(self, call: OpenAICall) -> Iterator[Event]:
-        """Close the open piece and end the reply; an empty reply has one empty text."""
+        """Close the open piece and end the reply; an empty reply gets one empty piece of text."""
         if not self.has_piece:
             self.kind = "text"
             yield from self.open_piece("text")

@@ -1,6 +1,6 @@
 """Exchange of requests and responses with clients: bodies, connections, errors and server-sent events.
 
-Nothing in this module blocks the event loop for long, so that other clients are served meanwhile.
+Nothing in this module blocks the event loop for long, so other clients are not delayed.
 """
 
 from __future__ import annotations
@@ -212,7 +212,7 @@ async def beside_the_loop(request: Request, size: int, work: Callable[..., Resul
 
 
 async def while_connected(request: Request, work: Awaitable[Result]) -> Result:
-    """Await ``work``, and cancel it if the client disconnects, so that its slot is free at once.
+    """Await ``work``, and cancel it if the client disconnects, which frees its slot at once.
 
     Raises:
         ClientGoneError: the client closed the connection first.

@@ -37,7 +37,7 @@ class OpenAICall:
         samples: completions for each prompt.
         malformed_tool_calls: number of tool calls in the replies that cannot be parsed.
         tools: True if the request offers tools.
-        begun: text of a forced tool call with which every reply begins; not sampled.
+        begun: beginning of a forced tool call, which every reply begins with and which is not sampled.
         logprobs: return log-probabilities.
         echo: put the prompt in front of each completion.
         samples_nothing: only score the prompt.

@@ -50,7 +50,7 @@ def make_service(
         routers: routes that the application serves.
         settings: key and limits.
         guard: builds the middleware.
-        refused: paths that clients may try but that are not served, each with the advice of its error message.
+        refused: path -> advice for its error message, for paths that clients may try but that are not served.
         lifespan: FastAPI's lifespan context.
     """
     app = FastAPI(title=title, version=__version__, lifespan=lifespan, docs_url=None, redoc_url=None)

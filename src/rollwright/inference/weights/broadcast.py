@@ -1,4 +1,4 @@
-"""Broadcast of weights to servers over a distributed group, bucket by bucket. If a server is lost, it starts again with the others.
+"""Broadcast of weights to servers over a distributed group, in buckets. If a server is lost, the broadcast starts again with the others.
 
 Invariants:
 

@@ -144,7 +144,7 @@ def read_weights(directory: str | Path) -> Iterator[tuple[str, Tensor]]:
 
 
 def checkpoint_names(directory: str | Path | None) -> frozenset[str] | None:
-    """Read the names of a checkpoint's weights. None if it is unknown, not on this machine, or was published by a trainer."""
+    """Read a checkpoint's weight names. Returns None if the checkpoint is unknown, not on this machine, or was published by a trainer."""
     if directory is None:
         return None
     directory = Path(directory)

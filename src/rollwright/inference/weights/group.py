@@ -72,7 +72,7 @@ class SendingHalf(Protocol):
         ...
 
     def close(self) -> None:
-        """Leave the group, so that ranks that wait for this one notice."""
+        """Leave the group, so that ranks waiting for this one notice."""
         ...
 
 
@@ -138,7 +138,7 @@ class WeightGroup:
             raise WeightUpdateError(f"A broadcast in the group {self.name!r} failed: {error}") from error
 
     def close(self) -> None:
-        """Leave the group and close its connections, so that ranks that wait for this one notice."""
+        """Leave the group and close its connections, so that ranks waiting for this one notice."""
         group, self._group, self._store = self._group, None, None
         if group is not None and self.device.type == "cuda":
             group.abort()

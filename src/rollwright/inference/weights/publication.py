@@ -101,7 +101,7 @@ class WeightPublication:
     def update_from_disk(self, directory: str, version: int, digest: str | None = None) -> list[str]:
         """Have every server load safetensors from a directory; see ``load_from_disk`` and ``apply_update``.
 
-        If no server takes the weights because servers were lost meanwhile, wait for restarted servers.
+        If no server takes the weights because servers were lost meanwhile, try again with restarted servers.
         """
 
         def update(server: Server) -> None:

@@ -37,7 +37,7 @@ class ServerWeights:
         is_holding: True while new requests wait in this process.
         publisher: returns the version that another engine has published and the addresses of the servers that hold it; other servers
             are not used. None means that this engine publishes.
-        restore: gives the current weights to one server. None if they are not on disk.
+        restore: gives the current weights to one server. None if the current weights are not on disk.
         lock: held during a publication, ``pause``, ``resume`` and the return of a server.
     """
 
@@ -52,8 +52,8 @@ class ServerWeights:
         """Args:
         backend: the servers' protocol.
         servers: the servers.
-        servers_are_replaced: lost servers are started again, so this engine starts with those that answer and takes in the others
-            later.
+        servers_are_replaced: lost servers are started again, so this engine starts with the servers that answer and takes in the
+            others later.
         only_asks: another engine publishes to these servers, pauses and resumes them. This engine only sends requests, and only
             after ``follow``.
         """
@@ -237,7 +237,7 @@ class ServerWeights:
         return [server for server in answering if server not in failed]
 
     def retry_lost(self, version: int, publish: Callable[[], list[str]]) -> list[str]:
-        """Return what ``publish`` returns. If no server took the version because servers were lost, wait for restarted ones."""
+        """Return what ``publish`` returns. If no server took the version because servers were lost, try again with restarted ones."""
         words = f"The {self.backend.kind} servers were lost {{}} times while version {version} was published"
         return retry_lost(publish, lambda: None, words, errors=(LostServersError,))
 
@@ -297,7 +297,7 @@ class ServerWeights:
     def _update_each(
         self, servers: list[Server], version: int, update: Callable[[Server], None], alongside: Callable[[], object]
     ) -> dict[Server, EngineError]:
-        """Return why servers did not take the weights, and take them out unless all refused before reading any."""
+        """Return the errors of servers that did not take the weights, and take them out unless all rejected them before reading any."""
         failures: dict[Server, EngineError] = {}
 
         def send() -> None:

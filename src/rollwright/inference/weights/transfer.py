@@ -65,7 +65,7 @@ class WeightUpdateMeta:
         """Let servers on this host read a file that is mapped in memory and written in place.
 
         Args:
-            path: its directory. None chooses one that the servers may read, in shared memory if available.
+            path: directory of the file. None chooses one that the servers may read, in shared memory if available.
         """
         return cls("shared", path=None if path is None else str(path))
 
