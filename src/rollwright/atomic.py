@@ -1,7 +1,7 @@
 """Atomic writes of files and directories, and JSON with checksums.
 
 Each file is written next to its target under a temporary name (``.<name>.<8 hex digits>.tmp``) and then renamed. A killed writer leaves
-the old target unchanged, and a leftover that ``sweep`` removes. JSON objects and lines can have a checksum, which reveals damage.
+the old target unchanged and a temporary file that ``sweep`` removes. JSON objects and lines can have a checksum, which reveals damage.
 """
 
 from __future__ import annotations
@@ -26,12 +26,12 @@ _LEFTOVER = re.compile(r"\..+\.[0-9a-f]{8}\.tmp")
 
 @contextmanager
 def replaced_file(path: str | Path, *, durable: bool = False, mode: int | None = None) -> Iterator[Path]:
-    """Context that yields a path to write; it replaces ``path`` when the block ends without an exception.
+    """Yield a temporary path to write to; the file replaces ``path`` when the block ends without an exception.
 
     Args:
         path: the target; its parent directories are created.
-        durable: flush the file and its directory to the disk, so that it survives a power failure.
-        mode: permission bits of the file. None uses those of any new file.
+        durable: flush the file and its directory to the disk, so that the file survives a power failure.
+        mode: permission bits of the file. None keeps the default of a new file.
     """
     target = Path(path).absolute()
     target.parent.mkdir(parents=True, exist_ok=True)
@@ -53,7 +53,7 @@ def replaced_file(path: str | Path, *, durable: bool = False, mode: int | None =
 def replaced_directory(
     directory: str | Path, *, durable: bool = True, before_visible: Callable[[], object] | None = None
 ) -> Iterator[Path]:
-    """Context that yields a directory to fill; it replaces ``directory`` when the block ends without an exception.
+    """Yield a temporary directory to fill, which replaces ``directory`` when the block ends without an exception.
 
     Args:
         directory: the target; its parent directories are created.
@@ -101,7 +101,7 @@ def write_json(
 ) -> Path:
     """Write a value as JSON atomically; see ``json.dumps`` and ``replaced_file``. Returns the path.
 
-    ``checked`` adds a ``checksum`` to an object, which ``read_json`` verifies.
+    ``checked`` adds a key ``checksum`` to the object; ``read_json`` verifies it.
     """
     if checked:
         value = json.loads(json.dumps(value, default=default))
@@ -128,21 +128,21 @@ def read_json(path: str | Path) -> dict[str, Any]:
     return value
 
 
-#: The end of a line of JSON that ``line_with_checksum`` made.
+#: Matches the end of a JSON line written by ``line_with_checksum``.
 _AT_END = re.compile(rb', "checksum": "([0-9a-f]{16})"}\s*')
 
 
 def line_with_checksum(value: Mapping[str, Any], number: int = 0) -> str:
-    """An object as one line of JSON that ends with a checksum of its bytes and, if given, its line number."""
+    """Return an object as one line of JSON that ends with a checksum of its bytes and of its line number, if given."""
     text = json.dumps(value)
     return f'{text[:-1]}, "{_CHECKSUM}": "{xxhash.xxh3_64_hexdigest(text.encode(), seed=number)}"}}\n'
 
 
 def number_of_line(line: bytes, numbers: Iterable[int] = (0,)) -> int | None:
-    """Find the line number, among ``numbers``, that a line was written with; None if it has no checksum.
+    """Find which of ``numbers`` was the line number when a line was written; None if the line has no checksum.
 
     Raises:
-        ValueError: none of them fits, so the line is damaged.
+        ValueError: no number fits the checksum, so the line is damaged.
     """
     match = _AT_END.search(line)
     if match is None or match.end() != len(line):
@@ -167,12 +167,12 @@ _REMEDIES = {
 
 
 def remedy_of(error: OSError) -> str:
-    """Advice for a file that cannot be written."""
+    """Return advice for a file that cannot be written."""
     return _REMEDIES.get(error.errno or 0, "check that disk")
 
 
 def sweep(directory: str | Path, *, older_than: float = 3600.0) -> list[Path]:
-    """Remove the leftovers of killed writers directly in a directory, which may be missing; returns the removed paths.
+    """Remove temporary files of killed writers directly in a directory, which need not exist. Returns the removed paths.
 
     Files that changed in the last ``older_than`` seconds are kept, because they may belong to a running writer.
     """

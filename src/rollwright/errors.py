@@ -40,7 +40,7 @@ class SandboxError(RollwrightError):
 
 
 class EngineError(RollwrightError):
-    """An inference engine refused or failed a request."""
+    """An inference engine rejected or failed a request."""
 
 
 class PromptTooLongError(EngineError):
@@ -92,7 +92,7 @@ class CheckpointError(RollwrightError):
 
 
 class ClusterError(RollwrightError):
-    """The cluster's scheduler (Slurm) refused or lost processes."""
+    """The cluster's scheduler (Slurm) rejected or lost processes."""
 
 
 class JournalError(RollwrightError):

@@ -1,6 +1,6 @@
-"""The registry: named things that users add, and the plugins that add them.
+"""Registries of named entries that users can extend, and the plugins that add entries.
 
-There is one kind of registry for workflows, rewards, dataset formats, tasksets, operators, policy losses, advantage
+One class, ``Registry``, serves workflows, rewards, dataset formats, tasksets, operators, policy losses, advantage
 estimators, backends, sinks and selectors::
 
     WORKFLOWS = Registry("workflow", WorkflowError, variable="WORKFLOWS", built_in={"rlvr": "rollwright.workflows.rlvr:RLVRWorkflow"})
@@ -8,8 +8,8 @@ estimators, backends, sinks and selectors::
     @WORKFLOWS.register("my_workflow")
     class MyWorkflow: ...
 
-``get`` takes a registered name or an import path. It looks among the names that are registered and the built-in ones (imported
-when asked for), then loads the plugins, then imports the path. A plugin that cannot be imported is an error, not a gap.
+``get`` takes a registered name or an import path. It first looks up the registered and built-in names (built-in entries are
+imported on first use), then loads the plugins, and finally imports the path. A plugin that cannot be imported raises an error.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from typing import Any, Generic, TypeVar
 
 from rollwright.errors import ConfigError, RollwrightError
 
-#: Environment variable with plugins, separated as in PATH; child processes inherit it.
+#: Environment variable that lists plugins, separated as in PATH; child processes inherit it.
 PLUGIN_VARIABLE = "ROLLWRIGHT_PLUGIN_PATH"
 #: Import name -> pip's name of the package.
 _PIP_NAMES = {
@@ -63,7 +63,7 @@ class Registry(Generic[Entry]):
         built_in: import paths of built-in entries; each is imported on first use.
         entry_points: group of entry points whose names are registered, such as "rollwright.workflows".
         marks: keyword arguments of ``register``, which become attributes of the entry.
-        accepts: whether an object can be an entry. By default, any callable can.
+        accepts: function that decides whether an object can be an entry. By default, any callable can.
     """
 
     def __init__(
@@ -89,9 +89,9 @@ class Registry(Generic[Entry]):
         self._lock = threading.RLock()
 
     def register(self, name: str, **marks: Any) -> Callable[[Registered], Registered]:
-        """Decorator that registers a class or function under a name.
+        """Return a decorator that registers a class or function under a name.
 
-        The same module and qualified name replaces itself, so that a notebook's cell may be run again.
+        An entry with the same module and qualified name replaces the earlier one, so a notebook cell can be run again.
 
         Raises:
             RollwrightError: the registry's error class, if the name is taken by something else.
@@ -117,7 +117,7 @@ class Registry(Generic[Entry]):
     register_module = register
 
     def get(self, name: str) -> Entry:
-        """Find the entry of a registered name or an import path: ``package.module:attribute`` or ``package.module.attribute``.
+        """Return the entry of a registered name or an import path: ``package.module:attribute`` or ``package.module.attribute``.
 
         Raises:
             RollwrightError: the registry's error class, if nothing was found; the message lists what was tried.
@@ -134,12 +134,12 @@ class Registry(Generic[Entry]):
                 return found
             tried.append(f"{name} is {type(found).__name__}, which is no {self.kind}")
         declare = f", or declare an entry point of the group {self._group!r}" if self._group else ""
-        last = re.split("[.:]", name)[-1]  # code from other systems has a built-in of the same class name at another path
+        last = re.split("[.:]", name)[-1]  # code from other systems names a built-in class by another path
         classes = {re.split("[.:]", path)[-1]: path.replace(":", ".") for path in self.built_in.values()}
         is_path = re.search("[.:]", name) is not None and bool(tried[1:])
         known = [] if is_path else [*self._entries, *self.built_in]
         hint = suggestion(last, {last: classes[last]} if last in classes else known, as_sentence=True)
-        if is_path:  # the names of the registry are beside the point
+        if is_path:  # the registered names would not help
             raise self.error(
                 f"{self.kind} {name!r} was not found.{hint} Tried: {'; '.join(tried[1:])}. It is an import path: modules are looked for in the "
                 "current directory, in PYTHONPATH and among installed packages."
@@ -154,7 +154,7 @@ class Registry(Generic[Entry]):
         """Call the entry of ``name`` with the arguments.
 
         Raises:
-            RollwrightError: the registry's error class, if there is no such entry or it does not take these arguments.
+            RollwrightError: the registry's error class, if there is no such entry or the entry does not accept these arguments.
         """
         factory: Any = self.get(name)
         if why := why_not_called(factory, *arguments, **keywords):
@@ -165,7 +165,7 @@ class Registry(Generic[Entry]):
         return factory(*arguments, **keywords)
 
     def names(self) -> list[str]:
-        """All names, those of plugins included, sorted."""
+        """Return all names, including those of plugins, sorted."""
         self.load_plugins()
         return sorted({*self._entries, *self.built_in})
 
@@ -179,7 +179,7 @@ class Registry(Generic[Entry]):
             for point in importlib.metadata.entry_points(group=self._group):
                 try:
                     entry = point.load()
-                except Exception as error:  # of an installed package
+                except Exception as error:  # an installed package can fail in any way
                     self._entry_points_loaded = False
                     raise self.error(
                         f"plugin {point.name!r} ({point.value}, entry point of {self._group!r}) cannot be imported: "
@@ -217,9 +217,9 @@ class Registry(Generic[Entry]):
 
 
 class Plugins:
-    """Files, directories of files, and modules of users, which register things when they are imported.
+    """Users' Python files, directories of files, and modules, which register their entries when they are imported.
 
-    The list is kept in the environment, so that processes that are started later import the same.
+    The list is kept in an environment variable, so that child processes import the same plugins.
     """
 
     def __init__(self) -> None:
@@ -228,11 +228,11 @@ class Plugins:
 
     @property
     def sources(self) -> list[str]:
-        """Paths and names of modules, in the order in which they are imported."""
+        """Paths and module names, in import order."""
         return [part for part in os.environ.get(PLUGIN_VARIABLE, "").split(os.pathsep) if part]
 
     def add(self, source: str | Path, relative_to: str | Path | None = None) -> str:
-        """Import a Python file, the files of a directory, or a module when a name is first not found.
+        """Add a Python file, a directory of such files, or a module, which ``load`` imports when a registry does not know a name.
 
         Args:
             source: a path, or the name of a module if there is no such path.
@@ -259,10 +259,10 @@ class Plugins:
         return found
 
     def load(self) -> None:
-        """Import all added plugins and those named by the environment, once.
+        """Import each plugin that was added or that the environment variable lists, once.
 
         Raises:
-            ConfigError: one cannot be imported.
+            ConfigError: a plugin does not exist or cannot be imported.
         """
         with self._lock:
             for source in self.sources:
@@ -299,13 +299,13 @@ PLUGINS = Plugins()
 def suggestion(
     word: object, known: Iterable[Any] | Mapping[str, str], *, as_sentence: bool = False, cutoff: float = 0.6
 ) -> str:
-    """``; did you mean 'NAME'?`` with the known name nearest to a misspelt word; empty if none is near.
+    """Return ``; did you mean 'NAME'?`` with the known name closest to a misspelt word, or an empty string if none is close.
 
     Args:
         word: the misspelt word.
-        known: the names; of a mapping, its values are shown.
-        as_sentence: begin a new sentence.
-        cutoff: least similarity, as ``difflib`` measures it.
+        known: the known names. In a mapping, the keys are compared and the value is shown.
+        as_sentence: return a new sentence, `` Did you mean 'NAME'?``.
+        cutoff: minimum similarity, as ``difflib`` measures it.
     """
     names: Mapping[str, str] = known if isinstance(known, Mapping) else {str(name): str(name) for name in known}
     close = get_close_matches(str(word), sorted(names), n=1, cutoff=cutoff)
@@ -313,7 +313,7 @@ def suggestion(
 
 
 def nearest(word: object, known: Iterable[object]) -> str:
-    """The known name nearest to a misspelt word, as the end of a message; the list of known names if none is near."""
+    """Return the end of a message: the known name closest to a misspelt word, or all known names if none is close."""
     names = sorted({str(name) for name in known})
     return suggestion(word, names)[2:] or (f"known: {', '.join(names)}." if names else "no keys are known here.")
 
@@ -337,7 +337,7 @@ def import_path(path: str, what: str, error: type[RollwrightError] = ConfigError
 
 
 def why_not_called(function: Callable[..., Any], /, *arguments: Any, **keywords: Any) -> str:
-    """Why a function cannot be called with these arguments; empty if it can, or if it is built in C and has no signature."""
+    """Return why a function cannot be called with these arguments; empty if it can be, or if it has no signature (some C functions)."""
     try:
         inspect.signature(function).bind(*arguments, **keywords)
     except (TypeError, ValueError) as error:
@@ -346,7 +346,7 @@ def why_not_called(function: Callable[..., Any], /, *arguments: Any, **keywords:
 
 
 def missing_module_hint(error: BaseException) -> str:
-    """Hint for a missing module, to append to the error's message; empty for other errors."""
+    """Return a hint about a missing module, to append to the error's message; empty for other errors."""
     if not isinstance(error, ModuleNotFoundError) or not error.name:
         return ""
     top = error.name.partition(".")[0]
@@ -361,7 +361,7 @@ def missing_module_hint(error: BaseException) -> str:
 
 
 def _find(path: str, what: str, error: type[RollwrightError], tried: list[str]) -> Any:
-    """Find the object of an import path, or return None and add reasons to ``tried``. A module that fails to import is an error."""
+    """Find the object at an import path, or return None and add the reasons to ``tried``. Raise ``error`` if a module fails to import."""
     parts = path.replace(":", ".").split(".")
     if len(parts) < 2 or not all(parts):
         return None
@@ -375,7 +375,7 @@ def _find(path: str, what: str, error: type[RollwrightError], tried: list[str]) 
                     f"module {module!r} of {what} {path!r} cannot be imported: {missing}{missing_module_hint(missing)}."
                 ) from missing
             tried.append(f"module {module!r} (there is no module {missing.name!r})")
-            if "." not in missing.name:  # nor any below it
+            if "." not in missing.name:  # so it has no submodules either
                 return None
             continue
         except Exception as failure:  # a user's module can fail in any way
@@ -412,7 +412,7 @@ def _module_exists(name: str) -> bool:
 
 
 def _identity(entry: Any) -> str:
-    """Module and qualified name; of an instance, those of its class and its value."""
+    """Return the module and qualified name of an entry; for an instance, the module of its class and its ``repr``."""
     if hasattr(entry, "__qualname__"):
         return f"{entry.__module__}.{entry.__qualname__}"
     return f"{type(entry).__module__}.{entry!r}"

@@ -1,11 +1,11 @@
-"""Reading a config: YAML, then ``key=value`` overrides, then interpolation, then validation, then the rules between fields.
+"""Loads configs: reads YAML, applies ``key=value`` overrides, resolves interpolations, validates, and checks the rules between fields.
 
-A file is one experiment, or a run of several stages: make a model, warm it up, train it, evaluate it. It then has shared keys at
-its top level and a list ``stages:``. Each stage has a ``kind``, a ``name`` and keys of its own, which are merged over the shared
-ones. A shared key applies to the stages whose config has it; one that applies to none is refused, as is an unknown key of a stage. A
-file without ``stages`` is one stage of the ``kind`` it names (``rl`` unless it does).
+A file describes one experiment, or a run of several stages: create a model, warm it up, train it, evaluate it. A file with several
+stages has shared keys at its top level and a list ``stages:``. Each stage has a ``kind``, a ``name`` and its own keys, which are
+merged over the shared ones. A shared key applies to the stages whose config has that key. A shared key that applies to no stage is
+an error, and so is an unknown key of a stage. A file without ``stages`` is a single stage of the ``kind`` that it names (default: ``rl``).
 
-The command line wins over the file: ``key=value`` in every stage that has the key, ``stages.NAME.key=value`` in that stage alone.
+The command line overrides the file: ``key=value`` in every stage that has the key, ``stages.NAME.key=value`` in that stage alone.
 """
 
 from __future__ import annotations
@@ -50,14 +50,15 @@ ConfigType = TypeVar("ConfigType")
 def load_expr_config(argv: Sequence[str], config_class: type[ConfigType]) -> tuple[ConfigType, str]:
     """Load one experiment's config.
 
+    Performs the checks of ``rollwright config check``, except that workflow, path and dataset may be missing, because they can still be
+    set in Python.
+
     Args:
         argv: ``["--config", FILE, "key=value", …]`` or ``[FILE, "key=value", …]``.
         config_class: ``GRPOConfig``, ``SFTConfig``, … or a user's subclass with additional fields.
 
     Returns:
         The config and the path of the file.
-
-    Performs the checks of ``rollwright config check``, except for what can still be set in Python: a missing workflow, path or dataset.
 
     Raises:
         ConfigError: lists every fault with its key and file:line (or the override that set it).
@@ -79,10 +80,10 @@ def load_expr_config(argv: Sequence[str], config_class: type[ConfigType]) -> tup
 
 
 def split_arguments(argv: Sequence[str]) -> tuple[str, list[str]]:
-    """The config file and the overrides of a command line.
+    """Split a command line into the config file and the overrides.
 
     Raises:
-        ConfigError: no file, several files, or an argument that is neither.
+        ConfigError: the arguments other than overrides are not exactly one file.
     """
     words = list(argv)
     while "--config" in words:
@@ -107,7 +108,7 @@ def build_config(document: Document, overrides: Sequence[str | Override], config
 
 
 def _build(cls: type, data: dict[str, Any], faults: Faults, around: dict[str, Any] | None = None) -> Any:
-    """One config from its keys as they were written; ``around`` are further keys that interpolations may name."""
+    """Build one config from its keys as written. Interpolations may also refer to the keys of ``around``."""
     resolved = resolve(data, [BaseExperimentConfig, cls], faults.origins, around)
     _import_plugins(resolved, faults)
     config = validated(cls, resolved, faults)
@@ -125,7 +126,7 @@ def _build(cls: type, data: dict[str, Any], faults: Faults, around: dict[str, An
 
 
 def _import_plugins(data: dict[str, Any], faults: Faults) -> None:
-    """Import the plugins, and make their paths, which are relative to the config file, absolute."""
+    """Import the plugins. Their paths, which are relative to the config file, are replaced by absolute ones."""
     listed = data.get("plugins")
     if not isinstance(listed, list) or not all(isinstance(source, str) for source in listed):
         return  # not given, or reported by the validation
@@ -138,7 +139,7 @@ def _import_plugins(data: dict[str, Any], faults: Faults) -> None:
 
 
 def _written_keys(data: Any, prefix: str = "") -> Iterator[str]:
-    """Dotted names of the keys that hold values rather than sections; other names of generation arguments are made ours."""
+    """Yield the dotted names of keys that hold values rather than sections, with aliases of generation arguments resolved."""
     for key, value in data.items():
         if isinstance(value, dict) and value:
             yield from _written_keys(value, f"{prefix}{key}.")
@@ -166,21 +167,21 @@ def save_config(config: Any, file: str | Path) -> None:
 
 
 def is_as_written(text: str, *, has_checksum: bool) -> bool:
-    """False if a file from ``save_config`` was changed or damaged. ``has_checksum`` is False for version 0.1.0, which wrote none."""
+    """Return False if a file from ``save_config`` was changed or damaged. Files of version 0.1.0 have no checksum (``has_checksum=False``)."""
     before, mark, checksum = text.rpartition(_CHECKSUM)
     return not has_checksum if not mark else checksum.strip() == xxhash.xxh3_64_hexdigest(before.encode())
 
 
-#: Keys that are no settings of a stage's config.
+#: Keys of a stage that are not part of its config.
 _STAGE_KEYS = ("stages", "kind", "name")
 
-#: Keys of an evaluation from the command line alone.
+#: Keys of an evaluation without a config file.
 _EVALUATION = {"experiment_name": "eval", "workflow": "rollwright.workflows.rlvr.RLVRWorkflow"}
 
 
 @dataclass
 class Stage:
-    """One stage of a run. ``origins`` knows where its keys were written, for messages."""
+    """One stage of a run. ``origins`` records where its keys were written, for messages."""
 
     name: str
     kind: str
@@ -189,29 +190,29 @@ class Stage:
     origins: Origins = field(repr=False, compare=False)
 
     def to_dict(self) -> dict[str, Any]:
-        """Kind, name and every setting, as plain containers."""
+        """Convert the stage to plain containers: kind, name and every setting."""
         return {"kind": self.kind, "name": self.name, **config_to_dict(self.config)}
 
 
 def load_stages(file: str | Path, overrides: Sequence[str] = ()) -> list[Stage]:
-    """Load a config file as its stages.
+    """Load the stages of a config file.
 
     Args:
         file: the YAML file.
-        overrides: ``key=value`` for every stage that has the key, ``stages.NAME.key=value`` (or by position) for one.
+        overrides: ``key=value`` for every stage that has the key, or ``stages.NAME.key=value`` for one stage (by name or position).
 
     Returns:
-        The stages in their order; one for a file without ``stages``.
+        The stages in order. A file without ``stages`` is one stage.
 
     Raises:
-        ConfigError: naming every fault of every stage with its key and file:line (or override).
+        ConfigError: lists every fault of every stage with its key and file:line (or override).
     """
     document, parsed = _translated(read_yaml(file), [parse_override(text) for text in overrides])
     return build_stages(document, parsed)
 
 
 def _translated(document: Document, overrides: Sequence[Override]) -> tuple[Document, list[Override]]:
-    """A file of another system's shape in the project's own; overrides may be written in either."""
+    """Translate a file in another system's format to the project's own; overrides may be written in either format."""
     known = (each() for each in dialects())
     dialect = next((each for each in known if each.recognises(document.data)), None)
     if dialect is None:
@@ -227,14 +228,14 @@ def _translated(document: Document, overrides: Sequence[Override]) -> tuple[Docu
 
 
 def load_eval_stages(file: str | Path | None, overrides: Sequence[str] = ()) -> list[Stage]:
-    """The evaluations of a config file: its eval stages, or one made of the keys that an evaluation has.
+    """Load the evaluations of a config file: its eval stages or, if it has none, one stage built from the keys that apply to evaluations.
 
     Args:
-        file: any config file. None takes everything from ``overrides``.
-        overrides: as for ``load_stages``.
+        file: any config file. If None, the keys come from ``overrides``.
+        overrides: see ``load_stages``.
 
     Raises:
-        ConfigError: as ``load_stages``; keys of other kinds of stages are left aside.
+        ConfigError: as in ``load_stages``, except that keys of other kinds of stages are ignored.
     """
     document = read_yaml(file) if file is not None else Document(dict(_EVALUATION), file="command line")
     listed = document.data.get("stages") or []
@@ -247,7 +248,7 @@ def load_eval_stages(file: str | Path | None, overrides: Sequence[str] = ()) -> 
 
 
 def build_stages(document: Document, overrides: Sequence[Override], only: str | None = None) -> list[Stage]:
-    """Build the stages of a document, all or ``only`` those of one kind; see ``load_stages``."""
+    """Build the stages of a document, or ``only`` those of one kind; see ``load_stages``."""
     file = _File(document, overrides)
     built = [file.stage(index, keys) for index, keys in enumerate(file.listed) if only in (None, keys.get("kind"))]
     stages = [stage for stage in built if stage is not None]
@@ -264,7 +265,7 @@ class _File:
     """Builds the stages of a document with overrides.
 
     Raises:
-        ConfigError: ``stages`` is no list of mappings.
+        ConfigError: ``stages`` is not a list of mappings.
     """
 
     def __init__(self, document: Document, overrides: Sequence[Override]) -> None:
@@ -277,7 +278,7 @@ class _File:
         self.faults: list[str] = []
         self.configs: list[Any] = []  # of the stages built so far
         self.unread: dict[KeyPath, list[str]] = {}  # shared keys, and the faults of the stages that do not read them
-        #: A file that lists no stages is one.
+        #: True if the file lists no stages, so it is a single stage.
         self.alone = "stages" not in self.written
         self.listed: list[dict[str, Any]] = [{"kind": "rl", **self.around}] if self.alone else self.written["stages"]
         where = self.origins.of(("stages",))
@@ -312,7 +313,7 @@ class _File:
         faults = Faults(origins)
         try:
             config = _build(STAGE_CLASSES[kind], data, faults, self.around)
-        except ConfigError as error:  # of an interpolation
+        except ConfigError as error:  # an interpolation failed
             self.faults.append(str(error))
             return None
         self._pass_shared(config, faults, keys, mine)
@@ -324,7 +325,7 @@ class _File:
         return Stage(str(name), kind, config, index, origins)
 
     def _pass_shared(self, config: Any, faults: Faults, keys: dict[str, Any], mine: Sequence[Override]) -> None:
-        """Defer the faults of shared keys that this stage does not read, and reset these keys to their defaults: another may read them."""
+        """Defer faults of shared keys that this stage does not read, as another stage may read them, and reset the keys to their defaults."""
         own = [override.path for override in mine]
         shared = {
             path
@@ -338,7 +339,7 @@ class _File:
         faults.found = [fault for fault in faults.found if fault[1] not in shared]
 
     def refuse_unread_keys(self) -> None:
-        """Refuse shared keys that no stage reads. Skipped if a stage has other faults, because that stage may read them."""
+        """Report shared keys that no stage reads. Skipped if a stage has other faults, because that stage may read them."""
         if self.faults:
             return
         for path, messages in self.unread.items():
@@ -346,7 +347,7 @@ class _File:
                 self.faults.append(messages[0])
 
     def refuse_repeated_names(self, stages: Sequence[Stage]) -> None:
-        """Refuse stages of the same name, because overrides and the run directory tell them apart by it."""
+        """Report stages that share a name, because overrides and the run directory identify stages by name."""
         first: dict[str, int] = {}
         for stage in stages:
             if first.setdefault(stage.name, stage.index) != stage.index:
@@ -356,7 +357,7 @@ class _File:
                 )
 
     def refuse_unused_keys(self) -> None:
-        """Refuse shared keys that no stage has, because they would do nothing."""
+        """Report shared keys that no stage has, because they would have no effect."""
         kinds = [keys.get("kind") for keys in self.listed]
         if self.alone or not all(kind in STAGE_CLASSES for kind in kinds):
             return  # keys of a single stage are validated; a stage of unknown kind, which is reported already, might have the key
@@ -403,7 +404,7 @@ _NEEDED: dict[str, dict[str, str]] = {
 
 
 def _missing(kind: str, config: Any) -> list[tuple[KeyPath, str]]:
-    """Keys that the stage cannot run without, and that are empty."""
+    """Return the keys that the stage needs but that are empty, each with a message."""
     needed = dict(_NEEDED[kind])
     if kind == "rl" and (config.tasksets or config.mode != "both"):
         del needed["train_dataset.path"], needed["workflow"]  # tasksets bring both; other modes say what they need

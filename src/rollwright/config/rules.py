@@ -1,6 +1,6 @@
-"""Rules between several keys, which refuse combinations that cannot work as written.
+"""Cross-key rules that reject combinations of settings that cannot work.
 
-``RULES`` is the whole table, with the rules of ``keys_without_effect`` about keys that are not read.
+``RULES`` is the whole table, including the rules of ``keys_without_effect`` about keys that are set but not read.
 """
 
 from __future__ import annotations
@@ -32,12 +32,12 @@ from rollwright.errors import ConfigError
 
 
 def faults_of(config: Any) -> Iterator[Fault]:
-    """Key and message of every combination of settings in ``config`` that is refused."""
+    """Yield the key and message of every rejected combination of settings in ``config``."""
     return faults_in(config, RULES)
 
 
 def validate(config: Any) -> None:
-    """Refuse combinations of settings that cannot do what they say.
+    """Raise an error if settings contradict each other or cannot take effect.
 
     Raises:
         ConfigError: lists every fault with its key.
@@ -47,10 +47,10 @@ def validate(config: Any) -> None:
 
 
 def refuse_dicts(config: Any) -> None:
-    """Refuse dicts in place of dataclasses in a config built in Python, because their keys would be ignored.
+    """Reject dicts in place of dataclasses in a config built in Python, because their keys would be ignored.
 
     Raises:
-        ConfigError: lists every such section, and what to write.
+        ConfigError: lists every such section, and what to write instead.
     """
     faults = [
         f"{dotted((*path, name))} is a dict; give {kind.__name__}({', '.join(f'{key}={each!r}' for key, each in value.items())})"
@@ -140,7 +140,7 @@ def _rows_wanted(config: SFTConfig) -> str:
 
 
 def _missing_for_accuracy(config: SFTConfig) -> str:
-    """What stop_accuracy needs and the config does not have."""
+    """Name what ``stop_accuracy`` needs but the config lacks."""
     measures = {
         "valid_dataset": config.valid_dataset,
         "workflow": config.workflow,
@@ -178,7 +178,7 @@ def _draws_tasksets(config: PPOConfig) -> bool:
     return bool(config.tasksets) and config.mode in ("both", "explore")
 
 
-#: Keys of runs without tasksets, and what a taskset has in their place.
+#: Keys that are not read in runs with tasksets, and what a taskset has instead.
 _IN_A_TASKSET = {
     "reward_fn": "its own reward_fn",
     "workflow_kwargs": "its own workflow_args",
@@ -228,7 +228,7 @@ _DATASET_OR_TASKSETS = (
     ),
 )
 
-#: Keys of a section that is a dataset or a taskset, by where they are not read.
+#: Keys of ``TasksetConfig`` that are read only in datasets, or only in tasksets.
 _ONLY_IN = {
     place: [each.name for each in fields(TasksetConfig) if each.metadata.get("read_in") == place]
     for place in ("datasets", "tasksets")
@@ -270,7 +270,7 @@ _READ_ELSEWHERE = (
 
 
 def _all_tasksets_set(config: PPOConfig, name: str) -> bool:
-    """Whether no task is sampled with an argument of the run's ``gconfig``, because every taskset has another value."""
+    """Return whether every taskset overrides this argument of the run's ``gconfig`` with another value, so no task uses it."""
     own, value = [taskset.gconfig for taskset in config.tasksets], getattr(config.gconfig, name)
     return bool(own) and all(each is not None and getattr(each, name) != value for each in own)
 
@@ -299,7 +299,7 @@ _TASKS = (
 
 
 def _groups_in_a_batch(config: PPOConfig) -> tuple[int, str]:
-    """Groups of samples in a batch, and the key that sets how many."""
+    """Return the number of sample groups in a batch, and the key that sets it."""
     if config.store and config.store.train_batch_size is not None and config.mode == "train":
         return -(-config.store.train_batch_size // config.group_size), "store.train_batch_size"
     return config.train_dataset.batch_size, "train_dataset.batch_size"
@@ -374,7 +374,7 @@ _POLICY = (
 
 
 def _why_no_checkpoint(config: PPOConfig) -> str:
-    """The setting that prevents recover checkpoints; empty if they are written."""
+    """Return the setting that prevents recovery checkpoints, or an empty string if they are written."""
     if config.mode != "both":
         return f"mode {config.mode}"
     return "recover.mode off" if config.recover.mode == "off" else ""
@@ -469,7 +469,7 @@ _OF_RAY = (
 
 
 def uses_ray(cluster: ClusterConfig) -> bool:
-    """Whether Ray places a run: a Ray cluster that is running, or one of the run's own in a Slurm job that sets keys of Ray."""
+    """Return whether Ray places the processes: ``kind`` is ray, or it is slurm and a key that only Ray reads is set."""
     unchanged = ClusterConfig()
     is_set = any(getattr(cluster, name) != getattr(unchanged, name) for name in _OF_RAY)
     return cluster.kind == "ray" or (cluster.kind == "slurm" and is_set)
@@ -565,12 +565,12 @@ def _samples_greedily(config: PPOConfig) -> bool:
 
 
 def _places(config: PPOConfig) -> int:
-    """Largest lead of explorers over the trainer, in samples."""
+    """Return the maximum lead of explorers over the trainer, in samples."""
     return (config.rollout.max_head_offpolicyness + 1) * config.train_dataset.batch_size * config.group_size
 
 
 def _needed(config: PPOConfig) -> int:
-    """Experiences that the trainer takes from the store between two publications."""
+    """Return the number of experiences that the trainer takes from the store between two publications."""
     size = config.store.train_batch_size if config.store else None
     return (size or 0) * config.rollout.weight_update_every_steps
 

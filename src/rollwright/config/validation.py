@@ -1,8 +1,8 @@
-"""Validation: a config's dataclasses from plain containers, by pydantic, with every fault named and placed.
+"""Builds a config's dataclasses from plain containers with pydantic, and reports every fault with its key and location.
 
-Keys come first: second names and names of other systems become the fields' own, unknown keys are refused, and a section that is
-given in part keeps the rest of its parent's default (``evaluator.gconfig.top_p=0.9`` leaves the evaluator's ``greedy`` as it was).
-Then pydantic checks the values. ``_typed`` is the one place where a field's metadata becomes pydantic's constraints.
+Keys come first: aliases and names of other systems are replaced by field names, unknown keys are rejected, and a section that is
+given only in part keeps the rest of its parent's default (``evaluator.gconfig.top_p=0.9`` leaves the evaluator's ``greedy`` unchanged).
+Then pydantic checks the values. Only ``_typed`` converts a field's metadata to pydantic's constraints.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ logger = logging.getLogger("rollwright.config")
 
 
 def validated(cls: type, data: Any, faults: Faults) -> Any:
-    """Build an instance of the dataclass ``cls`` from a mapping of its keys; unusable if faults were found.
+    """Build an instance of the dataclass ``cls`` from a mapping of its keys; the result is unusable if faults were found.
 
     Raises:
         ConfigError: a field has a type that a config cannot hold.
@@ -50,15 +50,15 @@ def validated(cls: type, data: Any, faults: Faults) -> Any:
 
 
 def refuse_wrong_arguments(function: Callable[..., Any], arguments: Mapping[str, Any], key: str) -> None:
-    """Check keyword arguments against a function's annotations; those without a usable annotation are not checked.
+    """Check keyword arguments against a function's annotations. Arguments without a usable annotation are not checked.
 
     Args:
-        function: the function that takes them.
-        arguments: by name.
-        key: where they were written, for messages.
+        function: function that takes the arguments.
+        arguments: the arguments by name.
+        key: config key of the arguments, for messages.
 
     Raises:
-        ConfigError: one has another type than annotated, or is out of its range.
+        ConfigError: an argument does not have the annotated type, or is out of range.
     """
     try:
         hints = typing.get_type_hints(function, include_extras=True)
@@ -76,7 +76,7 @@ def refuse_wrong_arguments(function: Callable[..., Any], arguments: Mapping[str,
 
 
 class _Section(dict):
-    """The keys of a section as given, under the names of the fields."""
+    """The given keys of a section, renamed to field names."""
 
     def __init__(self, cls: type, default: Any) -> None:
         super().__init__()
@@ -86,7 +86,7 @@ class _Section(dict):
 
 
 def names_besides(cls: type) -> dict[Any, tuple[str, bool]]:
-    """Other names of a dataclass's keys: the field that each means, and whether to warn."""
+    """Return other names of a dataclass's keys, each with its field and whether to warn."""
     tables = [
         *((each.renamed, True) for each in dialects()),
         *((each.second_names, False) for each in dialects()),
@@ -113,7 +113,7 @@ def annotations_of(cls: type) -> dict[str, Any]:
 
 
 def _named(kind: Any, value: Any, path: KeyPath, default: Any, faults: Faults) -> Any:
-    """Replace each mapping in ``value`` that becomes a dataclass by a ``_Section``."""
+    """Replace each mapping in ``value`` that describes a dataclass with a ``_Section``."""
     if value == "???":
         faults.add(path, "is mandatory (???): give it a value")
         return value
@@ -123,7 +123,7 @@ def _named(kind: Any, value: Any, path: KeyPath, default: Any, faults: Faults) -
     choices = choices_of(kind)
     sections = [choice for choice in choices if is_section(choice)]
     if value is None and sections and types.NoneType not in choices and faults.origins.raw(path) is not None:
-        value = {}  # an override that removes the section of the file
+        value = {}  # an override that removes the section set in the file
     if isinstance(value, dict) and sections:
         cls = max(sections, key=lambda each: (len(value.keys() & annotations_of(each).keys()), isinstance(default, each)))
         return _named_section(cls, value, path, default if isinstance(default, cls) else None, faults)
@@ -172,7 +172,7 @@ def _named_section(cls: type, data: dict[Any, Any], path: KeyPath, default: Any,
 
 
 def elsewhere(root: Any, key: object) -> str:
-    """Hint for a key that other systems have under this name; empty for other keys."""
+    """Return a hint for a key that other systems have under this name; empty for other keys."""
     if root is None:
         return ""
     places = import_path("rollwright.compat.foreign_keys:PLACES", "table").get(key, ())
@@ -189,7 +189,7 @@ def _has_place(cls: type, path: list[str]) -> bool:
 
 
 def choices_of(kind: Any) -> list[Any]:
-    """The members of a union; of another type, itself."""
+    """Return the members of a union; for any other type, the type alone."""
     kinds = typing.get_args(kind) if typing.get_origin(kind) in (typing.Union, types.UnionType) else [kind]
     return [typing.get_args(each)[0] if typing.get_origin(each) is Annotated else each for each in kinds]
 
@@ -203,7 +203,7 @@ def is_section(kind: Any) -> bool:
 
 @functools.cache
 def adapter_of(cls: type) -> pydantic.TypeAdapter:
-    """The adapter that validates a mapping of a dataclass's keys, makes the instance, and gives the schema."""
+    """Return the adapter that validates a mapping of a dataclass's keys, builds the instance, and provides the schema."""
     try:
         return pydantic.TypeAdapter(_typed(cls, {}))
     except (pydantic.PydanticUserError, TypeError) as error:
@@ -212,7 +212,7 @@ def adapter_of(cls: type) -> pydantic.TypeAdapter:
 
 @functools.cache
 def _mapping_of(cls: type) -> Any:
-    """The mapping of a dataclass's keys, none of them required: the others have defaults."""
+    """Return the ``TypedDict`` of a dataclass's keys. No key is required, because ``_named_section`` reports missing ones."""
     hints, keys = annotations_of(cls), {}
     for field in dataclasses.fields(cls):
         if field.init:
@@ -229,7 +229,7 @@ def _mapping_of(cls: type) -> Any:
 
 
 def _typed(kind: Any, metadata: Mapping[str, Any]) -> Any:
-    """A field's type and metadata (``ge``, ``gt``, ``le``, ``lt``, ``choices``, ``item_choices``, ``registry``) as pydantic's."""
+    """Convert a field's type and metadata (``ge``, ``gt``, ``le``, ``lt``, ``choices``, ``item_choices``, ``registry``) for pydantic."""
     origin, arguments = typing.get_origin(kind), typing.get_args(kind)
     if is_section(kind):
         return Annotated[_mapping_of(kind), pydantic.WrapValidator(functools.partial(_made, kind))]
@@ -271,7 +271,7 @@ def _typed(kind: Any, metadata: Mapping[str, Any]) -> Any:
 
 
 def _made(cls: type, value: Any, handler: Callable[[Any], Any]) -> Any:
-    """The dataclass of a section's keys."""
+    """Build the dataclass from a section's keys."""
     if isinstance(value, cls):
         return value
     if not isinstance(value, dict):
@@ -281,12 +281,12 @@ def _made(cls: type, value: Any, handler: Callable[[Any], Any]) -> Any:
         return None
     try:
         return cls(**values) if default is None else dataclasses.replace(default, **values)
-    except (ConfigError, ValueError, TypeError) as error:  # of a __post_init__
+    except (ConfigError, ValueError, TypeError) as error:  # raised by a __post_init__
         raise _refusal(str(error)) from error
 
 
 def _one_of(kinds: list[Any], value: Any, handler: Callable[[Any], Any]) -> Any:
-    """Validate a member of a union. A section chosen by its keys has its own faults; any other mismatch is a single fault."""
+    """Validate a value of a union type. A section reports its own faults; any other mismatch is a single fault."""
     if isinstance(value, _Section):
         return adapter_of(value.cls).validate_python(value)
     try:
@@ -302,7 +302,7 @@ def _as_long(length: int, value: Any) -> Any:
 
 
 def _text(metadata: Mapping[str, Any], value: Any, handler: Callable[[Any], str]) -> str:
-    """Validate a text; a secret stays one."""
+    """Validate a string; a ``Secret`` remains one."""
     text = handler(value)
     if not metadata.keys().isdisjoint(("public", "choices", "registry")):
         return text
@@ -324,7 +324,7 @@ def _member(kind: type[enum.Enum], value: Any) -> enum.Enum:
 
 
 def _registered(registry: Registry[Any], name: str) -> str:
-    """A name of the registry, or an import path that it takes."""
+    """Validate a registered name, or an import path that the registry accepts."""
     if name in registry:
         return name
     if "." not in name and ":" not in name:
@@ -365,7 +365,7 @@ _LIMITS = {
 
 
 def _words(problem: Any) -> str:
-    """Word the message of a pydantic error."""
+    """Return our message for a pydantic error."""
     kind, value, context = problem["type"], problem["input"], problem.get("ctx", {})
     if kind in _LIMITS:
         return f"must be {_LIMITS[kind].format(**context)}, got {value}"

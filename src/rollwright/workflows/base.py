@@ -10,7 +10,7 @@ from rollwright.inference.engine import InferenceEngine
 
 
 class RolloutWorkflow(ABC):
-    """A workflow is the code of one episode. Any class with an ``arun_episode`` is accepted; subclassing is optional."""
+    """The code of one episode. Any class that defines ``arun_episode`` is accepted as a workflow; subclassing is optional."""
 
     @abstractmethod
     async def arun_episode(self, engine: InferenceEngine, data: dict[str, Any]) -> Any:
@@ -27,7 +27,7 @@ class RolloutWorkflow(ABC):
 
 
 class SampleBoundEngine(InferenceEngine):
-    """An engine bound to one run of a workflow. It answers requests, but refuses to be stopped or changed.
+    """An engine bound to one run of a workflow. It answers requests, but cannot be paused or changed by the workflow.
 
     Attributes:
         samples_asked: number of samples that the run should return, if its workflow can return several.
@@ -38,15 +38,15 @@ class SampleBoundEngine(InferenceEngine):
     sample_of_row: list[int] | None = None
 
     def set_version(self, version: int) -> None:
-        """Refused: versions are published by the trainer."""
+        """Raise an error, because only the trainer publishes versions."""
         self._refuse("set_version")
 
     def pause(self) -> None:
-        """Refused: see :meth:`set_version`."""
+        """Raise an error; see :meth:`set_version`."""
         self._refuse("pause")
 
     def resume(self) -> None:
-        """Refused: see :meth:`set_version`."""
+        """Raise an error; see :meth:`set_version`."""
         self._refuse("resume")
 
     def _refuse(self, method: str) -> None:

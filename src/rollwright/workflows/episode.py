@@ -40,7 +40,7 @@ def extract_messages(data: Mapping[str, Any]) -> list[dict[str, Any]]:
     """The task's ``messages``.
 
     Raises:
-        WorkflowError: the task has none, or they end with a reply.
+        WorkflowError: the task has no messages, or the last one is the assistant's.
     """
     messages = data.get("messages")
     if not messages:
@@ -57,7 +57,7 @@ def extract_messages(data: Mapping[str, Any]) -> list[dict[str, Any]]:
 
 
 def chat_input_ids(prompt: Any, tokenizer: Any, enable_thinking: bool = False) -> list[int]:
-    """Token ids ``[P]`` of messages with the generation prompt, or of plain text as it is.
+    """Return the token ids ``[P]`` of messages with the generation prompt, or of plain text without one.
 
     Args:
         prompt: messages, or text.
@@ -77,7 +77,7 @@ class EpisodeWorkflow(RolloutWorkflow):
 
     Args:
         reward_fn: function ``(prompt, completion, prompt_ids, completion_ids, **data) -> float``, plain or async, or its
-            registered name or import path. None if the subclass computes the reward.
+            registered name or import path. If None, the subclass computes the reward.
         gconfig: how completions are sampled; may be a mapping (from YAML). The tokenizer's end and pad tokens, and the
             end-of-turn token of its chat template, are added to its stop tokens.
         tokenizer: the policy's tokenizer, or its path or name.
@@ -96,7 +96,7 @@ class EpisodeWorkflow(RolloutWorkflow):
 
     @staticmethod
     def uses_chat_template(arguments: Mapping[str, Any]) -> bool:
-        """Whether prompts are rendered by the tokenizer's chat template, with these arguments of the constructor."""
+        """Return whether a workflow with these constructor arguments renders prompts with the tokenizer's chat template."""
         return not (arguments.get("get_input_ids_fn") or arguments.get("data_extract_prompt_fn"))
 
     def __init__(
@@ -132,8 +132,8 @@ class EpisodeWorkflow(RolloutWorkflow):
         """Run the episodes of a task concurrently; see :class:`RolloutWorkflow`.
 
         Returns:
-            The row of the episode, or a list of rows; with an engine that keeps no record, a whole trajectory. None if an
-            episode was rejected, because a group must be complete.
+            The row of the episode, or a list of rows; if the engine keeps no record, a complete trajectory. None if any episode
+            was rejected, because a group must be complete.
         """
         keeps_record = isinstance(engine, InferenceEngine) and engine.recorder is not None
         asked: Any = engine if keeps_record else _RecordingEngine(engine)
@@ -154,15 +154,15 @@ class EpisodeWorkflow(RolloutWorkflow):
         """Run one episode.
 
         Returns:
-            A row with ``input_ids``, ``loss_mask`` and ``rewards``, in one dimension; None if the request was aborted.
+            A row with one-dimensional ``input_ids`` and ``loss_mask``, and ``rewards``; None if the request was aborted.
         """
 
     def stop_at(self, *stops: str) -> None:
-        """End completions at these strings, too."""
+        """Add strings at which completions end."""
         self.gconfig = self.gconfig.new(stop=list(dict.fromkeys([*(self.gconfig.stop or []), *stops])))
 
     def encode(self, text: str) -> list[int]:
-        """Encode a text without adding special tokens."""
+        """Encode a string without adding special tokens."""
         return list(self.tokenizer.encode(text, add_special_tokens=False))
 
     async def score(
@@ -178,7 +178,7 @@ class EpisodeWorkflow(RolloutWorkflow):
         get_tracker(self.rollout_stat_scope).scalar(**figures)
 
     async def end(self, sequence: TokenSequence, data: dict[str, Any], reward: float, **figures: float) -> dict[str, Any]:
-        """Report the figures of an episode of one sequence, dump it to ``dump_dir`` if there is one, and return its row.
+        """Report the figures of a single-sequence episode, dump the episode if ``dump_dir`` is set, and return its row.
 
         In the dump, tokens that the policy did not sample are between ``⟦`` and ``⟧``, as in the rollouts of the run directory.
         """
@@ -199,7 +199,7 @@ class EpisodeWorkflow(RolloutWorkflow):
 
 
 class _RecordingEngine:
-    """Records the requests of an episode to an engine that keeps no record."""
+    """Wraps an engine that keeps no record, and records the requests of an episode."""
 
     def __init__(self, engine: Any) -> None:
         self.engine = engine
@@ -212,7 +212,7 @@ class _RecordingEngine:
 
 
 def task_name(data: Mapping[str, Any]) -> Any:
-    """Name of a task: its ``query_id``, its ``id``, or the ordinal of its draw."""
+    """Return the name of a task: its ``query_id``, its ``id``, or the ordinal of its draw."""
     return next((data[key] for key in ("query_id", "id", "ordinal") if data.get(key) is not None), "task")
 
 

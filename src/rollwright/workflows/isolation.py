@@ -1,6 +1,6 @@
-"""Task workflows in separate processes, which can be killed: ``isolation: process`` of a taskset.
+"""Runs task workflows in separate processes, which can be killed (``isolation: process`` of a taskset).
 
-A process runs one task at a time and is reused. When its sample is cancelled, it is killed with all its children. The workflow runs
+A process runs one task at a time and is reused. If its sample is cancelled, it is killed with all its children. The workflow runs
 in the main thread; model calls go through an event loop in a second thread, which no workflow can block; a third thread reads the
 parent's messages.
 
@@ -57,7 +57,8 @@ class IsolatedWorkflows:
 
     Args:
         tokenizer: the policy's tokenizer.
-        limit: processes that run at once. None allows one per processor. Further samples wait, within their time limit.
+        limit: maximum number of processes that run at once. None allows one per processor. Further samples wait; their time limit includes
+            the wait.
     """
 
     def __init__(self, tokenizer: Any, limit: int | None = None) -> None:
@@ -128,11 +129,11 @@ def _kill_all(processes: set[IsolatedProcess]) -> None:
 
 
 class IsolatedProcess:
-    """One process, used by one event loop. A thread starts it and reads its messages.
+    """One process, used by one event loop. A thread starts the process and reads its messages.
 
     Args:
         loop: event loop for model calls.
-        tokenizer: the policy's tokenizer, which the process gets a copy of.
+        tokenizer: the policy's tokenizer; the process gets a copy.
     """
 
     def __init__(self, loop: asyncio.AbstractEventLoop, tokenizer: Any) -> None:
@@ -145,7 +146,7 @@ class IsolatedProcess:
         threading.Thread(target=self._own, args=[tokenizer], name="isolated workflow", daemon=True).start()
 
     async def run(self, job: dict[str, Any], engine: InferenceEngine, model: ModelWrapper) -> list[Experience] | None:
-        """Run one task; its model calls are answered by ``engine``. Errors are those of ``IsolatedWorkflows.run``."""
+        """Run one task; ``engine`` answers its model calls. Raises the errors of ``IsolatedWorkflows.run``."""
         with UNCOUNTED.get().passing():
             try:
                 await asyncio.wait_for(asyncio.shield(self.ready), START_SECONDS)
@@ -167,7 +168,7 @@ class IsolatedProcess:
         return await self._result
 
     def kill(self) -> None:
-        """End the process and everything that it started."""
+        """Kill the process and all its children."""
         self.is_over = True
         if self._process is not None:
             self._process.kill()
@@ -210,7 +211,7 @@ class IsolatedProcess:
         for future in (self.ready, self._result):
             if future is not None and not future.done():
                 future.set_exception(error)
-                future.exception()  # marks it as retrieved: nobody may be waiting any more
+                future.exception()  # marks it as retrieved, in case nobody awaits the future
 
     async def _answer(self, question: dict[str, Any]) -> None:
         value: Any = None
@@ -246,11 +247,11 @@ class IsolatedProcess:
 
 
 def main() -> None:
-    """Serve tasks until the parent is gone."""
+    """Run tasks until the parent has ended."""
     channel, pickled = connect()
     WORKFLOWS.load_plugins()  # a task may refer to what they define
     parent, tokenizer = Parent(channel), pickle.loads(pickled)  # noqa: S301 - from our own parent
-    loop = asyncio.new_event_loop()  # of run_async, in this thread
+    loop = asyncio.new_event_loop()  # runs run_async, in this thread
     workflows = WorkflowPool()
     channel.send(READY)
     while True:
@@ -264,7 +265,7 @@ def main() -> None:
 
 
 def pack_experiences(experiences: Sequence[Experience] | None) -> bytes:
-    """Pack experiences: a line with their lengths, then their bytes. None and an empty list stay different."""
+    """Pack experiences: a line with their lengths, then their bytes. None and an empty list remain distinct."""
     parts = [experience.serialize() for experience in experiences or ()]
     lengths = None if experiences is None else [len(part) for part in parts]
     return b"".join([json.dumps(lengths).encode(), b"\n", *parts])
@@ -281,7 +282,7 @@ def unpack_experiences(data: bytes) -> list[Experience] | None:
 
 
 class Parent:
-    """The parent process: sends questions to it, and matches the answers by number."""
+    """Connection to the parent process: sends requests to it, and matches the answers by number."""
 
     def __init__(self, channel: Channel) -> None:
         self.loop = asyncio.new_event_loop()
@@ -297,7 +298,7 @@ class Parent:
         """Ask the parent to do something.
 
         Returns:
-            A future of its answer, or of the ``RollwrightError`` that the parent raised.
+            A future with the answer, or with the ``RollwrightError`` that the parent raised.
         """
         number = next(self._numbers)
         future = self._waiting[number] = Future()
@@ -328,14 +329,14 @@ class Parent:
 
 
 class BridgedEngine(SampleBoundEngine):
-    """The parent's engine. Responses are also recorded in this process, for the workflow's own history."""
+    """Forwards requests to the parent's engine. Responses are also recorded in this process, for the workflow's own history."""
 
     def __init__(self, parent: Parent) -> None:
         self.parent = parent
         self.recorder: Recorder = Recorder()
 
     async def agenerate(self, request: ModelRequest) -> ModelResponse:
-        """Ask the parent.
+        """Let the parent's engine answer a request.
 
         Raises:
             WorkflowError: the request carries images.
@@ -350,11 +351,11 @@ class BridgedEngine(SampleBoundEngine):
         return response
 
     def get_version(self) -> int:
-        """Version that the parent's engine had at its last answer."""
+        """Return the weight version that the parent's engine had at its last answer."""
         return self.parent.version
 
     def abort(self, rid: str | None = None) -> None:
-        """End requests of this sample."""
+        """Abort requests of this sample."""
         self.parent.ask("abort", rid=rid)
 
 
@@ -377,19 +378,19 @@ class BridgedEpisode:
         return self._parent.ask("openai").result()["malformed_tool_calls"]
 
     def client(self) -> Any:
-        """An ``openai.OpenAI``."""
+        """Make an ``openai.OpenAI`` client."""
         from rollwright.workflows.openai_clients import RunClient
 
         return RunClient(self.base_url, self.api_key, self.model_path)
 
     def async_client(self) -> Any:
-        """An ``openai.AsyncOpenAI``."""
+        """Make an ``openai.AsyncOpenAI`` client."""
         from rollwright.workflows.openai_clients import AsyncRunClient
 
         return AsyncRunClient(self.base_url, self.api_key, self.model_path)
 
     def set_reward(self, reward: float, *, call: str | None = None, turn: int | None = None) -> None:
-        """Reward the run, or one call or turn of it."""
+        """Set the reward of the run, or of one call or turn."""
         self._parent.ask("set_reward", reward=reward, call=call, turn=turn).result()
 
     def close(self) -> None:
@@ -397,12 +398,12 @@ class BridgedEpisode:
 
 
 class BridgedModel(ModelWrapper):
-    """The model as the isolated workflow sees it; the history is the parent's, which also knows the OpenAI clients' calls."""
+    """Model wrapper of an isolated workflow. Its history comes from the parent, which also records the calls of OpenAI clients."""
 
     parent: Parent
 
     def extract_experience_from_history(self, clear_history: bool = True) -> list[Experience]:
-        """See ``ModelWrapper``."""
+        """Convert the parent's history to experiences; see ``ModelWrapper``."""
         return self.parent.ask("history", clear_history=clear_history).result()
 
 
@@ -438,7 +439,7 @@ def _run_task(
 
 
 def _auxiliary_client(model_path: str, **settings: Any) -> Any:
-    """Client of a model that is not trained, equal to the parent's."""
+    """Make a client for a model that is not trained, with the settings of the parent's client."""
     import openai
 
     client = openai.OpenAI(**settings)

@@ -31,11 +31,11 @@ FeedbackFunction = Callable[[str, float, dict[str, Any]], str | Awaitable[str]]
 class ConversationWorkflow(Workflow):
     """Base of task-style workflows of several turns.
 
-    A subclass defines ``run`` or ``run_async``, asks ``self.model``, and returns what ``process_messages_to_experience`` makes of its
-    conversations.
+    A subclass defines ``run`` or ``run_async``, samples from ``self.model``, and returns its conversations, each converted by
+    ``process_messages_to_experience``.
     """
 
-    can_repeat = True  # a run is asked for the whole group
+    can_repeat = True  # one run should return the whole group
 
     def process_messages_to_experience(
         self,
@@ -72,14 +72,14 @@ class MultiTurnWorkflow(EpisodeWorkflow, ConversationWorkflow):
         gconfig: how each turn is sampled.
         max_turns: maximum number of answers.
         turn_discount: factor on the reward for each further turn.
-        target_reward: reward from which on an answer ends the conversation.
+        target_reward: minimum reward of an answer that ends the conversation.
         feedback_message: the user's message between two turns.
         feedback_fn: ``(completion, reward, task) -> feedback``, or its import path; replaces ``feedback_message``. It runs on the
             event loop, so a slow one should be async.
 
     The other arguments are those of :class:`EpisodeWorkflow`.
 
-    Built with ``task`` and ``model``, a subclass that defines ``run`` or ``run_async`` is a :class:`ConversationWorkflow`.
+    A subclass that defines ``run`` or ``run_async``, built with ``task`` and ``model``, behaves as a :class:`ConversationWorkflow`.
     """
 
     def __init__(
@@ -131,7 +131,7 @@ class MultiTurnWorkflow(EpisodeWorkflow, ConversationWorkflow):
         self.feedback_fn = resolve_function(feedback_fn, "feedback_fn") if feedback_fn is not None else None
 
     async def episode(self, engine: InferenceEngine, data: dict[str, Any]) -> dict[str, Any] | None:
-        """Ask, score, give feedback, and ask again; one row."""
+        """Alternate answers and feedback until the conversation ends; return one row."""
         messages = [dict(message) for message in self.data_extract_prompt_fn(data)]
         conversation = ConversationTokens(self.tokenizer, enable_thinking=self.enable_thinking)
         turns = Turns(engine, conversation.encode(messages), self.gconfig, self.tokenizer, max_turns=self.max_turns)

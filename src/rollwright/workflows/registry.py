@@ -1,4 +1,4 @@
-"""Registries of workflows and of their functions, and building a workflow from a config."""
+"""Registries of workflows and of the functions that they take; resolves a config's names to these."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ def resolve_function(function: Any, what: str) -> Callable[..., Any]:
         what: its purpose, for messages.
 
     Raises:
-        WorkflowError: it cannot be found or is not callable.
+        WorkflowError: the function cannot be found or is not callable.
     """
     if isinstance(function, str):
         try:
@@ -68,10 +68,10 @@ def resolve_workflow(workflow: Any, kwargs: dict[str, Any] | None = None) -> Any
 
     Args:
         workflow: the class, factory, instance, name or path.
-        kwargs: arguments of the constructor; refused for an instance.
+        kwargs: arguments of the constructor; an instance takes none.
 
     Raises:
-        WorkflowError: not found, not buildable from these arguments, or without ``arun_episode``.
+        WorkflowError: the workflow is not found, cannot be built from these arguments, or has no ``arun_episode``.
     """
     if isinstance(workflow, str):
         workflow = WORKFLOWS.get(workflow)
@@ -101,7 +101,7 @@ def resolve_workflow(workflow: Any, kwargs: dict[str, Any] | None = None) -> Any
 
 
 def workflow_name(workflow: Any) -> str:
-    """Name of a workflow in messages: the qualified name of its class, without the functions that enclose it."""
+    """Return the name of a workflow for messages: the qualified name of its class, without the functions that enclose it."""
     return type(workflow).__qualname__.rsplit("<locals>.", 1)[-1]
 
 

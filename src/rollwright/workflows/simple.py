@@ -1,4 +1,4 @@
-"""Task-style workflows of one turn: ask, score, return; and their forms for mathematics."""
+"""Single-turn task-style workflows: sample an answer and score it; with variants for mathematics."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ class SimpleWorkflow(ResettableWorkflow):
 
     The conversation comes from the task's format (system prompt, prompt or messages). ``reply_prefix`` is the start of the
     assistant's reply. The reward function gets the reference answer as ``answer``, the row's columns and
-    ``reward_fn_args``. There are no ``workflow_args``; a subclass may have some.
+    ``reward_fn_args``. The class takes no ``workflow_args``; a subclass may.
 
     A subclass may override ``run``, using ``format_messages()``, ``task_desc``, ``truth``, ``system_prompt``, ``reply_prefix`` and
     ``reward_fn(response=…, truth=…)``, which returns the parts of the reward by name.
@@ -44,19 +44,19 @@ class SimpleWorkflow(ResettableWorkflow):
         self.raw_task, self.task_desc, self.truth = task.raw_task, task.task_desc, task.truth
         self.format_args, self.reply_prefix = task.format_args, task.format_args.reply_prefix
         self.system_prompt = task.format_args.system_prompt or self.default_system_prompt
-        if type(self).__module__ == __name__:  # a subclass may have its own
+        if type(self).__module__ == __name__:  # a subclass may take arguments
             task.arguments()
         self.reward = TaskReward(task, type(self).__name__, self.default_reward_fn)
         if not hasattr(type(self), "reward_fn"):
             self.reward_fn = self.reward.in_parts
 
     def format_messages(self) -> list[dict[str, Any]]:
-        """The conversation to be answered; a reply prefix is the assistant's message at its end."""
+        """Return the conversation to answer. It ends with an assistant message if there is a reply prefix."""
         messages = with_system(self.task.messages(), self.system_prompt)
         return [*messages, {"role": "assistant", "content": self.reply_prefix}] if self.reply_prefix else messages
 
     async def run_async(self) -> list[Experience]:
-        """Ask ``rollout_args.n`` times and score each answer."""
+        """Sample ``rollout_args.n`` answers and score each."""
         layout = self.task.format_args
         tools = self.task.raw_task.get(layout.tools_key) if layout.tools_key else None
         experiences = await self.model.chat_async(self.format_messages(), tools=tools, n=self.task.rollout_args.n)

@@ -71,7 +71,7 @@ class Task:
         return self.raw_task[key] if key in self.raw_task else answer_of(self.raw_task, f"task {self.task_id!r}").get("answer")
 
     def messages(self) -> list[dict[str, Any]]:
-        """The conversation that the task begins with, read as its format says (``data.formats``).
+        """Return the conversation that the task begins with, read as its format specifies (see ``data.formats``).
 
         Raises:
             DataError: the row lacks the column that the format names.
@@ -79,7 +79,7 @@ class Task:
         return messages_of(self.raw_task, self.format_args, f"task {self.task_id!r}")
 
     def arguments(self, **defaults: Any) -> dict[str, Any]:
-        """``workflow_args`` over the defaults of a workflow, which name all its arguments.
+        """Merge ``workflow_args`` over a workflow's ``defaults``, which must name all of its arguments.
 
         Raises:
             WorkflowError: the taskset sets an argument that the workflow does not have.
@@ -97,7 +97,7 @@ class Task:
         return WORKFLOWS.get(self.workflow) if isinstance(self.workflow, str) else self.workflow
 
     def reward_function(self) -> Any:
-        """The reward function; None if the task names none (the workflow may score by itself)."""
+        """Return the reward function, or None if the task names none (the workflow may compute the reward itself)."""
         return REWARD_FUNCTIONS.get(self.reward_fn) if isinstance(self.reward_fn, str) else self.reward_fn
 
     def to_workflow(self, model: ModelWrapper, auxiliary_models: list[Any] | None = None) -> Workflow:
@@ -111,15 +111,15 @@ class Workflow:
     Three traits may each be a class attribute, a property or a method:
 
     * ``resettable``: ``reset`` gives the instance its next task (for workflows that are expensive to build);
-    * ``repeatable``: the first runs of a group start together and are asked for one sample each; otherwise one run is asked for the
-      whole group, ``task.rollout_args.n``. Either way runs are repeated until the group is full;
+    * ``repeatable``: the first runs of a group start together, and each should return one sample; otherwise, the first run should
+      return the whole group (``task.rollout_args.n`` samples). In both cases, runs are repeated until the group is full;
     * ``asynchronous``: ``run_async`` is awaited on the event loop; otherwise ``run`` runs in a thread.
 
-    ``set_repeat_times`` is called with the number of samples that a run is asked for.
+    ``set_repeat_times`` is called with the number of samples that the run should return.
 
     Attributes:
-        auxiliary_models: OpenAI clients of models that are not trained, in the config's order; None if there are none.
-        rollout_args: those of the task, unless a subclass overrides or assigns them.
+        auxiliary_models: OpenAI clients for models that are not trained, in the config's order; None if there are none.
+        rollout_args: the task's generation arguments, unless a subclass overrides or assigns them.
         logger: logger named after the class's module.
     """
 
@@ -127,10 +127,10 @@ class Workflow:
     repeatable: Any = False
 
     def __new__(cls, *args: Any, **kwargs: Any) -> Self:
-        """Refuse a class that has nothing to run; registering it is no mistake.
+        """Reject a class that defines nothing to run. Such a class may be registered, but not instantiated.
 
         Raises:
-            WorkflowError: it defines neither ``run`` nor ``run_async``.
+            WorkflowError: the class defines neither ``run`` nor ``run_async``.
         """
         if _definer(cls) is Workflow and ("task" in kwargs or not hasattr(cls, "arun_episode")):
             raise WorkflowError(f"{cls.__name__} defines neither run() nor run_async(): define the one that runs its tasks.")
@@ -147,10 +147,10 @@ class Workflow:
 
     @property
     def auxiliary_model_wrappers(self) -> None:
-        """None if there are no auxiliary models.
+        """Not supported: None without auxiliary models, and an error otherwise.
 
         Raises:
-            WorkflowError: there are some; they are OpenAI clients, which return no token log-probabilities.
+            WorkflowError: there are auxiliary models. They are OpenAI clients, which return no token log-probabilities.
         """
         if self.auxiliary_models:
             raise WorkflowError(
@@ -164,7 +164,7 @@ class Workflow:
         return "run_async" in vars(_definer(type(self)))
 
     def set_repeat_times(self, repeat_times: int, run_id_base: int) -> None:
-        """Remember the number of samples that a run is asked for, and the number of the first one."""
+        """Store the number of samples that the run should return, and the number of the first one."""
         self.repeat_times, self.run_id_base = repeat_times, run_id_base
 
     def reset(self, task: Task) -> None:
@@ -181,7 +181,7 @@ class Workflow:
 
 
 def with_reward(experiences: list[Experience], reward: float, **metrics: float) -> list[Experience]:
-    """Give all experiences of a run its reward, and add metrics to theirs."""
+    """Set the reward of all experiences of a run, and add ``metrics`` to each."""
     for experience in experiences:
         experience.reward = reward
         experience.metrics.update(metrics)
@@ -189,7 +189,7 @@ def with_reward(experiences: list[Experience], reward: float, **metrics: float) 
 
 
 def _class_in_parts(reward_fn: Any) -> Any:
-    """Resolve a name of a ``RewardFn`` to its class, which workflows instantiate; return anything else unchanged."""
+    """If ``reward_fn`` names a ``RewardFn`` class, return the class, which workflows instantiate; otherwise, return it unchanged."""
     if not isinstance(reward_fn, str):
         return reward_fn
     found = REWARD_FUNCTIONS.get(reward_fn)
@@ -197,7 +197,7 @@ def _class_in_parts(reward_fn: Any) -> Any:
 
 
 class ResettableWorkflow(Workflow):
-    """A workflow that gets every task, including the first, by ``reset``, and is run once for each sample of the group."""
+    """A workflow that receives every task, including the first, through ``reset``, and runs once for each sample of the group."""
 
     resettable = True
     repeatable = True
@@ -261,14 +261,14 @@ class WorkflowPool:
     def workflow(
         self, task: Task, model: ModelWrapper, auxiliary_models: Callable[[], list[Any]], taskset: str = ""
     ) -> Iterator[Workflow]:
-        """Provide the workflow for a task; a resettable one that does not raise is kept for a later task.
+        """Yield the workflow for a task. A resettable workflow that does not raise is kept for a later task.
 
-        If it defines ``set_repeat_times``, it gets the group's size. A reused workflow has the new task's model, arguments and
-        OpenAI clients even if its ``reset`` keeps the old ones.
+        If the workflow defines ``set_repeat_times``, it is called with the number of samples to return. A reused workflow gets the
+        new task's model, arguments and OpenAI clients even if its ``reset`` keeps the old ones.
 
         Args:
-            auxiliary_models: makes the clients of models that are not trained; called when a workflow is built.
-            taskset: name of the taskset; workflows are reused within one taskset, whose arguments they have.
+            auxiliary_models: returns the clients for models that are not trained; called when a workflow is built.
+            taskset: name of the taskset. Workflows are reused only within a taskset, because they keep its arguments.
         """
         idle = self._idle[task.workflow_class(), taskset]
         workflow: Any = idle.pop() if idle else None
@@ -292,9 +292,9 @@ def returned_experiences(name: str, result: Any, is_eval: bool = False) -> list[
 
     Args:
         name: name of the workflow and its task, for messages.
-        result: an experience, several of them, or None. A generator is exhausted.
-        is_eval: in an evaluation, the metric ``accuracy`` is the reward of an experience without one, because ported
-            evaluation workflows report nothing else.
+        result: an experience; a list, tuple or generator of experiences; or None.
+        is_eval: True in an evaluation. An experience without a reward then gets its metric ``accuracy`` as the reward, because
+            ported evaluation workflows report nothing else.
 
     Raises:
         WorkflowError: the result is or contains something else, or an experience has no reward or is invalid.
@@ -327,18 +327,19 @@ def returned_experiences(name: str, result: Any, is_eval: bool = False) -> list[
 class TaskReward:
     """Scores a reply with the task's reward function, under a time limit.
 
-    The function gets the reference as ``answer``, whatever its column is called, the row's other columns and ``reward_fn_args``.
+    The function gets the reference answer as ``answer`` (whatever its column is called), the row's other columns, and
+    ``reward_fn_args``.
 
     Attributes:
-        in_parts: the function for ``self.reward_fn(response=…, truth=…)`` of a workflow, which returns named parts.
+        in_parts: the reward function in the form ``self.reward_fn(response=…, truth=…)``, which returns named parts.
 
     Args:
         task: the task, with its row and the name of the function.
         workflow: name of the workflow, for messages.
-        default: function for tasks that name none. Without it, they are refused.
+        default: function for tasks that name none.
 
     Raises:
-        WorkflowError: there is no function.
+        WorkflowError: the task names no function and there is no default.
     """
 
     def __init__(self, task: Task, workflow: str, default: Any = None) -> None:
@@ -363,7 +364,7 @@ class TaskReward:
 
         Args:
             experience: the reply; the function gets its tokens.
-            response: text to score instead of the experience's.
+            response: text to score. None scores the experience's response.
             columns: further columns for the function; the row's own columns win.
         """
         return await self.function(

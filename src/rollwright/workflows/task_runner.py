@@ -1,8 +1,7 @@
-"""Runs task-style workflows as episodes: the bridge from ``run()`` to the one executor.
+"""Runs task-style workflows as episodes: connects ``run()`` to the executor.
 
-What a time limit can do: model calls of a timed-out sample raise, so code that asks the model again ends; code that never
-does cannot be killed, because a Python thread cannot be. Its thread is abandoned and replaced, and too many abandoned
-threads stop the run.
+After its time limit, a sample's model calls raise an error, so code that calls the model again ends. Code that does not call it
+again cannot be killed, because Python threads cannot be. Such a thread is abandoned, and too many abandoned threads stop the run.
 """
 
 from __future__ import annotations
@@ -38,16 +37,16 @@ class TaskRunner(RolloutWorkflow):
     """Turns each row into a task, builds or resets its workflow, and runs it.
 
     Args:
-        tasksets: the tasksets that rows come from; a row's ``"taskset"`` names its own, the first is the default.
+        tasksets: the tasksets that rows come from. A row names its taskset in ``"taskset"``; the default is the first one.
         tokenizer: the policy's tokenizer.
         gconfig: generation arguments of tasksets without their own. None uses the defaults.
         group_size: samples of a task whose taskset sets no ``group_size``. None uses the task's ``gconfig.n_samples``.
-        is_eval: the tasks are evaluation tasks.
-        services: the run's ``openai_front``, which records the calls of samples' OpenAI clients (None if there are no such
-            clients), and its ``auxiliary_models``, OpenAI clients of models that are not trained.
+        is_eval: True for evaluation tasks.
+        services: object with two attributes: ``openai_front`` records the calls of samples' OpenAI clients, or is None if there are
+            no such clients; ``auxiliary_models`` are OpenAI clients for models that are not trained. None provides neither.
         max_abandoned_threads: number of hanging threads at which the run stops.
         model_path: path of the policy's initial weights.
-        feedback: called with the ordinal and the mean reward of every task that was run.
+        feedback: called after each run with the task's ordinal and the mean reward.
         overflow_reward: reward of a sample that raised because its conversation outgrew the context. Its earlier calls are kept.
     """
 
@@ -97,10 +96,10 @@ class TaskRunner(RolloutWorkflow):
         return (taskset.gconfig or self.gconfig or GenerationHyperparameters()).new()
 
     def first_runs(self, data: dict[str, Any]) -> list[int]:
-        """Number of samples that each first run of a row's workflow is asked for: all in one run, or one in each.
+        """Return how many samples to request from each initial run of a row's workflow: all from one run, or one from each of several.
 
-        If runs deliver fewer, further ones follow until the group is full. What a class declares (``repeatable``, or
-        ``can_repeat``, which means the opposite) is only a first guess; afterwards, what its runs delivered counts.
+        If the runs deliver fewer samples, further runs follow until the group is full. What a class declares (``repeatable``, or
+        ``can_repeat``, which means the opposite) counts only until its runs have shown how many samples they deliver.
         """
         task = self.task_of(data)
         samples = task.repeat_times or self.group_size_by_default or task.rollout_args.n_samples
@@ -119,7 +118,7 @@ class TaskRunner(RolloutWorkflow):
 
     @staticmethod
     def further_runs(delivered: int, missing: int) -> list[int]:
-        """Number of samples that each further run is asked for, if ``missing`` are missing and the last run delivered ``delivered``."""
+        """Return how many samples to request from each further run, from the samples last ``delivered`` and those still ``missing``."""
         return [1] * missing if delivered == 1 else [missing]
 
     async def arun_episode(self, engine: InferenceEngine, data: dict[str, Any]) -> list[Experience] | None:
@@ -169,7 +168,7 @@ class TaskRunner(RolloutWorkflow):
 
         Args:
             data: the row.
-            asked: number of samples that the workflow was asked for.
+            asked: number of samples requested from the workflow.
             rows: rows of the episode, with ``sample_ids`` counted from 0.
         """
         task = self.task_of(data)
@@ -205,7 +204,7 @@ class TaskRunner(RolloutWorkflow):
 
         Args:
             kind: the workflow class.
-            asked: number of samples that the run was asked for.
+            asked: number of samples requested from the run.
             last: number of its last sample, counted from 0.
         """
         if asked > 1 or last > 0:
@@ -213,17 +212,17 @@ class TaskRunner(RolloutWorkflow):
 
 
 def sample_numbers(experiences: Sequence[Experience], asked: int, delivers_one: bool | None = None) -> list[int]:
-    """Number of the sample, from 0, that each experience of a run belongs to. A run may have several samples, a sample several
+    """Return the sample number, counted from 0, of each experience of a run. A run may have several samples, and a sample several
     experiences.
 
-    If the workflow numbered its runs (``eid.run``), these are the samples. Otherwise, each repetition of the first prompt at the
-    same step (``eid.step``) begins a sample.
+    If the workflow numbered its runs (``eid.run``), each of them is a sample. Otherwise, each experience with the first one's
+    prompt and step (``eid.step``) begins a sample.
 
     Args:
         experiences: what the run returned.
-        asked: number of samples that the run was asked for. The same number of experiences, with different prompts and one step,
-            are one sample each.
-        delivers_one: whether runs of this workflow deliver one sample. None if not known.
+        asked: number of samples requested. If the run returned exactly as many experiences, all at the same step and none repeating
+            the first prompt, each is a sample of its own, unless ``delivers_one``.
+        delivers_one: whether runs of this workflow deliver one sample. None if unknown.
     """
     runs = list(dict.fromkeys(experience.eid.run for experience in experiences))
     if len(runs) > 1:
@@ -248,14 +247,14 @@ class AbandonableThreads:
 
     @property
     def abandoned(self) -> int:
-        """Number of abandoned threads that still run."""
+        """Number of abandoned threads that are still running."""
         return sum(outcome.cancelled() for outcome in list(self._running))
 
     async def run(self, function: Callable[[], Any], name: str) -> Any:
         """Await ``function()`` in a new daemon thread.
 
         Raises:
-            RolloutError: as many abandoned threads still run as the limit allows.
+            RolloutError: the number of abandoned threads has reached the limit.
         """
         if self.abandoned >= self.limit:
             raise RolloutError(
@@ -270,7 +269,7 @@ class AbandonableThreads:
             try:
                 with sandboxed(sandbox):
                     hand_over = partial(outcome.set_result, function())
-            except StopIteration:  # a future of asyncio does not accept it
+            except StopIteration:  # asyncio futures do not accept StopIteration
                 hand_over = partial(outcome.set_exception, RuntimeError(f"{name} raised StopIteration"))
             except BaseException as error:  # raised again where the sample awaits it
                 hand_over = partial(outcome.set_exception, error)

@@ -1,6 +1,6 @@
-"""Token sequences of episodes with several turns: prompt, sampled tokens, and context between them.
+"""Token sequences of multi-turn episodes: prompt, sampled tokens, and context between them.
 
-They hold only ids and mask. Log-probabilities, versions and temperature come from the record of the requests.
+A sequence holds only token ids and a loss mask. Log-probabilities, versions and temperature come from the record of the requests.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ class TokenSequence:
 
         Args:
             response: the engine's response.
-            trained: number of its first tokens that are trained; the rest are context. None trains all.
+            trained: number of leading tokens that are trained; the rest count as context. None trains all.
         """
         if 1 not in self.loss_mask and response.output_versions:
             self.version = response.output_versions[0]
@@ -62,7 +62,7 @@ class TokenSequence:
         self.loss_mask += [1] * count + [0] * (response.output_len - count)
 
     def row(self, reward: float) -> dict[str, Any]:
-        """The row of the episode, in one dimension, for the normaliser to fill from the record."""
+        """Return the episode's one-dimensional row, which the normaliser completes from the record of requests."""
         return {"input_ids": self.input_ids, "loss_mask": self.loss_mask, "rewards": reward, "truncated": self.truncated}
 
 
@@ -78,7 +78,7 @@ class Turns(TokenSequence):
             return None
         return turns.row(reward)
 
-    The iteration ends after ``max_turns`` turns, if there is no room for a token, or if a request was aborted.
+    The iteration ends after ``max_turns`` turns, when there is no room for another token, or when a request was aborted.
 
     Args:
         engine: samples each turn; all requests have one ``rid``, so they go to the server that holds the cache.
@@ -125,13 +125,13 @@ class Turns(TokenSequence):
         return max(0, self._max_tokens - len(self))
 
     def append_filled(self, template: str, **value: str) -> None:
-        """Append a template with a text in its ``{name}`` placeholder, within the limit of the whole sequence.
+        """Append a template whose ``{name}`` placeholder is filled with text, within the limit of the whole sequence.
 
-        A long text is cut at its end, so that the next turn has room for ``max_new_tokens`` or half of the remaining tokens.
+        Long text is cut at its end, so that the next turn has room for ``max_new_tokens`` or half of the remaining tokens.
 
         Args:
-            template: contains the placeholder once.
-            value: the text, by the name of the placeholder.
+            template: template that contains the placeholder once.
+            value: the text, as a keyword argument with the placeholder's name.
         """
         [(placeholder, text)] = value.items()
         ids = self._encode(fill(template, **value))
@@ -149,8 +149,8 @@ class Turns(TokenSequence):
         """Sample the next response; its tokens are already in the sequence.
 
         Raises:
-            PromptTooLongError: there is no room for the first turn in ``max_tokens`` or the engine's context. If there is none for
-                a later one, the iteration ends; context that the engine refused is removed.
+            PromptTooLongError: there is no room for the first turn in ``max_tokens`` or the engine's context. If a later turn has
+                no room, the iteration ends, and context that did not fit into the engine is removed.
         """
         if self.is_last:
             raise StopAsyncIteration
@@ -188,13 +188,13 @@ class Turns(TokenSequence):
 class BranchedSequence(TokenSequence):
     """A row that forks and joins: a trunk, parallel branches that grow from its end, and the trunk again.
 
-    Two layouts of the same tokens:
+    The same tokens can have two layouts:
 
-    * **plain**: one causal sequence with one branch after the other. ``other_context`` marks tokens that follow branches which they
-      did not see when they were sampled.
-    * **isolated**: with ``branch_ids`` (0 is the trunk) and ``position_ids``. Branches do not see each other and begin at the
-      position after the trunk's last token; the trunk then sees them all and continues at the position after the longest.
-      Sampling and training compute the same.
+    * **plain**: one causal sequence, branch after branch. ``other_context`` marks trained tokens whose context includes branches that
+      were not visible when the tokens were sampled.
+    * **isolated**: the row has ``branch_ids`` (0 is the trunk) and ``position_ids``. Branches do not see each other, and each begins
+      at the position after the trunk's last token. The trunk then sees all branches, and continues after the longest one's last
+      position. Sampling and training compute the same log-probabilities.
 
     Args:
         prompt_ids: beginning of the trunk.
@@ -245,11 +245,11 @@ class BranchedSequence(TokenSequence):
         self._farthest = max(self._farthest, self._next_position)
 
     def layout_before(self, opening: Sequence[int], *, in_new_branch: bool) -> dict[str, list[int]]:
-        """``position_ids`` and ``branch_ids`` of a request that continues this row and ``opening``; empty if plain.
+        """Return ``position_ids`` and ``branch_ids`` of a request for this row followed by ``opening``; empty if plain.
 
         Args:
             opening: tokens of the request after the row.
-            in_new_branch: True if they begin a branch at the end of the trunk, False if they continue the open branch.
+            in_new_branch: True if ``opening`` begins a branch at the end of the trunk, False if it continues the open branch.
         """
         if not self.isolated:
             return {}
@@ -261,7 +261,7 @@ class BranchedSequence(TokenSequence):
         }
 
     def layout(self) -> dict[str, list[int]]:
-        """``position_ids`` and ``branch_ids`` of the row; empty if plain."""
+        """Return ``position_ids`` and ``branch_ids`` of the row; empty if plain."""
         return {"position_ids": self.position_ids, "branch_ids": self.branch_ids} if self.isolated else {}
 
     def row(self, reward: float) -> dict[str, Any]:
@@ -270,5 +270,5 @@ class BranchedSequence(TokenSequence):
 
 
 def fill(template: str, **values: str) -> str:
-    """Fill the ``{name}`` placeholders of a template in one pass. Other braces, in the template or in values, stay unchanged."""
+    """Fill the ``{name}`` placeholders of a template in one pass. Other braces, in the template or in values, are kept."""
     return re.sub("|".join(re.escape(f"{{{name}}}") for name in values), lambda match: values[match[0][1:-1]], template)

@@ -88,7 +88,7 @@ class VisionRLVRWorkflow(RLVRWorkflow):
         return await asyncio.to_thread(self._process, data)
 
     def _process(self, data: dict[str, Any]) -> Prompt:
-        """Prompt ids with all image tokens, and the model inputs of the images."""
+        """Compute the prompt ids with all image tokens, and the model inputs of the images."""
         images = as_images(data.get(self.image_key) or [], f"task {task_name(data)}")
         prompt = place_images(self.data_extract_prompt_fn(data), len(images), self.placeholder)
         if not isinstance(prompt, str):
