@@ -1,4 +1,4 @@
-"""The bubblewrap sandbox: separate namespaces, a file system that contains only Python, and a filter of system calls."""
+"""The bubblewrap sandbox: separate namespaces, a file system that contains only Python, and system call filters."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from typing import Any
 from rollwright.errors import SandboxError
 from rollwright.processes.jails import ENVIRONMENT, INSTEAD, SHARED_BYTES, Jail, SandboxLimits, server_command
 
-#: System calls of attacks and administrators, which Python, its libraries and their threads do not use.
+#: System calls that attackers and administrators use, but Python, its libraries and their threads do not.
 _REFUSED_CALLS = (
     *("ptrace", "process_vm_readv", "process_vm_writev", "process_madvise", "kcmp", "pidfd_getfd"),
     *("mount", "umount2", "pivot_root", "chroot", "open_tree", "move_mount", "fsopen", "fsconfig", "fsmount", "fspick"),
@@ -33,7 +33,7 @@ _CLONE_THREAD = 0x10000
 
 
 class Bubblewrap:
-    """Separate namespaces by ``bwrap``; only bound paths exist inside."""
+    """A sandbox that ``bwrap`` isolates by namespaces; only bound paths exist inside."""
 
     def start(self, limits: SandboxLimits) -> Jail:
         """See :class:`Sandbox`."""
@@ -67,7 +67,7 @@ class Bubblewrap:
 
 
 def _surroundings(limits: SandboxLimits) -> list[str]:
-    """Options of ``bwrap``: what the jail can see, and what it may not do."""
+    """Return the options of ``bwrap`` that define what the jail can see and do."""
     options = ["--unshare-all", "--unshare-user", "--disable-userns", "--cap-drop", "ALL", "--clearenv", "--die-with-parent"]
     options += ["--new-session", "--as-pid-1", "--uid", "65534", "--gid", "65534", "--hostname", "sandbox"]
     for name, value in ENVIRONMENT.items():
@@ -95,25 +95,25 @@ def _surroundings(limits: SandboxLimits) -> list[str]:
 
 
 def _scratch() -> str:
-    """Working directory of scripts: ``/tmp``, unless this Python is below it, because bound paths cannot be removed after a script."""
+    """Return the scripts' working directory: ``/tmp``, unless this Python is below it, because bound paths cannot be removed."""
     return "/scratch" if any(path.startswith("/tmp/") for path in python_paths()) else "/tmp"
 
 
 def python_paths() -> list[str]:
-    """Paths of this Python outside ``/usr``: its executable, libraries and packages."""
+    """Return the paths of this Python's executable, libraries and packages, which may be outside ``/usr``."""
     found = [sys.executable, os.path.realpath(sys.executable), f"{sys.prefix}/pyvenv.cfg", f"{sys.base_prefix}/lib"]
     return found + [sysconfig.get_path(name) for name in ("stdlib", "platstdlib", "purelib", "platlib")]
 
 
 def _unreadable_by_others() -> list[str]:
-    """Files of the kernel that only root can read. If this process runs as root, scripts could read them, too."""
+    """Return the files in ``/proc`` that only root can read; if this process ran as root, scripts could read them, too."""
     paths = [path for path in Path("/proc").iterdir() if path.is_file() and not path.is_symlink()]
     return [str(path) for path in paths if not path.stat().st_mode & stat.S_IROTH]
 
 
 @functools.cache
 def call_filters() -> tuple[bytes, bytes]:
-    """Compile two filters of system calls: one for the jail, and one that forbids a script to start processes.
+    """Compile two seccomp filters: one for the jail, and one that prevents scripts from starting processes.
 
     Raises:
         SandboxError: libseccomp is missing.
@@ -143,7 +143,7 @@ def call_filters() -> tuple[bytes, bytes]:
     jail = [(refuse, call) for call in _REFUSED_CALLS]
     jail += [(unknown, "clone3"), (refuse, "ioctl", pyseccomp.Arg(1, pyseccomp.MASKED_EQ, 0xFFFFFFFF, 0x5412))]  # TIOCSTI
     jail += [(refuse, "clone", flag(1 << bit, 1 << bit)) for bit in range(32) if _NEW_NAMESPACES >> bit & 1]
-    jail += [(refuse, "prlimit64", pyseccomp.Arg(0, pyseccomp.NE, 0))]  # limits of the server
+    jail += [(refuse, "prlimit64", pyseccomp.Arg(0, pyseccomp.NE, 0))]  # protects the server's limits
     families = (socket.AF_UNIX, socket.AF_INET, socket.AF_INET6)
     jail += [(refuse, "socket", pyseccomp.Arg(0, pyseccomp.EQ, family)) for family in range(64) if family not in families]
     jail += [(refuse, "socket", pyseccomp.Arg(0, pyseccomp.GE, 64))]

@@ -1,8 +1,8 @@
 """A child process that runs one of this package's modules: both the parent's and the child's side.
 
-The child has a channel for framed messages. It ends when this process ends, even by SIGKILL, and is killed together with all of its
-descendants; on Linux a guard process between the two (``tree.guarded``) also catches double-forked daemons. Children import this module
-first, so it uses only the standard library.
+The child has a channel for framed messages. It ends when its parent ends, even by SIGKILL, and is killed together with all of its
+descendants; on Linux, a guard process between parent and child (``tree.guarded``) also kills double-forked daemons. Children import this
+module first, so it uses only the standard library.
 """
 
 from __future__ import annotations
@@ -32,15 +32,15 @@ _READ_BYTES = 1 << 16  # several short frames at once
 
 
 class Channel:
-    """Framed messages over a socket. A frame is a kind (one byte), a length (8 bytes, little endian) and that many bytes.
+    """Framed messages over a socket. A frame is a kind (one byte), a length (8 bytes, little endian) and a body of that length.
 
-    Any number of threads may send, one may receive.
+    Any number of threads may send, but only one may receive.
     """
 
     def __init__(self, connection: socket.socket) -> None:
         connection.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, struct.pack("ll", _SEND_SECONDS, 0))
         self._socket = connection
-        self._arrived = bytearray()  # read, and not yet received
+        self._arrived = bytearray()  # bytes that were read but not yet received as a frame
         self._sending = threading.Lock()
         self._readable = select.poll()
         self._readable.register(connection, select.POLLIN)
@@ -49,7 +49,7 @@ class Channel:
         """Send one frame.
 
         Raises:
-            OSError: the other side is gone, or has read nothing for two minutes (``TimeoutError``).
+            OSError: the other side is gone, or has read nothing for two minutes (a ``TimeoutError``).
         """
         try:
             with self._sending:
@@ -61,10 +61,10 @@ class Channel:
         """Receive the next frame.
 
         Args:
-            seconds: how long to wait for its beginning. None waits without a limit.
+            seconds: how long to wait for the beginning of the frame. None waits without a limit.
 
         Raises:
-            TimeoutError: it did not begin in time.
+            TimeoutError: no frame began in time.
             EOFError: the other side is gone.
         """
         if seconds is not None and not self._arrived and not self._readable.poll(seconds * 1000):
@@ -73,7 +73,7 @@ class Channel:
         return kind, self._read(size)
 
     def close(self) -> None:
-        """Close this side. Only the thread that receives may call it."""
+        """Close this side of the channel. Only the receiving thread may call this method."""
         self._socket.close()
 
     def _read(self, size: int) -> bytes:
@@ -105,7 +105,7 @@ class UncountedTime:
 
     @contextlib.contextmanager
     def passing(self) -> Iterator[None]:
-        """Time inside the context is not counted; overlapping contexts are excluded once."""
+        """Exclude the time inside the context; the time of overlapping contexts is excluded once."""
         with self._lock:
             self._since = self._since if self._starting else time.monotonic()
             self._starting += 1
@@ -118,14 +118,15 @@ class UncountedTime:
                     self._passed += time.monotonic() - self._since
 
 
-#: Uncounted time of the sample in this context; the default is never read.
+#: Uncounted time of the sample that runs in this context; nothing reads the default.
 UNCOUNTED: contextvars.ContextVar[UncountedTime] = contextvars.ContextVar("uncounted", default=UncountedTime())  # noqa: B039
 
 
 class ChildProcess:
-    """A process that runs ``main()`` of a module, which begins with ``connect()``.
+    """A process that runs ``main()`` of a module; ``main`` must first call ``connect()``.
 
-    It ends with the thread that creates this object, and so with this process. Its output goes to this process's standard error.
+    The process ends when the thread that creates this object ends, and therefore also when this process ends. Its output goes to this
+    process's standard error.
 
     Args:
         module: module to run, such as ``rollwright.processes.pool``.
@@ -145,14 +146,14 @@ class ChildProcess:
                 stdout=2,
                 pass_fds=(theirs.fileno(),),
                 env={"OMP_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false", **os.environ},
-                start_new_session=True,  # what it starts is killed with it, and Ctrl-C goes to this process only
+                start_new_session=True,  # its descendants are killed with it, and Ctrl-C reaches only this process
             )
         self.pid = self._process.pid
-        with contextlib.suppress(OSError):  # it has ended already, as its user will see
+        with contextlib.suppress(OSError):  # it has already ended, which the next receive reports
             self.channel.send(START, pickle.dumps((list(sys.path), setup)))
 
     def kill(self) -> None:
-        """Kill the process and all that it started. Any thread may call this."""
+        """Kill the process and all its descendants. Any thread may call this method."""
         if sys.platform != "linux":
             kill_tree(self.pid)
         elif self._process.poll() is None:  # a guard leaves nothing behind when it ends
@@ -169,7 +170,7 @@ class ChildProcess:
         self.channel.close()
 
     def cause_of_death(self) -> str:
-        """How the process ended: "signal SIGSEGV" or "exit code 3"."""
+        """Describe how the process ended, such as "signal SIGSEGV" or "exit code 3"."""
         with contextlib.suppress(subprocess.TimeoutExpired):
             self._process.wait(SWEEP_SECONDS + 5.0)
         code = self._process.returncode
@@ -177,13 +178,13 @@ class ChildProcess:
 
 
 def program(module: str, isolation: str, *arguments: str, guard_for: int | None = None) -> list[str]:
-    """The command that runs ``main()`` of one of this package's modules in a fresh interpreter.
+    """Return the command that runs ``main()`` of one of this package's modules in a fresh interpreter.
 
     Args:
         module: name of the module.
-        isolation: the interpreter's option ``-P``, or ``-I``, which also ignores its environment variables.
-        arguments: its ``sys.argv[1:]``.
-        guard_for: id of the parent process that it ends with, see ``tree.guarded``. None starts no guard.
+        isolation: the interpreter's option ``-P``, or ``-I``, which also ignores Python's environment variables.
+        arguments: ``sys.argv[1:]`` of the new process.
+        guard_for: id of the parent process, for the guard (see ``tree.guarded``). None starts no guard.
     """
     root = str(Path(__file__).parents[2])
     guard = f"from rollwright.processes.tree import guarded; guarded({guard_for}); " if guard_for is not None else ""
@@ -192,7 +193,7 @@ def program(module: str, isolation: str, *arguments: str, guard_for: int | None 
 
 
 def connect() -> tuple[Channel, Any]:
-    """In a child of ``ChildProcess``: return the channel to the parent and the setup, and adopt the parent's import path."""
+    """Return the channel to the parent and the setup, and adopt the parent's import path. Called in a child of ``ChildProcess``."""
     connection = socket.socket(fileno=int(sys.argv[1]))
     connection.set_inheritable(False)
     channel = Channel(connection)

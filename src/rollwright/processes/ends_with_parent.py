@@ -1,8 +1,8 @@
 """Runs one command and ends it, with all its descendants, when the process that started it is gone.
 
-``supervised`` starts ``main`` in a separate process, whose standard input is a pipe from the parent. When the parent ends in any way,
-SIGKILL included, the pipe closes and the command is ended. If another process has inherited the pipe, the supervisor notices that its
-parent has changed. It then also removes the directory that the parent shared with the command.
+``supervised`` starts ``main`` in a separate process, the supervisor, whose standard input is a pipe from the parent. When the parent ends,
+even by SIGKILL, the pipe closes and the supervisor ends the command. If another process has inherited the pipe, the supervisor notices
+that its parent has changed. In both cases it also removes the directory that the parent shared with the command.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ def supervised(
         command: command line.
         log_path: file that the output is appended to.
         environment: environment variables in addition to this process's own.
-        shared: a directory that is removed if this process ends before the command.
+        shared: directory to remove if this process ends before the command does.
 
     Returns:
         The supervisor, whose exit status is the command's.
@@ -48,12 +48,12 @@ def supervised(
             stdout=log,
             stderr=subprocess.STDOUT,
             env={**os.environ, **(environment or {})},
-            start_new_session=True,  # Ctrl-C goes to this process, which decides what ends
+            start_new_session=True,  # Ctrl-C reaches only this process, which decides what to end
         )
 
 
 def main() -> int:
-    """In the supervisor: run a command until it ends or the parent does; returns the command's exit status."""
+    """Run a command until it or the parent ends, and return the command's exit status. Called in the supervisor."""
     parent, shared, command = int(sys.argv[1]), sys.argv[2], sys.argv[3:]
     stopping: list[int] = []
     for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
@@ -77,7 +77,7 @@ def main() -> int:
 
 
 def _end(child: subprocess.Popen[bytes]) -> None:
-    """Ask the command and its descendants to end, and kill those that do not."""
+    """Terminate the command and its descendants, and kill those that do not end in time."""
     kill_tree(child.pid, signal.SIGTERM, os.getpid())
     deadline = time.monotonic() + GRACE_SECONDS
     while time.monotonic() < deadline:
@@ -87,12 +87,12 @@ def _end(child: subprocess.Popen[bytes]) -> None:
     kill_tree(child.pid, signal.SIGKILL, os.getpid())
     child.wait()
     while _is_left(child.pid) and time.monotonic() < deadline + 1.0:
-        kill_tree(child.pid, signal.SIGKILL, os.getpid())  # what was inherited in the meantime
+        kill_tree(child.pid, signal.SIGKILL, os.getpid())  # processes that were adopted in the meantime
         time.sleep(0.02)
 
 
 def _is_left(group: int) -> bool:
-    """Return whether a process of an ended command is left, in its group or inherited from it."""
+    """Return whether an ended command has left a process, either in its group or adopted by this process."""
     with contextlib.suppress(ChildProcessError):
         while os.waitpid(-1, os.WNOHANG)[0]:
             pass

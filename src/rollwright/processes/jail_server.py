@@ -1,11 +1,11 @@
-"""Inside a jail: a Python that has started already and forks itself for each script. Standard library only.
+"""The process inside a jail: a running Python that forks itself for each script. It uses only the standard library.
 
-``jails`` sends this file to the jail as text: nothing of ours is there. A request is a line of JSON on standard input: ``source``,
-``stdin``, the ``limits``, the ``roots`` that scripts may write to (the first is the working directory) and ``filters``, the
-seccomp programs that scripts are put under, in base 16. The answer is a line on standard output. The end of standard input ends the jail.
+``jails`` sends this file to the jail as text, because the jail contains nothing of this package. A request is a line of JSON on standard
+input: ``source``, ``stdin``, the ``limits``, the ``roots`` that scripts may write to (the first is the working directory) and ``filters``,
+the seccomp programs that apply to scripts, in base 16. The answer is a line on standard output. The jail ends when its standard input ends.
 
-In a jail of its own (``bubblewrap``, a container) this is process 1: no script can kill, stop or trace it, and one call ends
-whatever a script left behind.
+In a separate process namespace (``bubblewrap``, a container) this is process 1: no script can kill, stop or trace it, and one call kills
+all processes that a script left behind.
 """
 
 from __future__ import annotations
@@ -37,16 +37,16 @@ _PR_SET_DUMPABLE, _PR_SET_SECCOMP = 4, 22
 
 
 def serve() -> dict[str, Any]:
-    """Answer requests until standard input ends. **Returns only in a forked process**, with the request for its script."""
-    if _IS_ALONE:  # not dumpable: scripts, of the same user, can neither trace this process nor read or write its memory
+    """Answer requests until standard input ends. **Returns only in a forked process**, with the request that it has to run."""
+    if _IS_ALONE:  # not dumpable: scripts, which run as the same user, can neither trace this process nor access its memory
         ctypes.CDLL(None).prctl(_PR_SET_DUMPABLE, 0)
-    signal.signal(signal.SIGINT, signal.SIG_DFL)  # process 1 gets no signal that it does not handle
+    signal.signal(signal.SIGINT, signal.SIG_DFL)  # process 1 receives only signals that it handles
     signal.signal(signal.SIGCHLD, lambda *_: None)
     ends, wake = os.pipe()
     os.set_blocking(ends, False)
     os.set_blocking(wake, False)
     signal.set_wakeup_fd(wake, warn_on_full_buffer=False)
-    gc.freeze()  # what is there now is shared with all scripts, as long as no collection touches it
+    gc.freeze()  # existing objects stay shared with all scripts as long as no collection touches them
     print("{}", flush=True)
     for line in sys.stdin.buffer:
         request = json.loads(line)
@@ -63,13 +63,13 @@ def serve() -> dict[str, Any]:
             for root in request["roots"]:
                 _empty(root)
         except (OSError, RecursionError) as error:
-            answer["broken"] = str(error)  # no other script may see what this one made
+            answer["broken"] = str(error)  # the jail ends, because no other script may see this script's files
         print(json.dumps(answer), flush=True)
     sys.exit()
 
 
 def _streams(request: dict[str, Any]) -> tuple[list[int], list[int]]:
-    """The ends to read of output and errors, and the script's own input, output and errors."""
+    """Return the read ends of standard output and error, and the script's standard input, output and error."""
     directory = request["roots"][0]
     for name, text in (("main.py", request["source"]), (".stdin", request["stdin"])):
         with open(os.path.join(directory, name), "w", encoding="utf-8", errors="surrogatepass") as file:
@@ -83,13 +83,13 @@ def _streams(request: dict[str, Any]) -> tuple[list[int], list[int]]:
 
 
 def _watch(process: int, limits: dict[str, Any], roots: list[str], ends: int, reads: list[int]) -> dict[str, Any]:
-    """Read what a script says until it ends, its time is over or it takes too much; then end all that it started."""
+    """Read a script's output until it ends or exceeds a limit; then kill all processes that it started."""
     started = looked = time.monotonic()
     kept = {descriptor: bytearray() for descriptor in reads}
     answer: dict[str, Any] = {"excess": "", "cut": False}
 
     def take(descriptor: int) -> bool:
-        """Read what is there, at most a chunk; False where nothing is, or nothing will be."""
+        """Read at most a chunk of what is available. Returns False if nothing is available or the stream has ended."""
         try:
             chunk = os.read(descriptor, _CHUNK)
         except BlockingIOError:
@@ -105,7 +105,7 @@ def _watch(process: int, limits: dict[str, Any], roots: list[str], ends: int, re
     while (status := _reaped(process, os.WNOHANG)) is None and not answer["excess"]:
         left = started + limits["seconds"] - time.monotonic()
         for descriptor, _ in poll.poll(1000 * max(0.0, min(left, _LOOK_SECONDS))):
-            if descriptor == 0:  # whoever asked is gone
+            if descriptor == 0:  # the process that sent the request is gone
                 _end(process)
                 sys.exit()
             if descriptor == ends:
@@ -119,7 +119,7 @@ def _watch(process: int, limits: dict[str, Any], roots: list[str], ends: int, re
     answer["seconds"] = time.monotonic() - started
     _end(process)
     killed = _reaped(process, 0)
-    for descriptor in reads:  # what a script that has ended has written is there already
+    for descriptor in reads:  # everything that the ended script wrote is already in the pipes
         for _ in range(_READS_AT_THE_END):
             if not take(descriptor):
                 break
@@ -130,7 +130,7 @@ def _watch(process: int, limits: dict[str, Any], roots: list[str], ends: int, re
 
 
 def _reaped(script: int, options: int) -> int | None:
-    """Reap what has ended (without WNOHANG: all there is); the script's status where it is among them."""
+    """Reap ended children (without WNOHANG: wait for all children), and return the script's status if it is among them."""
     status = None
     with contextlib.suppress(ChildProcessError):
         while (ended := os.waitpid(-1, options))[0]:
@@ -139,13 +139,13 @@ def _reaped(script: int, options: int) -> int | None:
 
 
 def _end(script: int) -> None:
-    """Kill what is left of a script; in a jail of its own all but this process, in one step that nothing can fork away from."""
+    """Kill the remaining processes of a script. Process 1 kills all others in one step that no fork can escape."""
     with contextlib.suppress(ProcessLookupError):
         os.kill(-1, signal.SIGKILL) if _IS_ALONE else os.killpg(script, signal.SIGKILL)
 
 
 def _excess(limits: dict[str, Any], roots: list[str]) -> str:
-    """What the script and its descendants have too much of, together; the kernel bounds each process."""
+    """Describe a limit that the script and its descendants exceed together, if any; the kernel limits each process."""
     processes = tasks = pages = 0
     for name in os.listdir("/proc"):
         with contextlib.suppress(OSError, IndexError):
@@ -181,7 +181,7 @@ def _empty(directory: str) -> None:
 
 
 def _become_script(request: dict[str, Any], streams: list[int]) -> None:
-    """Keep nothing of the server's, and take rights away."""
+    """Drop the server's state and restrict this process's rights."""
     try:
         signal.set_wakeup_fd(-1)
         signal.signal(signal.SIGCHLD, signal.SIG_DFL)
@@ -194,7 +194,7 @@ def _become_script(request: dict[str, Any], streams: list[int]) -> None:
         os.chdir(directory)
         os.environ.update(HOME=directory, TMPDIR=directory)
         _limit(request["limits"], [bytes.fromhex(program) for program in request["filters"]])
-    except BaseException:  # whatever happens, this is no second server
+    except BaseException:  # a failed script process must not become a second server
         traceback.print_exc()
         os._exit(1)
 
@@ -207,7 +207,7 @@ def _limit(limits: dict[str, Any], programs: list[bytes]) -> None:
         resource.RLIMIT_CORE: 0,
         resource.RLIMIT_AS: limits["memory_bytes"],
     }
-    if _IS_ALONE:  # counted for each user namespace; root is exempt
+    if _IS_ALONE:  # the kernel counts per user namespace; root is exempt
         wanted[resource.RLIMIT_NPROC] = _MOST_TASKS
     for kind, value in wanted.items():
         _, hard = resource.getrlimit(kind)
@@ -233,7 +233,7 @@ def _main() -> None:
 
 
 def _exit_code(body: Callable[[], None]) -> int:
-    """Run something and say how a script that ends so exits; tracebacks begin in the script."""
+    """Run ``body`` and return the exit code of a script that ends in the same way; tracebacks begin in the script."""
     try:
         body()
     except SystemExit as end:
@@ -241,7 +241,7 @@ def _exit_code(body: Callable[[], None]) -> int:
             return (end.code or 0) & 0xFF
         print(end.code, file=sys.stderr)
         return 1
-    except BaseException as error:  # of the script: SystemExit was taken above
+    except BaseException as error:  # raised by the script; SystemExit is handled above
         trace = error.__traceback__
         while trace is not None and trace.tb_frame.f_code.co_filename != "main.py":
             trace = trace.tb_next
@@ -251,12 +251,12 @@ def _exit_code(body: Callable[[], None]) -> int:
 
 
 def _finish(module: types.ModuleType) -> None:
-    """What an interpreter does at its end and a script can see. The rest of it would take 6 ms of the processor."""
+    """Do the parts of an interpreter's shutdown that a script can observe. The other parts would take 6 ms of processor time."""
     if "threading" in sys.modules:
         sys.modules["threading"]._shutdown()  # type: ignore[attr-defined]
     atexit._run_exitfuncs()
     for name in reversed(list(module.__dict__)):
-        module.__dict__.pop(name)  # destructors run, files are written
+        module.__dict__.pop(name)  # runs destructors and writes files
     for stream in (sys.stdout, sys.stderr, sys.__stdout__, sys.__stderr__):
         if stream is not None and not stream.closed:
             stream.flush()

@@ -1,6 +1,6 @@
 """Jails: processes that run Python code written by a model.
 
-A jail is a process that runs scripts on request (``jail_server``), inside the isolation that a sandbox provides.
+A jail is a process (``jail_server``) that runs scripts on request, isolated by a sandbox.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from typing import Any, Protocol
 from rollwright.errors import SandboxError
 from rollwright.processes.tree import kill_tree
 
-#: The whole environment of scripts: variables for Python and numerical libraries, but no keys and no proxies.
+#: All environment variables of scripts: those for Python and numerical libraries, but no keys and no proxies.
 ENVIRONMENT = {
     "PATH": os.defpath,
     "LANG": "C.UTF-8",
@@ -31,7 +31,7 @@ ENVIRONMENT = {
     "OMP_NUM_THREADS": "1",
 }
 _START_SECONDS = 60.0
-GRACE_SECONDS = 10.0  # for an answer after the script's time limit, which the jail itself enforces
+GRACE_SECONDS = 10.0  # wait for an answer after the script's time limit, which the jail itself enforces
 _HEAD_BYTES = 65536
 SHARED_BYTES = 16 * 2**20  # of /dev/shm
 INSTEAD = "or set rollout.sandbox to docker, podman, or unsafe (a plain process: only for code that you trust)"
@@ -43,11 +43,11 @@ class SandboxLimits:
 
     memory_bytes: int = 512 * 2**20  # address space of each process
     file_bytes: int = 16 * 2**20  # size of each file
-    disk_bytes: int = 64 * 2**20  # all files together, which are held in memory
+    disk_bytes: int = 64 * 2**20  # size of all files together, which are in memory
     open_files: int = 64
-    processes: int = 0  # child processes at a time; threads are not limited by this
+    processes: int = 0  # child processes at a time, not counting threads
     network: bool = False
-    output_bytes: int = 2**20  # of standard output and of standard error; the rest is dropped
+    output_bytes: int = 2**20  # size of standard output, and of standard error; the rest is dropped
 
 
 @dataclass(frozen=True)
@@ -56,7 +56,7 @@ class SandboxResult:
 
     stdout: str
     stderr: str
-    exit_code: int | None  # None if the time limit passed
+    exit_code: int | None  # None if the script timed out
     timed_out: bool
     seconds: float
     output_truncated: bool = False
@@ -74,13 +74,13 @@ class Sandbox(Protocol):
         """Start a jail without waiting until it is ready.
 
         Raises:
-            SandboxError: this machine lacks a requirement of the sandbox; the message says what to install or to set.
+            SandboxError: this machine lacks a requirement of the sandbox; the message says what to install or to configure.
         """
         ...
 
 
 class Jail:
-    """One jail. It runs scripts one after another, and removes everything that a script leaves behind before the next one.
+    """One jail. It runs scripts one after another, and removes everything that a script leaves behind before the next script.
 
     Args:
         command: command line that starts ``jail_server`` inside the sandbox.
@@ -89,9 +89,9 @@ class Jail:
         filters: seccomp programs that apply to scripts.
         pass_fds: file descriptors that the command inherits.
         environment: environment of the command.
-        patience: seconds that the command gets to end by itself after its input has ended, before it is killed.
-        explain: turns the output of a failed start into an explanation.
-        clean: called when the jail has ended.
+        patience: seconds that the command may take to end by itself after its input has ended, before it is killed.
+        explain: converts the output of a failed start to an explanation.
+        clean: called after the jail has ended.
     """
 
     def __init__(
@@ -137,7 +137,7 @@ class Jail:
         """Wait until the jail's Python runs.
 
         Raises:
-            SandboxError: it does not run; the message says why.
+            SandboxError: the jail did not start; the message says why.
         """
         try:
             self._answer(_START_SECONDS)
@@ -149,7 +149,7 @@ class Jail:
             raise SandboxError(f"the sandbox does not start: {reason}") from error
 
     def run(self, source: str, stdin: str, timeout: float) -> SandboxResult:
-        """Run a script and wait for its end. If the script ends or breaks the jail, the jail is closed.
+        """Run a script and wait until it ends. A jail that the script has ended or broken is closed.
 
         Raises:
             SandboxError: the jail cannot start a process.
@@ -181,14 +181,14 @@ class Jail:
             return SandboxResult("", said, None if timed_out else -signal.SIGKILL, timed_out, time.monotonic() - started)
 
     def kill(self) -> None:
-        """End the jail and everything in it, without waiting. Any thread may call this, at any time."""
+        """End the jail and everything in it, without waiting. Any thread may call this method at any time."""
         with contextlib.suppress(OSError):
             self._socket.shutdown(socket.SHUT_RDWR)  # wakes up the thread that waits for an answer
         if self.is_alive and not self._patience:
             kill_tree(self._process.pid)
 
     def close(self) -> None:
-        """End the jail and everything in it, and wait for the end. Idempotent."""
+        """End the jail and everything in it, and wait until it has ended. Idempotent."""
         self.kill()
         with self._closing:
             try:
@@ -203,7 +203,7 @@ class Jail:
             clean()
 
     def _answer(self, seconds: float) -> dict[str, Any]:
-        """Read the next line. Jails are not trusted, so size and time are bounded."""
+        """Read the next line. Its size and the time are limited, because jails are not trusted."""
         deadline, line = time.monotonic() + seconds, bytearray()
         while not line.endswith(b"\n"):
             self._socket.settimeout(max(1e-3, deadline - time.monotonic()))
@@ -211,7 +211,7 @@ class Jail:
             if not part:
                 raise EOFError("the jail has ended")
             line += part
-            if len(line) > 12 * self._limits.output_bytes + _HEAD_BYTES:  # JSON escapes a character by six bytes
+            if len(line) > 12 * self._limits.output_bytes + _HEAD_BYTES:  # JSON may escape a character as six bytes
                 raise ValueError("an answer without an end")
         answer = json.loads(line)
         if not isinstance(answer, dict):

@@ -1,13 +1,13 @@
 """Worker processes that call functions under a time limit, and are replaced when they hang or crash.
 
-Each worker belongs to one thread, which starts it, gives it one call at a time, waits for the answer, and kills the worker with all its
-descendants if the time limit passes. Callers put calls into a queue and get a future, so a pool serves any number of event loops and
-threads. Workers are new interpreters, not forks. They start when there is work, import only the modules of their functions, and end with
-this process.
+Each worker belongs to one thread. The thread starts the worker, sends it one call at a time, waits for the answer, and kills the worker
+with all its descendants if the time limit passes. Callers put calls into a queue and get a future, so a pool serves any number of event
+loops and threads. Workers are new interpreters, not forks. They start when there is work, import only the modules of their functions, and
+end with this process.
 
-The parent sends ``CALL`` (the key of a function, and arguments) and, when asked by ``NEED``, ``LOAD`` (the function). The worker
-answers ``READY`` when it has loaded a function, and ``VALUE`` (JSON) or ``FAILED`` (a traceback) to each call. Only what the parent
-sends is unpickled.
+The parent sends ``CALL`` (the key of a function, and arguments). A worker that does not have the function answers ``NEED``, gets ``LOAD``
+(the function) and answers ``READY`` when it has loaded the function. It answers each call with ``VALUE`` (JSON) or ``FAILED`` (a
+traceback). Only data from the parent is unpickled.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from typing import Any
 from rollwright.errors import RollwrightError
 from rollwright.processes.child import UNCOUNTED, ChildProcess, UncountedTime, connect
 
-#: Seconds that a worker may take to start and to load a function with all that it imports; not counted as its run time.
+#: Seconds that a worker may take to start and to load a function with its imports, which do not count against the function's limit.
 START_SECONDS = 120.0
 KEPT_FUNCTIONS = 64
 CALL, LOAD, NEED, READY, VALUE, FAILED = b"C", b"L", b"N", b"R", b"V", b"F"
@@ -49,11 +49,11 @@ class WorkerCrashError(WorkerError):
 
 
 class FunctionFailedError(WorkerError):
-    """The function raised; the message is the worker's traceback."""
+    """The function raised an exception; the message is the worker's traceback."""
 
 
 class WorkerPool:
-    """At most ``size`` workers behind one queue."""
+    """At most ``size`` workers that share one queue."""
 
     def __init__(self, size: int) -> None:
         self.size = size
@@ -69,12 +69,13 @@ class WorkerPool:
 
         Args:
             key: 8 bytes that identify the function, so that a worker loads it only once.
-            function: pickled ``(function, modules)``; the modules are imported first. The function returns a JSON value.
+            function: pickled ``(function, modules)``; the modules are imported first. The function must return a JSON value.
             arguments: pickled ``(arguments, keywords)``.
-            seconds: time limit. It counts from when the function begins to run, or from the call if the worker has loaded it before.
+            seconds: time limit, from when the function begins to run, or from when the call is sent if the worker has loaded the
+                function before.
 
         Returns:
-            A future with the function's value or a ``WorkerError``.
+            A future that returns the function's value or raises a ``WorkerError``.
         """
         future: Future[Any] = Future()
         with self._lock:
@@ -88,7 +89,7 @@ class WorkerPool:
         return future
 
     def close(self) -> None:
-        """Kill all workers; calls that wait or run raise ``WorkerError``. Idempotent."""
+        """Kill all workers; waiting and running calls raise ``WorkerError``. Idempotent."""
         with self._lock:
             self._closed = True
             workers = list(self._workers)
@@ -112,7 +113,7 @@ class WorkerPool:
                     future.set_result(call(worker))
                 except FunctionFailedError as error:
                     future.set_exception(error)
-                except BaseException as error:  # whatever ended the exchange, half a message may be left in the channel
+                except BaseException as error:  # the channel may contain a partial message, so the worker is discarded
                     worker = self._discard(worker)
                     future.set_exception(error)
             self._idle.release()
@@ -128,7 +129,7 @@ class WorkerPool:
 class _Worker(ChildProcess):
     def __init__(self, module: str) -> None:
         super().__init__(module)
-        self.loaded: set[bytes] = set()  # keys of functions that the worker has, or had
+        self.loaded: set[bytes] = set()  # keys of all functions that the worker has ever loaded
 
 
 def _call(key: bytes, function: bytes, arguments: bytes, seconds: float, uncounted: UncountedTime, worker: _Worker) -> Any:
@@ -175,7 +176,7 @@ def shared_pool(max_workers: int | None = None) -> WorkerPool:
 
 @atexit.register
 def close_pools() -> None:
-    """Kill the workers of all shared pools; the next call starts new ones."""
+    """Close all shared pools and kill their workers; the next call starts new ones."""
     while _pools:
         _pools.popitem()[1].close()
 
@@ -184,7 +185,7 @@ def close_pools() -> None:
 
 
 def main() -> None:
-    """Serve calls until the parent is gone."""
+    """Answer calls until the parent is gone."""
     channel, _ = connect()
 
     @lru_cache(KEPT_FUNCTIONS)

@@ -1,4 +1,4 @@
-"""Run Python code written by a model in a jail (``jails``) with limits on time, memory, disk, processes and network.
+"""Runs Python code written by a model in a jail (``jails``) that limits time, memory, disk, processes and network.
 
 A jail belongs to one episode and runs its scripts one after another. Jails are started in advance, and their Python forks for each
 script, so a call costs little more than the script itself. Files and processes that a script leaves behind are removed before the next
@@ -41,12 +41,12 @@ from rollwright.processes.jails import (
 __all__ = ["SandboxLimits", "SandboxResult", "check_sandbox", "run_python", "sandbox_name", "sandboxed"]
 
 DEFAULT_SANDBOX = "bubblewrap"
-#: Scripts of one event loop that run at once. Others wait, which does not count against their time limit.
+#: Number of scripts that run at once per event loop. Others wait, which does not count against their time limit.
 SCRIPTS_AT_ONCE = 4 * (os.cpu_count() or 1)
-#: Jails that episodes keep between their scripts; the one idle for longest is closed first.
+#: Number of idle jails that all episodes together keep between scripts; the jail that has been idle longest is closed first.
 JAILS_KEPT = 2 * SCRIPTS_AT_ONCE
-_AHEAD = 2  # jails of one kind that are started in advance
-_KINDS_AHEAD = 8  # kinds (sandbox and limits) with jails in advance; jails of further kinds start on demand
+_AHEAD = 2  # jails of each kind that are started in advance
+_KINDS_AHEAD = 8  # kinds (sandbox and limits) that have jails started in advance; jails of other kinds start on demand
 
 
 async def run_python(
@@ -61,13 +61,13 @@ async def run_python(
 
     Args:
         source: Python source.
-        stdin: its standard input.
-        timeout: seconds of wall-clock time, after which the script and its descendants are killed.
-        memory_bytes: address space. None uses that of ``limits``.
-        limits: the other limits.
+        stdin: the script's standard input.
+        timeout: seconds of wall-clock time after which the script and its descendants are killed.
+        memory_bytes: address space limit, which overrides that of ``limits``.
+        limits: all other limits. None uses the defaults.
 
     Returns:
-        Output, exit code, and whether the time limit passed. Code that fails is not an error here; its traceback is in ``stderr``.
+        Output, exit code, and whether the script timed out. A script that fails raises no error here; its traceback is in ``stderr``.
 
     Raises:
         SandboxError: a limit is out of range, the sandbox is missing, or no process can be started.
@@ -82,11 +82,11 @@ async def run_python(
     async with _places.setdefault(asyncio.get_running_loop(), asyncio.Semaphore(SCRIPTS_AT_ONCE)):
         with contextlib.nullcontext(episode) if (episode := _episode.get()) else sandboxed() as episode:
             future: Future[SandboxResult] = Future()
-            future.set_running_or_notify_cancel()  # a caller that gives up ends the jail
+            future.set_running_or_notify_cancel()  # cancelling the caller ends the jail instead of this future
             used: list[Jail] = []
             has_given_up = threading.Event()
 
-            def run() -> None:  # in a separate thread, so that a slow event loop delays neither the script nor its end
+            def run() -> None:  # runs in a thread, so that a slow event loop delays neither the script nor its end
                 try:
                     with _jail(episode, limits) as jail:
                         used.append(jail)
@@ -108,11 +108,11 @@ async def run_python(
 
 
 class Container:
-    """A container of docker or podman. Its image must be present and contain Python.
+    """A Docker or Podman container. Its image must be available locally and contain Python.
 
     Args:
         program: ``docker`` or ``podman``.
-        image: name of the image; if empty, ``python:3.12-slim``.
+        image: name of the image. If empty, ``python:3.12-slim`` is used.
     """
 
     def __init__(self, program: str, image: str) -> None:
@@ -131,7 +131,7 @@ class Container:
             *(f"--network={'bridge' if limits.network else 'none'}", f"--memory={memory}", f"--memory-swap={memory}"),
             *(f"--shm-size={SHARED_BYTES}", f"--tmpfs=/tmp:size={limits.disk_bytes},mode=1777"),
             *(f"--env={key}={value}" for key, value in ENVIRONMENT.items() if key != "PATH"),
-            *(["--read-only-tmpfs=false"] if self.program == "podman" else []),  # it would add places to write to
+            *(["--read-only-tmpfs=false"] if self.program == "podman" else []),  # otherwise podman adds writable directories
             *(self.image, *server_command("python3")),
         ]
         remove = functools.partial(subprocess.run, [program, "rm", "--force", name], capture_output=True)
@@ -140,15 +140,15 @@ class Container:
             limits,
             ["/tmp", "/dev/shm"],
             filters=call_filters()[: 1 if limits.processes else 2],
-            patience=GRACE_SECONDS,  # a client that is killed during its start leaves the container running
-            environment=os.environ,  # the client finds its daemon and images by it; scripts only get the variables of --env
+            patience=GRACE_SECONDS,  # a client that is killed while it starts leaves the container running
+            environment=os.environ,  # for the client, which finds its daemon and images by it; scripts get only the --env variables
             explain=lambda said: f"{self.program} says {said!r}; does '{self.program} run --rm {self.image} python3 -V' work?",
             clean=remove,
         )
 
 
 class PlainProcess:
-    """No sandbox: a process with limits on its own time, memory and files. It can access files outside its temporary directory."""
+    """No sandbox: a process that limits its time, memory and file sizes, but can access files outside its temporary directory."""
 
     def start(self, limits: SandboxLimits) -> Jail:
         """See :class:`Sandbox`."""
@@ -157,7 +157,7 @@ class PlainProcess:
 
 
 def make_sandbox(name: str) -> Sandbox:
-    """Return the sandbox that ``rollout.sandbox`` names.
+    """Return the sandbox for a name, as in ``rollout.sandbox``.
 
     Raises:
         ConfigError: there is no sandbox of that name.
@@ -178,13 +178,13 @@ def check_sandbox(name: str) -> None:
 
     Raises:
         ConfigError: there is no sandbox of that name.
-        SandboxError: the message says what to install, or which setting to choose.
+        SandboxError: the jail cannot start; the message says what to install, or which setting to choose.
     """
     _started(name, SandboxLimits()).close()
 
 
 class _Episode:
-    """Owner of the jails of one episode."""
+    """One episode, as the owner of its jails."""
 
     def __init__(self, name: str) -> None:
         self.name = name
@@ -192,17 +192,17 @@ class _Episode:
 
 
 def sandbox_name() -> str:
-    """Name of the current episode's sandbox; bubblewrap outside of episodes."""
+    """Return the name of the current episode's sandbox, or ``bubblewrap`` outside of episodes."""
     episode = _episode.get()
     return episode.name if episode else DEFAULT_SANDBOX
 
 
 @contextlib.contextmanager
 def sandboxed(name: str | None = None) -> Iterator[_Episode]:
-    """Scripts that run inside this block share jails of their own, which end with the block.
+    """Give scripts that run inside this block separate jails, which are closed at the end of the block.
 
     Args:
-        name: sandbox, as in ``rollout.sandbox``. None uses that of the enclosing block, or bubblewrap.
+        name: name of the sandbox, as in ``rollout.sandbox``. None uses the sandbox of the enclosing block, or bubblewrap.
     """
     episode = _Episode(name or sandbox_name())
     token = _episode.set(episode)
@@ -221,7 +221,7 @@ def sandboxed(name: str | None = None) -> Iterator[_Episode]:
 
 @contextlib.contextmanager
 def _jail(episode: _Episode, limits: SandboxLimits) -> Iterator[Jail]:
-    """Take a jail of an episode, or start one. Afterwards it is kept for the episode's next script. Blocks."""
+    """Yield an idle jail of the episode, or a new one, and keep it for the episode's next script. Blocks."""
     with _lock:
         jail = next((jail for jail, use in _idle.items() if use == (episode, limits)), None)
         if jail is not None:
@@ -244,13 +244,13 @@ def _jail(episode: _Episode, limits: SandboxLimits) -> Iterator[Jail]:
 
 
 class _Ready(queue.SimpleQueue):
-    """Jails of one kind that are free, or the error of their start."""
+    """Free jails of one kind, or the errors of starts that failed."""
 
     takers = 0  # number of threads that wait for a jail
 
 
 def _started(name: str, limits: SandboxLimits) -> Jail:
-    """Return a jail that is ready, and have another started in its place.
+    """Return a jail that is ready to run scripts, and have another one started to replace it.
 
     Raises:
         SandboxError: no jail can be started.
@@ -258,7 +258,7 @@ def _started(name: str, limits: SandboxLimits) -> Jail:
     global _starter
     sandbox = make_sandbox(name)
     with _lock:
-        if _starter is None:  # runs as long as the process, because a jail ends with the thread that started it
+        if _starter is None:  # runs until the process ends, because a jail ends with the thread that started it
             _starter = threading.Thread(target=_start_jails, args=[_wanted], name="sandbox-start", daemon=True)
             _starter.start()
         ahead = _AHEAD if len(_ready) < _KINDS_AHEAD and (name, limits) not in _ready else 0
@@ -287,7 +287,7 @@ def _start_jails(wanted: queue.SimpleQueue) -> None:
 
 
 def _close_unwanted(ready: _Ready) -> None:
-    """Close the jails of a kind that ``close_jails`` has dropped, once no thread waits for one of them."""
+    """Close the free jails of a kind that ``close_jails`` has dropped, unless a thread still waits for one of them."""
     jails: list[Jail] = []
     with _lock:
         if ready.takers or any(ready is kind for kind in _ready.values()):
@@ -301,7 +301,7 @@ def _close_unwanted(ready: _Ready) -> None:
 
 @atexit.register
 def close_jails() -> None:
-    """Close all idle jails; the next script starts new ones."""
+    """Close all idle and free jails; the next script starts new ones."""
     with _lock:
         jails, kinds = list(_idle), list(_ready.values())
         _idle.clear()
@@ -313,10 +313,10 @@ def close_jails() -> None:
 
 
 def _begin() -> None:
-    """Reset this module's state: in a new process, and in a forked child, which must not use its parent's jails."""
+    """Set up this module's state, at import and again in a forked child, which must not use its parent's jails."""
     global _lock, _idle, _ready, _wanted, _starter, _places
     _lock = threading.Lock()
-    _idle = {}  # jails that wait for their episode's next script; the one idle for longest is first
+    _idle = {}  # jails that wait for their episode's next script, in the order in which they became idle
     _ready = {}  # free jails of each kind
     _wanted, _starter = queue.SimpleQueue(), None
     _places = WeakKeyDictionary()

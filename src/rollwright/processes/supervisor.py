@@ -1,7 +1,7 @@
-"""The one supervisor: restarts processes that are lost, and gives up on those that are lost too often in a row.
+"""Restarts lost processes, and gives up on a process that is lost too often in a row.
 
-``Supervisor`` does so in the background, for servers and for workers that run episodes. ``retry_lost`` does so for a call that somebody
-waits for: the first start of a process, and a run that loses a rank. Neither knows what a process does or where it runs.
+``Supervisor`` does this in the background, for servers and for workers that run episodes. ``retry_lost`` does it for a blocking call: the
+first start of a process, or a run that loses a rank. Both work for any process on any machine.
 """
 
 from __future__ import annotations
@@ -20,22 +20,22 @@ logger = getLogger("processes")
 
 Result = TypeVar("Result")
 
-#: How often in a row a process may be lost before it has proven itself.
+#: Maximum number of restarts in a row. The count starts again when a process proves itself, for example by running an episode.
 RESTARTS = 3
 
 
 class Process(Protocol):
-    """A process that can be restarted, with an object in it that answers calls.
+    """A process that can be restarted and contains an object whose methods can be called.
 
     Attributes:
-        name: in messages.
+        name: name of the process in messages.
     """
 
     name: str
 
     @property
     def started(self) -> Future[None]:
-        """Done when the latest start has succeeded or failed; every start has a future of its own."""
+        """Future that is done when the latest start has succeeded or failed. Each start has a new future."""
         ...
 
     def wait_started(self, timeout: float) -> None:
@@ -47,10 +47,10 @@ class Process(Protocol):
         ...
 
     def restart(self) -> None:
-        """End the process and start another one in its place.
+        """End the process and start a replacement.
 
         Raises:
-            LostProcessError: the process was ended for good.
+            LostProcessError: the process was ended permanently.
         """
         ...
 
@@ -63,17 +63,17 @@ def retry_lost(
     errors: tuple[type[RollwrightError], ...] = (LostProcessError,),
     progress: Callable[[], int] = lambda: 0,
 ) -> Result:
-    """Return what ``attempt`` returns; if it loses a process, call ``restart`` and try again, at most ``RESTARTS`` times in a row.
+    """Call ``attempt`` and return its result; if it loses a process, ``restart`` and retry, at most ``RESTARTS`` times in a row.
 
     Args:
-        attempt: is called again after one of ``errors``. Other errors are not retried, because another process would fail in the same way.
-        restart: is called before each further attempt; its errors are not retried.
-        lost_words: the final report, with ``{}`` in place of the number of losses.
-        errors: that report a lost process.
-        progress: returns how far the attempts have come. When it has grown, losses count from zero again.
+        attempt: called again after one of ``errors``. Other errors are not retried, because another process would fail in the same way.
+        restart: called before each further attempt; its errors are not retried.
+        lost_words: template of the final error message, in which ``{}`` stands for the number of losses.
+        errors: types of errors that report a lost process.
+        progress: returns how far the attempts have come. When this value has grown, losses are counted from zero again.
 
     Raises:
-        RollwrightError: one of ``errors``: a process was lost ``RESTARTS + 1`` times in a row. The message has the last cause.
+        RollwrightError: one of ``errors``: a process was lost ``RESTARTS + 1`` times in a row. The message includes the last cause.
     """
     losses, furthest = 0, 0
     while True:
@@ -90,19 +90,19 @@ def retry_lost(
 
 
 def wait_running(process: Process, timeout: float, ask: str | None = None) -> Any:
-    """Wait for the first start of a process, which is restarted if it is lost meanwhile.
+    """Wait for the first start of a process, and restart the process if it is lost meanwhile.
 
     Args:
-        process: has begun to start.
+        process: a process that is starting.
         timeout: seconds that each start may take.
-        ask: a method of its object that has to answer, too.
+        ask: name of a method of the process's object that must also return.
 
     Returns:
-        The answer of ``ask``.
+        The result of ``ask``, or None.
 
     Raises:
         LostProcessError: see ``retry_lost``.
-        RollwrightError: its object could not be made.
+        RollwrightError: the process's object could not be created.
     """
 
     def attempt() -> Any:
@@ -115,21 +115,21 @@ def wait_running(process: Process, timeout: float, ask: str | None = None) -> An
 class Supervisor:
     """Restarts processes in the background.
 
-    A process that is lost ``RESTARTS + 1`` times in a row without proving itself is given up, and so is one that fails to start after
-    no process has run for ``timeout`` seconds. When none is left, ``failed`` is called.
+    A process is given up if it is lost ``RESTARTS + 1`` times in a row without proving itself, or if it fails to start after no process
+    has run for ``timeout`` seconds. When all processes have been given up, ``failed`` is called.
 
     Args:
         processes: running processes.
-        purpose: how a process proves itself, such as "running an episode"; in messages.
-        timeout: seconds within which a process has to start if no other one runs. While another one runs, a process may wait for room
-            on the cluster for any time.
+        purpose: how a process proves itself, such as "running an episode", for messages.
+        timeout: seconds within which a process must start if no other process runs. While another process runs, a process may wait
+            for free resources on the cluster without a limit.
         failed: called with the cause when no process is left.
-        take_in: makes a process that has started fit for use and calls ``admit``; a ``RollwrightError`` counts as a failed start. It may
-            return the end of the sentence "server 0 runs again".
+        take_in: prepares a started process for use and calls ``admit``; a ``RollwrightError`` counts as a failed start. It may return
+            text to append to the log message "server 0 runs again".
 
     Attributes:
         running: processes in use, in the order in which they were added.
-        lock: is held while ``running`` changes.
+        lock: held while ``running`` changes.
     """
 
     def __init__(
@@ -146,13 +146,13 @@ class Supervisor:
         self._processes = list(processes)
         self._purpose, self._timeout, self._failed = purpose, timeout, failed
         self._take_in = take_in or self.admit
-        self._losses = Counter[str]()  # in a row, by name
+        self._losses = Counter[str]()  # losses in a row, by name of the process
         self._given_up = 0
-        self._none_since: float | None = None  # when the last process was lost; None while one runs
+        self._none_since: float | None = None  # when the last running process was lost; None while a process runs
         self._closed = threading.Event()
 
     def add(self, process: Any) -> None:
-        """Take in another process when it has started, however long it waits for room."""
+        """Add another process, which is used as soon as it has started."""
         with self.lock:
             self._processes.append(process)
         self._start_thread(process, is_new=True)
@@ -161,9 +161,9 @@ class Supervisor:
         """Restart a process that was found lost.
 
         Args:
-            process: of this supervisor.
-            start: its ``started`` before the loss was noticed; if it was restarted since, nothing is done.
-            cause: of the loss.
+            process: a process of this supervisor.
+            start: value of ``process.started`` before the loss was noticed; if the process has been restarted since, nothing is done.
+            cause: cause of the loss.
         """
         with self.lock:
             if process not in self.running or process.started is not start or self._closed.is_set():
@@ -174,17 +174,17 @@ class Supervisor:
             self._start_thread(process)
 
     def admit(self, process: Any) -> None:
-        """Use a process from now on."""
+        """Add a started process to ``running``."""
         with self.lock:
             self.running = [other for other in self._processes if other in self.running or other is process]
             self._none_since = None
 
     def proven(self, process: Any) -> None:
-        """A process has proven itself: its losses count from zero again."""
+        """Record that a process has proven itself, so that its losses are counted from zero again."""
         self._losses.pop(process.name, None)
 
     def close(self) -> None:
-        """Restart nothing from now on; the processes are ended by whoever started them. Idempotent."""
+        """Stop restarting processes. Whoever started them is responsible for ending them. Idempotent."""
         self._closed.set()
 
     def _start_thread(self, process: Any, is_new: bool = False) -> None:
@@ -196,7 +196,7 @@ class Supervisor:
             try:
                 if not is_starting:
                     process.restart()
-            except LostProcessError as error:  # it was ended for good
+            except LostProcessError as error:  # the process was ended permanently
                 if not self._closed.is_set():
                     self._give_up(str(error))
                 return
@@ -221,11 +221,11 @@ class Supervisor:
                     raise RolloutError("nothing on the cluster has room for it") from None
 
     def _is_too_late(self) -> bool:
-        """True if no process has run for ``timeout`` seconds."""
+        """Return whether no process has run for ``timeout`` seconds."""
         return self._none_since is not None and time.monotonic() - self._none_since >= self._timeout
 
     def _is_given_up(self, process: Any, cause: object) -> bool:
-        """Count a loss; True if there were too many in a row, or no process has run for too long."""
+        """Count a loss, and give the process up if it was lost too often in a row or no process has run for ``timeout`` seconds."""
         self._losses[process.name] += 1
         if self._losses[process.name] > RESTARTS:
             words = f"was started {RESTARTS + 1} times without {self._purpose}, and is not started again; the last time"

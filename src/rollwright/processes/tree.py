@@ -1,4 +1,4 @@
-"""How processes end: with their parent, or killed with all that they started."""
+"""Ends processes together with their parent, or together with all their descendants."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ AGENT = "rollwright-"
 
 
 def die_with_parent(parent: int | None = None, number: int = signal.SIGKILL) -> None:
-    """End this process when its parent ends in any way, even while this process hangs.
+    """Arrange that this process ends when its parent ends in any way, even if this process hangs.
 
     Args:
-        parent: the parent's process id, in case it has already ended; on Linux None uses the current parent.
-        number: signal that ends this process.
+        parent: the parent's process id, which detects a parent that has already ended. None uses the current parent.
+        number: signal that ends this process (Linux only).
     """
     if sys.platform == "linux":
-        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, number)  # of the parent's thread that started this process
+        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, number)  # sent when the parent's thread that started this process ends
         if parent is not None and os.getppid() != parent:
             os._exit(1)
         return
@@ -41,7 +41,7 @@ def die_with_parent(parent: int | None = None, number: int = signal.SIGKILL) -> 
 
 
 def children(pid: int) -> list[int]:
-    """Processes that a process started, in any session; empty on systems other than Linux, whose kernels do not list them."""
+    """Return the child processes of a process, in any session. The list is empty on other systems than Linux."""
     found: list[int] = []
     with contextlib.suppress(OSError):
         for task in os.listdir(f"/proc/{pid}/task"):
@@ -50,12 +50,12 @@ def children(pid: int) -> list[int]:
 
 
 def descendants(pid: int) -> list[int]:
-    """Processes below a process; see ``children``."""
+    """Return the children of a process, their children, and so on; see ``children``."""
     return [below for child in children(pid) for below in (child, *descendants(child))]
 
 
 def kill_tree(leader: int, number: int = signal.SIGKILL, root: int | None = None) -> None:
-    """Send a signal to a process group and to processes that left it. Each process gets the signal once.
+    """Send a signal to a process group and to processes that have left the group. Each process gets the signal once.
 
     Args:
         leader: leader of the group.
@@ -81,11 +81,11 @@ def adopt_orphans() -> None:
 
 
 def guarded(parent: int) -> None:
-    """Continue in a child guarded by this process: when the child or the parent ends, all of the child's descendants are killed.
+    """Fork a child and return in it. This process becomes its guard, which kills all descendants when the child or the parent ends.
 
-    Call it first, while this process has one thread. From here on the kernel notifies this process of its parent's end, so later imports
-    do not delay the cleanup. On systems other than Linux there is no guard: this process ends with its parent, and double-forked
-    processes outside its group outlive it.
+    Call this function first, while the process has only one thread. From then on the kernel signals the guard when its parent ends, so
+    later imports do not delay the cleanup. On other systems than Linux there is no guard: this process ends with its parent, and
+    double-forked processes outside its group outlive it.
 
     Args:
         parent: id of the process that started this one, which may have ended already.
@@ -104,7 +104,7 @@ def guarded(parent: int) -> None:
         die_with_parent(guard)
         signal.pthread_sigmask(signal.SIG_SETMASK, mask)
         return
-    os.closerange(3, 4096)  # readers of the child's pipes have to see its end
+    os.closerange(3, 4096)  # otherwise readers of the child's pipes would not see its end
     status: int | None = None
     while status is None and signal.sigwait(awaited) == signal.SIGCHLD:
         status = _reaped(child)
@@ -122,7 +122,7 @@ def guarded(parent: int) -> None:
         resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
         if -code not in (signal.SIGKILL, signal.SIGSTOP):
             signal.signal(-code, signal.SIG_DFL)
-            signal.pthread_sigmask(signal.SIG_UNBLOCK, {-code})  # alone: a SIGTERM may be pending, and is not the cause
+            signal.pthread_sigmask(signal.SIG_UNBLOCK, {-code})  # only this signal: a pending SIGTERM would not be the cause
         os.kill(guard, -code)
     os._exit(code)
 
@@ -136,7 +136,7 @@ def _reaped(child: int, status: int | None = None) -> int | None:
 
 
 def end_guarded(guard: int) -> None:
-    """Kill a guard's descendants, including any started in the meantime, and end the guard."""
+    """Kill a guard's descendants, including any that start in the meantime, and end the guard."""
     for process in descendants(guard):
         with contextlib.suppress(ProcessLookupError, PermissionError):
             os.kill(process, signal.SIGKILL)

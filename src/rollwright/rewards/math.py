@@ -35,14 +35,14 @@ _DAPO_ANSWER = re.compile(r"(?i)answer\s*:\s*([^\n]+)")
 
 
 def equivalent(found: str, wanted: str, *, is_free_text: bool = False) -> bool:
-    """True if two answers are mathematically equal.
+    """Return whether two answers are mathematically equal.
 
-    There is no time limit, because math-verify's own works only in a main thread. Call it in a process that can be killed.
+    There is no time limit, because math-verify's own limit works only in a main thread. Call this function in a process that can be killed.
 
     Args:
         found: the answer.
         wanted: the reference answer.
-        is_free_text: ``found`` is a completion, from whose end math-verify extracts the answer.
+        is_free_text: True if ``found`` is a completion, from whose end math-verify extracts the answer.
     """
     found, wanted = without_grouping(found), without_grouping(wanted)
     number = sole_number(wanted)
@@ -63,14 +63,14 @@ def equivalent(found: str, wanted: str, *, is_free_text: bool = False) -> bool:
             f"Answers other than plain numbers are compared by {error.name}, which is not installed: pip install 'rollwright[math]'."
         ) from error
 
-    logging.getLogger("math_verify").setLevel(logging.ERROR)  # it warns at every call that has no limit
+    logging.getLogger("math_verify").setLevel(logging.ERROR)  # it warns about every call without a limit
     texts = (_marked(wanted), found[-_LONGEST_ANSWER:] if is_free_text else _marked(found))
     gold, guess = (math_verify.parse(text, parsing_timeout=0) for text in texts)
     return bool(gold) and bool(guess) and math_verify.verify(gold, guess, timeout_seconds=None)
 
 
 def _same(found: Fraction | None, wanted: Fraction) -> bool:
-    """True if two numbers are equal exactly or to six decimals, as math-verify compares a decimal with a fraction."""
+    """Return whether two numbers are equal exactly or to six decimals, as math-verify compares a decimal with a fraction."""
     if found is None:
         return False
     difference = abs(found - wanted)
@@ -84,12 +84,12 @@ def _marked(answer: str) -> str:
 
 
 def _is_right(found: str | None, answer: Any) -> bool:
-    """True if an answer equals one of the references."""
+    """Return whether an answer equals one of the references."""
     return found is not None and any(equivalent(found, gsm8k_answer(one)) for one in references(answer))
 
 
 def accuracy(completion: str, answer: Any) -> float:
-    r"""Return 1 if the completion's answer (tagged, boxed, after ``####``, or else its end) is one of the references."""
+    r"""Return 1 if the completion's answer (tagged, boxed, after ``####``, or else at its end) is one of the references, else 0."""
     part = last_tagged(completion, "answer")
     if part is None:
         part = last_boxed(completion)
@@ -120,7 +120,7 @@ def math_reward(
     format_weight: float = 0.1,
     **_: Any,
 ) -> float:
-    """Accuracy (1 or 0) plus format (``format_weight`` or minus it) of ``<think>…</think> <answer>…</answer>``."""
+    """Return the accuracy (1 or 0) plus the ``format_reward``, which is ``format_weight`` or ``-format_weight``."""
     return accuracy(completion, answer) + format_reward(
         prompt, completion, prompt_ids, completion_ids, format_weight=format_weight
     )
@@ -138,7 +138,7 @@ def math_boxed_reward(
     format_weight: float = 0.1,
     **_: Any,
 ) -> float:
-    r"""Return 1 if the last ``\boxed{…}`` equals a reference, else 0, also without a box.
+    r"""Return 1 if the last ``\boxed{…}`` equals a reference, else 0.
 
     Args:
         prompt: unused.
@@ -188,10 +188,11 @@ def math_dapo_reward(
     penalty_factor: float = 1.0,
     **_: Any,
 ) -> float:
-    """Return 1 if the last line ``Answer: …`` equals a reference, else -1, minus DAPO's soft overlong punishment.
+    """Return 1 if the answer on the last ``Answer: …`` line equals a reference, else -1, plus DAPO's soft overlong penalty.
 
-    The punishment is 0 up to ``max_response_length - cache_length`` tokens, falls linearly to ``-penalty_factor`` at
-    ``max_response_length`` and stays there (Yu et al., arXiv 2503.14476, equation 13). None disables it.
+    If no line has this form, the last ``\\boxed{…}`` is the answer. The penalty is 0 up to ``max_response_length - cache_length`` tokens,
+    falls linearly to ``-penalty_factor`` at ``max_response_length``, and stays there (Yu et al., arXiv 2503.14476, equation 13). If
+    ``max_response_length`` is None, there is no penalty.
     """
     found = _DAPO_ANSWER.findall(completion)
     part = found[-1].strip() if found else last_boxed(completion)
@@ -203,7 +204,7 @@ def math_dapo_reward(
 
 
 def overlong_penalty(length: int, max_response_length: int | None, cache_length: int, penalty_factor: float) -> float:
-    """DAPO's punishment for a response of ``length`` tokens, at most 0."""
+    """Return DAPO's penalty, at most 0, for a response of ``length`` tokens; see ``math_dapo_reward``."""
     if max_response_length is None:
         return 0.0
     free = max_response_length - cache_length

@@ -1,10 +1,10 @@
-"""Extract the number that a completion states as its answer; rewards that compare it: numeric, GSM8K and arithmetic.
+"""Extracts the number that a completion states as its answer, and compares it in the numeric, GSM8K and arithmetic rewards.
 
-A completion's **stated number** is the one at its last mark: the content of ``\\boxed{…}`` or ``<answer>…</answer>``, the first number
-after ``####``, or the number in the sentence after "answer is", "Answer:" and similar. Without a mark it is the last number. Two numbers
-joined by "and", "or" or a range state none. A number may have a sign, thousands separators, a fraction, a mixed number (``2 1/2``,
-``2½``), an exponent (``1e3``, ``10^3``) and units; a percent sign is a unit. LaTeX is read if it writes a number (``\\frac{1}{2}``,
-``1{,}234``, ``\\$18``); an expression such as ``\\frac{2a}{2}`` is not a number and is left to the math rewards.
+A completion's **stated number** is the number at its last mark: the content of ``\\boxed{…}`` or ``<answer>…</answer>``, the first number
+after ``####``, or the first number in the sentence after "answer is", "Answer:" and similar. Without a mark it is the last number. If two
+numbers are joined by "and", "or" or a range, neither is the stated number. A number may have a sign, thousands separators, an exponent
+(``1e3``, ``10^3``) and units, or be a fraction or a mixed number (``2 1/2``, ``2½``); a percent sign is a unit. LaTeX is accepted if it
+is a number (``\\frac{1}{2}``, ``1{,}234``, ``\\$18``); an expression such as ``\\frac{2a}{2}`` is left to the math rewards.
 """
 
 from __future__ import annotations
@@ -18,15 +18,15 @@ from typing import Any
 from rollwright.rewards.registry import REWARD_FUNCTIONS
 from rollwright.rewards.text import last_boxed, last_tagged, references
 
-#: A number with its power or power of ten, a minus after a word, digit or bracket being an operator. The other alternatives, and the
-#: last group, find parts of expressions, which are not numbers: ``\pm 5``, ``\sqrt``, ``\pi``, ``x^2``, ``{2a}``, ``3x``, ``2^n``.
+#: A number with its power or power of ten. A minus after a word, digit or bracket is an operator, not a sign. The other alternatives and
+#: the last group match parts of expressions, which are not numbers: ``\pm 5``, ``\sqrt``, ``\pi``, ``x^2``, ``{2a}``, ``3x``, ``2^n``.
 _NUMBER = re.compile(
     r"(?:\\pm|\\mp|[±∓])\s*[\d.]*|\\[a-zA-Z]+(?=\s*\{)|\\(?:pi|infty|theta|alpha|beta|phi|lambda|sin|cos|tan|log|ln|exp)(?![a-zA-Z])|[\^_{]\s*[-+]?\.?\d[\d.]*"
     r"|((?:(?<![\w.)\]}])[-+])?(?:(?:\d{1,3}(?:,\d{3})+(?![\d,])|\d+)(?:\.\d+)?(?:[eE][-+]?\d+(?!\w)|/\d+)?|\.\d+))"
     r"(?:(?:\s*(?:\\times|\\cdot|[×*])\s*(10))?\s*(?:\^|\*\*)\s*(?:\{\s*([-+]?\d+)\s*\}|([-+]?\d+)))?"
     r"(\s*\^|[abcdijnpqrtuvwxyz](?![a-zA-Z]))?"
 )
-_HUGE = re.compile(r"[eE][-+]?\d{4}")  # exact arithmetic on these would take time
+_HUGE = re.compile(r"[eE][-+]?\d{4}")  # exact arithmetic on such exponents would take too long
 _FRACTION = re.compile(r"(?:(?<!\d)(\d{1,9}) ?)?\\[dt]?frac ?(?:\{ ?(\d{1,99}) ?\} ?\{ ?(\d{1,99}) ?\}|(\d) ?(\d))")
 _GROUPED = re.compile(r"(?<=\d)(?:\{,\}|\\[,!;: ])\s*(?=\d{3}(?!\d))")
 _SPACING = re.compile(r"\\[,!;: ]\s*")
@@ -39,7 +39,7 @@ _UNIT_POWER = re.compile(
     r"(?<![A-Za-z\\])(mm|cm|dm|m|km|in|inch(?:es)?|ft|feet|foot|yd|yards?|mi|miles?|meters?|metres?|units?|sec|s)\s*"
     r"(?:\^\s*(?:\{\s*[23]\s*\}|[23])|[²³])(?!\d)"
 )
-#: Text between two numbers if neither is the answer: ``20 apples and 18``, ``3 or 5``, ``3 to 5``, ``3–5``.
+#: Text between two numbers neither of which is the answer: ``20 apples and 18``, ``3 or 5``, ``3 to 5``, ``3–5``.
 _JOINED = re.compile(r"\W{0,3}(?:[A-Za-z]+\W{1,3}){0,3}(?:and|or|&)\W{0,3}|\s*(?:to|[–—])\s*")
 _WRAPPED = re.compile(r"\\(?:boxed|text|textbf|mathrm|mathbf|mathit|mbox)\s*\{([^{}]*)\}")
 _DECORATION = re.compile(r"\\(?:[$%()\[\],!;: ]|left|right|displaystyle)|\^\s*\{?\\circ\}?")
@@ -53,21 +53,21 @@ _WORD = re.compile(r"(?<![\\{A-Za-z])(?!(?:sin|cos|tan|log|ln|exp|mod|sqrt|pi)(?
 #: A unit of one letter, as in ``1.2e3 m``.
 _LETTER_UNIT = re.compile(r"(?<![A-Za-z\\])[mgshlkL](?![A-Za-z])")
 _SENTENCE_END = re.compile(r"[.!?](?=\s|$)|\n")
-_LONGEST_NUMBER = 400  # digits; longer ones are no answers, and exact arithmetic on them would take time
+_LONGEST_NUMBER = 400  # digits; longer numbers are not answers, and exact arithmetic on them would take too long
 
 
 def without_grouping(text: str) -> str:
-    r"""``1{,}234`` and ``1\,234`` as ``1234``."""
+    r"""Remove LaTeX's digit grouping: ``1{,}234`` and ``1\,234`` become ``1234``."""
     return _GROUPED.sub("", text)
 
 
 def _numbers(text: str) -> list[re.Match[str]]:
-    """The numbers of a text in order, including operands of expressions."""
+    """Find the numbers in a text, in order, including the operands of expressions."""
     return list(_NUMBER.finditer(_written_plainly(text)))
 
 
 def _written_plainly(text: str) -> str:
-    """Strip LaTeX and signs from numbers in a text, and write mixed numbers as fractions."""
+    """Replace LaTeX and special characters in numbers by plain text, and mixed numbers by fractions."""
     text = text.replace("−", "-")
     if "\\" in text or "{" in text:
         text = _FRACTION.sub(_plain_fraction, _SPACING.sub(" ", without_grouping(text)))
@@ -79,13 +79,13 @@ def _written_plainly(text: str) -> str:
 
 
 def _improper(match: re.Match[str]) -> str:
-    """``2 1/2`` to ``5/2``; two separate numbers if the second is not a proper fraction."""
+    """Convert ``2 1/2`` to ``5/2``; if the second number is not a proper fraction, leave both unchanged."""
     whole, top, bottom = map(int, match.groups())
     return f"{whole * bottom + top}/{bottom}" if top < bottom else match[0]
 
 
 def _plain_fraction(match: re.Match[str]) -> str:
-    r"""``1\frac{1}{2}`` as ``3/2``."""
+    r"""Convert ``1\frac{1}{2}`` to ``3/2``."""
     whole, top, bottom, short_top, short_bottom = match.groups()
     top, bottom = int(top or short_top), int(bottom or short_bottom)
     space = " " if match.string[max(match.start() - 1, 0) : match.start()].isdigit() else ""
@@ -105,7 +105,7 @@ def _value(match: re.Match[str]) -> Fraction | None:
 
 
 def sole_number(text: str) -> Fraction | None:
-    """The number in an answer, ignoring units and words; None if it has none or several. ``x = 18`` is 18."""
+    """Return the only number in an answer, ignoring units and words, or None if it has none or several. ``x = 18`` gives 18."""
     head, _, tail = text.rpartition("=")
     if "=" in head and _SEVERAL_EQUATIONS.search(head):
         return None
@@ -117,7 +117,7 @@ def sole_number(text: str) -> Fraction | None:
 
 
 def is_plain_number(text: str) -> bool:
-    """True if an answer is one number, possibly with words and signs around it, and not an expression."""
+    """Return whether an answer is one number, possibly with words and symbols around it, and not an expression."""
     rest = _NUMBER.sub(" ", _written_plainly(text))
     return (
         sole_number(text) is not None
@@ -127,7 +127,7 @@ def is_plain_number(text: str) -> bool:
 
 
 def is_several_numbers(text: str) -> bool:
-    """True for text with several numbers, none of them the answer: ``20 apples and 18 pears``, ``5 ft 6 in``, ``3 to 5``."""
+    """Return whether a text has several numbers and none is the answer: ``20 apples and 18 pears``, ``5 ft 6 in``, ``3 to 5``."""
     found = _numbers(text)
     rest = _NUMBER.sub(" ", _written_plainly(text))
     is_prose = bool(_PROSE.search(rest) or re.search("[–—]", rest)) and not re.search(r"[\\=^*/+]", rest)
@@ -135,25 +135,28 @@ def is_several_numbers(text: str) -> bool:
 
 
 def first_number(text: str) -> Fraction | None:
-    """The first number in a text; None if there is none or an expression comes first."""
+    """Return the first number in a text, or None if there is none or an expression such as ``3x`` comes first."""
     found = _numbers(text)
     return _value(found[0]) if found else None
 
 
 def last_number(text: str) -> Fraction | None:
-    """The last number in a text; ``5-3`` ends with 3, ``= -3`` with minus 3. None if there is none or an expression comes last."""
+    """Return the last number in a text, or None if there is none or an expression such as ``3x`` comes last.
+
+    The last number of ``5-3`` is 3, and that of ``= -3`` is -3.
+    """
     found = _numbers(text)
     return _value(found[-1]) if found else None
 
 
 def stated_number(text: str) -> Fraction | None:
-    """The number that a completion states as its answer, as defined at the top of this module."""
+    """Return the number that a completion states as its answer (defined at the top of this module), or None if it states none."""
     take, part = _statement(text)
     return None if states_several(text) else take(part)
 
 
 def states_several(text: str) -> bool:
-    """True if a completion states two joined numbers, so that neither is its answer."""
+    """Return whether a completion states two joined numbers, neither of which is its answer."""
     take, part = _statement(text)
     if take is sole_number:
         return is_several_numbers(part)
@@ -163,7 +166,7 @@ def states_several(text: str) -> bool:
 
 
 def _statement(text: str) -> tuple[Callable[[str], Fraction | None], str]:
-    """The part of a completion that states its answer, and the function that picks the number from it."""
+    """Return the function that extracts the number from a completion's answer, and the part of the completion that states it."""
     mark = max(_STATED.finditer(text), key=re.Match.end, default=None)
     start = -1 if mark is None else mark.start()
     box, tag = text.rfind("\\boxed{"), text.rfind("<answer>")
@@ -179,7 +182,7 @@ def _statement(text: str) -> tuple[Callable[[str], Fraction | None], str]:
 
 
 def gsm8k_answer(text: str) -> str:
-    """Final answer of a GSM8K solution: the text after its last ``####``, or the whole text without such a mark."""
+    """Return the final answer of a GSM8K solution: the text after its last ``####``, or the whole text if there is no such mark."""
     return text.rsplit("####", 1)[-1].strip()
 
 
@@ -199,7 +202,7 @@ def numeric_reward(
 def gsm8k_reward(
     prompt: str, completion: str, prompt_ids: list[int], completion_ids: list[int], *, answer: Any = None, **_: Any
 ) -> float:
-    """Return 1 if the number after the last ``####``, or else the stated one, is that of the GSM8K solution, else 0."""
+    """Return 1 if the number after the last ``####``, or else the stated number, is that of the GSM8K solution, else 0."""
     text = f"#### {gsm8k_answer(completion)}" if "####" in completion else completion
     return _same_number(stated_number(text), answer)
 
@@ -208,6 +211,6 @@ def gsm8k_reward(
 def arithmetic_reward(
     prompt: str, completion: str, prompt_ids: list[int], completion_ids: list[int], *, answer: Any = None, **_: Any
 ) -> float:
-    """Return 1 if the only number in the last ``<answer>…</answer>``, or else the stated one, is the answer, else 0."""
+    """Return 1 if the only number in the last ``<answer>…</answer>``, or else the stated number, is the answer, else 0."""
     tagged = last_tagged(completion, "answer")
     return _same_number(stated_number(completion if tagged is None else f"<answer>{tagged}</answer>"), answer)

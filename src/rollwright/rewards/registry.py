@@ -1,4 +1,4 @@
-"""The registry of reward functions, and rewards in named parts: classes whose call returns a dict of numbers."""
+"""The registry of reward functions, and rewards in named parts: callable classes that return a dict of numbers."""
 
 from __future__ import annotations
 
@@ -12,18 +12,18 @@ from rollwright.registry import Registry
 
 
 class RewardRegistry(Registry[Callable[..., Any]]):
-    """Registry of reward functions. Users add theirs with ``@REWARD_FUNCTIONS.register_module("name")``.
+    """Registry of reward functions. Users add functions with ``@REWARD_FUNCTIONS.register_module("name")``.
 
-    The decorator also accepts marks:
+    The decorator also accepts these arguments:
 
-    * ``runs_inline=True`` promises that the function is pure and fast, and bounded in time and memory for any completion. It is then
-      called directly instead of in a worker process.
+    * ``runs_inline=True`` declares that the function is pure and fast, and bounded in time and memory for any completion. The function is
+      then called directly instead of in a worker process.
     * ``worker_imports`` names modules that the function imports when it is called. A worker imports them before the time limit starts.
-    * ``uses_sandbox=True`` states that the function calls ``run_python``, so a run without a sandbox stops before it starts.
+    * ``uses_sandbox=True`` declares that the function calls ``run_python``, so a run whose sandbox is missing stops before it starts.
     """
 
     def build(self, name: str, /, **arguments: Any) -> Callable[..., Any]:
-        """Bind ``arguments`` to the function of a name; a class is instantiated with them."""
+        """Return the function registered as ``name`` with ``arguments`` bound to it; a class is instantiated with them."""
         function = self.get(name)
         if isinstance(function, type):
             return function(**arguments)
@@ -36,7 +36,7 @@ _BUILT_IN = {
     "rollwright.rewards.math": ("accuracy", "math", "math_boxed", "math_dapo"),
 }
 
-#: The one registry of reward functions.
+#: The registry of reward functions.
 REWARD_FUNCTIONS = RewardRegistry(
     "reward function",
     RewardError,
@@ -47,25 +47,25 @@ REWARD_FUNCTIONS = RewardRegistry(
 
 
 class RewardFn:
-    """Base class of rewards with named parts: a call returns the parts by name, and their sum is the reward.
+    """Base class of rewards that have named parts: a call returns the parts by name, and their sum is the reward.
 
-    A subclass gets ``reward_fn_args`` in its constructor; its call has the parameters ``response``, ``truth`` and any others. A workflow may
-    call it directly. If a taskset or a config names it, it is called with the completion, the prompt, the task's answer and those columns
-    that it has parameters for.
+    The constructor of a subclass gets ``reward_fn_args``; its ``__call__`` has the parameters ``response``, ``truth`` and any others. A
+    workflow may call an instance directly. If a taskset or a config names the class, an instance is called with those of the completion,
+    the prompt, the task's answer and the task's columns that it has parameters for.
     """
 
     def __init__(self, **_: Any) -> None:
         pass
 
     def __call__(self, *arguments: Any, **keywords: Any) -> dict[str, float]:
-        """The parts by name."""
+        """Return the parts by name."""
         raise RewardError(
             f"{type(self).__name__} defines no __call__(self, response, truth=None, …) that returns the parts by name."
         )
 
 
 class SummedParts:
-    """Adapts a ``RewardFn`` to a reward function ``(prompt, completion, prompt_ids, completion_ids, *, answer, **columns)``."""
+    """A ``RewardFn`` as a reward function ``(prompt, completion, prompt_ids, completion_ids, *, answer, **columns)``."""
 
     def __init__(self, parts: RewardFn) -> None:
         self.parts = parts
@@ -102,7 +102,7 @@ def in_parts(function: Any, arguments: Mapping[str, Any]) -> Callable[..., dict[
     """Build the callable for ``self.reward_fn(response=…, truth=…)`` of a workflow.
 
     Args:
-        function: a ``RewardFn`` or its class, or a reward function, whose value is the only part.
+        function: a ``RewardFn`` or its class; or a reward function, whose value becomes the only part.
         arguments: ``reward_fn_args`` of the taskset.
     """
     if isinstance(function, type) and issubclass(function, RewardFn):

@@ -20,14 +20,14 @@ _OPERATIONS = {ast.Add: operator.add, ast.Sub: operator.sub, ast.Mult: operator.
 
 
 def last_tagged(text: str, tag: str) -> str | None:
-    """Stripped text between the last ``<tag>`` and the ``</tag>`` after it; None if there is no such pair."""
+    """Return the stripped text between the last ``</tag>`` and the ``<tag>`` before it, or None if there is no such pair."""
     end = text.rfind(f"</{tag}>")
     start = text.rfind(f"<{tag}>", 0, end) if end >= 0 else -1
     return text[start + len(tag) + 2 : end].strip() if start >= 0 else None
 
 
 def last_boxed(text: str) -> str | None:
-    r"""Content of the last ``\boxed{…}`` with balanced braces; None if there is none."""
+    r"""Return the content of the last ``\boxed{…}``, or None if there is none or its braces are not balanced."""
     start = text.rfind("\\boxed{")
     if start < 0:
         return None
@@ -40,10 +40,10 @@ def last_boxed(text: str) -> str | None:
 
 
 def references(answer: Any) -> list[str]:
-    """Convert reference answers (a text, a number or a list of them) to a list of texts.
+    """Convert reference answers (a string, a number or a list of these) to a list of strings.
 
     Raises:
-        RewardError: there are none, or they have another type.
+        RewardError: there is no answer, or ``answer`` is a mapping.
     """
     if isinstance(answer, Mapping):
         raise RewardError(
@@ -68,14 +68,14 @@ def exact_match_reward(
 
 
 def normalise_answer(text: str) -> list[str]:
-    """Words of an answer as in SQuAD's evaluation: lower case, without punctuation and articles."""
+    """Split an answer into words as in SQuAD's evaluation: lower case, without punctuation and articles."""
     return [word for word in text.lower().translate(_PUNCTUATION).split() if word not in _ARTICLES]
 
 
 def f1_score(prediction: str, reference: str) -> float:
-    """Harmonic mean of precision and recall over words, with multiplicity (Rajpurkar et al., arXiv 1606.05250, section 6.1).
+    """Compute the F1 score over words, counting repetitions (Rajpurkar et al., arXiv 1606.05250, section 6.1).
 
-    If both answers have no words, the score is 1; if only one of them has none, it is 0.
+    It is the harmonic mean of precision and recall. If neither answer has words, the score is 1; if only one has words, it is 0.
     """
     found, wanted = normalise_answer(prediction), normalise_answer(reference)
     if not found or not wanted:
@@ -88,13 +88,13 @@ def f1_score(prediction: str, reference: str) -> float:
 def f1_reward(
     prompt: str, completion: str, prompt_ids: list[int], completion_ids: list[int], *, answer: Any = None, **_: Any
 ) -> float:
-    """Best F1 of the completion, or of its last ``<answer>…</answer>``, with the references."""
+    """Return the best F1 score of the completion, or of its last ``<answer>…</answer>``, among the references."""
     tagged = last_tagged(completion, "answer")
     return max(f1_score(completion if tagged is None else tagged, one) for one in references(answer))
 
 
 def has_think_answer_format(completion: str) -> bool:
-    """True for ``<think>…</think> <answer>…</answer>`` and nothing else, each tag once.
+    """Return whether a completion is exactly ``<think>…</think> <answer>…</answer>``, with each tag once.
 
     The opening ``<think>`` may be missing, for templates that end the prompt with it.
     """
@@ -111,7 +111,7 @@ def has_think_answer_format(completion: str) -> bool:
 def format_reward(
     prompt: str, completion: str, prompt_ids: list[int], completion_ids: list[int], *, format_weight: float = 0.1, **_: Any
 ) -> float:
-    """Return ``format_weight`` if the completion thinks and answers in the right tags, else ``-format_weight``."""
+    """Return ``format_weight`` if ``has_think_answer_format`` holds for the completion, else ``-format_weight``."""
     return format_weight if has_think_answer_format(completion) else -format_weight
 
 
@@ -157,7 +157,7 @@ def countdown_reward(
     format_score: float = 0.1,
     **_: Any,
 ) -> float:
-    """Return 1 for an equation in ``<answer>`` that yields the target and uses every number once, else ``format_score``.
+    """Return 1 if the equation in the last ``<answer>`` yields the target and uses every number once, else ``format_score``.
 
     Args:
         prompt: unused.
@@ -166,7 +166,7 @@ def countdown_reward(
         completion_ids: unused.
         target: number to reach.
         nums: numbers to use.
-        answer: ``{"target": …, "numbers": […]}``, in place of ``target`` and ``nums``.
+        answer: ``{"target": …, "numbers": […]}``, an alternative to ``target`` and ``nums``.
         format_score: reward of a wrong answer in tags. Without tags, the reward is 0.
 
     Raises:

@@ -1,10 +1,10 @@
 """``AsyncRewardWrapper`` makes any reward function awaitable, so that it cannot hang, crash or block the rollout.
 
-A reward function is called as ``(prompt, completion, prompt_ids, completion_ids, **columns)``. The first four are positional,
-so their names do not matter. The task's other columns are keywords, except those whose name is one of the function's first
-four parameters; a function without ``**kwargs`` gets only those it has parameters for. A parameter named ``data`` receives the
-whole row as a dict, with the columns that were left out. If a workflow calls the wrapper with another number of positional
-arguments, they are passed on unchanged.
+A reward function is called as ``(prompt, completion, prompt_ids, completion_ids, **columns)``. The first four arguments are positional,
+so their names do not matter. The task's columns are keywords, except columns that have the name of one of the function's first four
+parameters; a function without ``**kwargs`` gets only the columns that it has parameters for. A parameter named ``data`` receives the
+whole row as a dict, including the columns that were left out. If a workflow calls the wrapper with another number of positional
+arguments, all arguments are passed on unchanged.
 """
 
 from __future__ import annotations
@@ -29,13 +29,13 @@ from rollwright.processes.sandbox import sandbox_name, sandboxed
 from rollwright.registry import why_not_called
 from rollwright.rewards.registry import REWARD_FUNCTIONS, RewardFn, SummedParts
 
-#: First, positional arguments of every reward function.
+#: The positional arguments of every reward function.
 POSITIONAL = ("prompt", "completion", "prompt_ids", "completion_ids")
 #: Columns that identify a task in messages, in order of preference.
 TASK_COLUMNS = ("ordinal", "task_id", "query_id", "id", "index")
 #: Prefix of the names of reward calls in the journal.
 REWARD_CALLS = "reward "
-#: Exceptions caused by the code, not by the environment: the same call raises them again.
+#: Exceptions caused by the code, not by the environment, so that a retry would raise them again.
 FAULTS = (
     "TypeError",
     "AttributeError",
@@ -45,7 +45,8 @@ FAULTS = (
     "ModuleNotFoundError",
     "NotImplementedError",
 )
-#: Number of equal faults, from several tasks and without a success in between, after which a function is considered broken.
+#: Number of equal faults (see ``fault_of``) without a success in between after which a call is not retried; if they come from several
+#: tasks, the function is considered broken.
 EQUAL_FAULTS = 3
 _FRAME = re.compile(r'^\s*File "(.+)", line (\d+), in ', re.MULTILINE)
 #: Seconds before an async function is retried; doubled for each further attempt.
@@ -58,16 +59,15 @@ class AsyncRewardWrapper:
     """Calls a reward function with a time limit, isolated from the rollout.
 
     * An **async** function is awaited on the caller's event loop, and cancelled at the time limit.
-    * A **sync** function, which may be a lambda or a closure, runs in a worker process. At the time limit the worker is killed; if it
-      crashes or is killed, the next call gets a new one.
-    * A function whose attribute ``runs_inline`` is true promises to be pure, fast and bounded, as the built-in text rewards are.
-      It is called directly.
+    * A **sync** function, which may be a lambda or a closure, runs in a worker process, which is killed at the time limit. After a kill
+      or a crash, the next call gets a new worker.
+    * A function whose attribute ``runs_inline`` is True must be pure, fast and bounded, as the built-in text rewards are. It is called
+      directly.
 
-    After three equal code errors, such as a ``TypeError`` at the same line, the call is not retried; if they come from more than one
-    task, with no success in between, the run stops (``BrokenRewardError``).
+    After three equal code errors with no success in between, such as a ``TypeError`` at the same line, the call is not retried. If these
+    errors come from more than one task, the run stops (``BrokenRewardError``).
 
-    Scores of functions that do not run inline are recorded in the journal (``durable``), so an episode that is replayed gets the same
-    score.
+    Scores of functions that do not run inline are recorded in the journal (``durable``), so a replayed episode gets the same score.
     """
 
     def __init__(
@@ -83,11 +83,11 @@ class AsyncRewardWrapper:
             reward_fn: the function, a name in ``REWARD_FUNCTIONS`` or an import path.
             timeout_seconds: time limit of one attempt, from when the function begins to run. A function that times out is not
                 retried.
-            max_workers: maximum number of worker processes, shared by wrappers with the same number. None uses one for each CPU.
+            max_workers: maximum number of worker processes; wrappers that have the same number share them. None uses one per CPU.
             max_retries: how often a function that raised or crashed is retried.
 
         Raises:
-            RewardError: a number is out of range, or there is no function with this name.
+            RewardError: a number is out of range, or ``reward_fn`` is neither callable nor the name of a function.
         """
         if timeout_seconds <= 0 or max_retries < 0 or (max_workers is not None and max_workers < 1):
             raise RewardError(
@@ -118,10 +118,10 @@ class AsyncRewardWrapper:
 
     @functools.cached_property
     def columns(self) -> TaskColumns:
-        """Which columns of a task the function receives.
+        """The columns of a task that the function receives.
 
         Raises:
-            RewardError: it cannot be called as ``(prompt, completion, prompt_ids, completion_ids, **columns)``.
+            RewardError: the function cannot be called as ``(prompt, completion, prompt_ids, completion_ids, **columns)``.
         """
         return TaskColumns(self.reward_fn)
 
@@ -129,17 +129,17 @@ class AsyncRewardWrapper:
         """Score one completion.
 
         Args:
-            arguments: prompt and completion as text, and the token ids of both; or any arguments of the function.
-            data: the task's columns. With the four arguments they may have any names, even those of the function's first four
-                parameters. Without the four arguments, keyword arguments of the function.
+            arguments: prompt and completion as strings, and the token ids of both; or any arguments of the function.
+            data: if the four arguments are given, the task's columns, which may have any names, even those of the function's first four
+                parameters; otherwise keyword arguments of the function.
 
         Returns:
             A finite float.
 
         Raises:
             RewardError: the function does not accept the arguments, kept failing, hung, crashed its worker, or did not return a
-                finite number; the message names function and task and ends with the cause.
-            BrokenRewardError: it fails in the same way for all inputs.
+                finite number; the message names the function and the task, and ends with the cause.
+            BrokenRewardError: the function keeps failing in the same way for several tasks.
         """
         prompt = arguments[0] if arguments else next(iter(data.values()), "")
         keywords = self.columns.keywords(data) if len(arguments) == len(POSITIONAL) else self._as_given(arguments, data)
@@ -177,7 +177,7 @@ class AsyncRewardWrapper:
     async def _in_loop(self, arguments: tuple[Any, ...], keywords: dict[str, Any]) -> float:
         try:
             async with asyncio.timeout(self.timeout_seconds) as limit:
-                with sandboxed():  # not in the jail of the episode that is being scored
+                with sandboxed():  # a separate jail from that of the episode being scored
                     return as_float(await self.reward_fn(*arguments, **keywords))
         except TimeoutError as error:
             if limit.expired():
@@ -233,7 +233,7 @@ class AsyncRewardWrapper:
         return kind(f"reward function {function_name(self.reward_fn)}, task {task_name(prompt, data)}: {what}")
 
     def _is_enough(self, error: Exception, prompt: Any, data: dict[str, Any]) -> bool:
-        """Record an attempt's exception; True if the same fault has occurred often enough."""
+        """Record an attempt's exception, and return whether the same fault has occurred ``EQUAL_FAULTS`` times."""
         if (fault := fault_of(error)) is None:
             self._faults.clear()
             return False
@@ -242,8 +242,11 @@ class AsyncRewardWrapper:
 
 
 def fault_of(error: BaseException) -> str | None:
-    """Type and location of an exception that only code can cause; None for others. Equal values mean the same fault."""
-    if isinstance(error, FunctionFailedError):  # its text is the worker's traceback
+    """Return the type and location of an exception that only code can cause, or None for other exceptions.
+
+    Exceptions with equal results count as the same fault.
+    """
+    if isinstance(error, FunctionFailedError):  # the message is the worker's traceback
         name = str(error).rsplit("\n", 1)[-1].partition(":")[0]
         frames = _FRAME.findall(str(error))
     else:
@@ -253,7 +256,7 @@ def fault_of(error: BaseException) -> str | None:
 
 
 class TaskColumns:
-    """Which columns of a task's row a function receives as keywords.
+    """The columns of a task's row that a function receives as keywords.
 
     Raises:
         RewardError: the function does not take the four positional arguments.
@@ -279,7 +282,7 @@ class TaskColumns:
         self._takes_all = any(p.kind is p.VAR_KEYWORD for p in parameters)
 
     def keywords(self, data: dict[str, Any]) -> dict[str, Any]:
-        """The keywords for one row.
+        """Return the keywords for one row.
 
         Raises:
             RewardError: the function requires a column that the row does not have.
@@ -320,14 +323,14 @@ def as_float(value: Any) -> float:
 
 
 def is_async(function: Any) -> bool:
-    """True for coroutine functions, partials of them, and objects whose ``__call__`` is one."""
+    """Return whether calls have to be awaited: True for coroutine functions, their partials, and objects with an async ``__call__``."""
     function = without_partials(function)
     called = getattr(function, "__call__", None)  # noqa: B004
     return not isinstance(function, type) and any(map(inspect.iscoroutinefunction, (function, called)))
 
 
 def task_name(prompt: Any, data: dict[str, Any]) -> str:
-    """Name of a task in messages: its ordinal or id, else the beginning of its prompt."""
+    """Return the name of a task for messages: its ordinal or id, or else the beginning of its prompt."""
     names = (f"{column} {data[column]}" for column in TASK_COLUMNS if isinstance(data.get(column), int | str))
     return next(names, f"with prompt {str(prompt)[:80]!r}")
 
@@ -360,7 +363,7 @@ def _cloudpickle(value: Any, what: str) -> bytes:
 
 
 def _is_importable(module: ModuleType) -> bool:
-    """True if a new process would import this very module by its name."""
+    """Return whether a new process would import the same module by its name."""
     top = module.__name__.partition(".")[0]
     own = getattr(sys.modules.get(top), "__spec__", None)
     for finder in sys.meta_path:

@@ -1,10 +1,10 @@
 """The inference backends: the kinds of engine that a run can sample from, in the table ``BACKENDS``.
 
-An entry is a class. A ``ServerBackend`` describes servers: their launch command, their protocol and the ways to give them weights;
+An entry is a class. A ``ServerBackend`` describes servers: their launch command, their protocol and how they receive weights;
 ``RemoteInferenceEngine`` connects to them. Any other entry is an engine that computes in the trainer's process and is constructed as
 ``entry(model, tokenizer)``.
 
-``rollout.backend`` names an entry: one of the table, one that a plugin registered with ``@BACKENDS.register("name")``, or an
+``rollout.backend`` is the name of an entry in the table, including those that plugins register with ``@BACKENDS.register("name")``, or an
 import path such as ``my_package.my_module:MyServers``.
 """
 
@@ -23,19 +23,19 @@ __all__ = ["BACKENDS", "ServerLaunch"]
 
 @dataclass(frozen=True)
 class ServerLaunch:
-    """What a run requires of a server that it starts; a backend's ``command`` turns it into a command line.
+    """Settings of a server that a run starts; a backend's ``command`` turns them into a command line.
 
     Attributes:
         host, port: address to listen on.
         rollout: the ``rollout`` section.
         model_path: the model, unless the server's own section names one.
-        first_gpu, gpus: its GPUs.
-        threads: compute threads. None leaves the choice to the server.
-        weights_roots: directories that it may load weights from.
+        first_gpu, gpus: index of the server's first GPU, and number of its GPUs.
+        threads: number of compute threads. None leaves the choice to the server.
+        weights_roots: directories that the server may load weights from.
         sections: the sections of the experiment that describe servers, by backend (``sglang``, ``vllm``).
-        key_file: YAML file with the ``api-key`` that requests will carry, for servers that read it neither from ROLLWRIGHT_API_KEY
-            nor from VLLM_API_KEY. None means that requests carry no key.
-        deterministic: the answer to a request must not depend on what else is computed.
+        key_file: YAML file with the ``api-key`` that requests will carry, for servers that read the key neither from
+            ROLLWRIGHT_API_KEY nor from VLLM_API_KEY. None means that requests carry no key.
+        deterministic: require that the answer to a request does not depend on what else is computed.
     """
 
     host: str
@@ -51,11 +51,11 @@ class ServerLaunch:
     deterministic: bool = False
 
     def section(self, backend: str, default: Any, context: str) -> Any:
-        """The section that describes servers of a backend, completed from the ``rollout`` section.
+        """Return the section that describes a backend's servers, completed from the ``rollout`` section.
 
         Args:
             backend: name of the section.
-            default: the section if the experiment has none.
+            default: section to use if the experiment has none.
             context: the section's name for the context length.
         """
         section = self.sections.get(backend) or default

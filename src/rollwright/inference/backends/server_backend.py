@@ -1,7 +1,7 @@
 """The protocol of one kind of inference server: its command line, its requests and its control calls.
 
-A backend knows a protocol and nothing else. ``RemoteInferenceEngine`` finds the servers, watches them, sends the requests and publishes
-weights; it asks the backend how.
+A backend knows only the protocol. ``RemoteInferenceEngine`` finds and watches the servers, sends the requests and publishes weights, and
+calls the backend for the parts that depend on the protocol.
 """
 
 from __future__ import annotations
@@ -32,9 +32,9 @@ class ServerFacts:
     """What a server reports about itself.
 
     Attributes:
-        batch_invariant: the answer to a request does not depend on what else the server computes.
-        checkpoint_names: names of the weights in the server's initial checkpoint, if known. Some servers report success for weights
-            with other names.
+        batch_invariant: True if the answer to a request does not depend on what else the server computes.
+        checkpoint_names: names of the weights in the server's initial checkpoint, if known. Some servers report success even for
+            weights that have other names.
     """
 
     batch_invariant: bool = False
@@ -42,18 +42,18 @@ class ServerFacts:
 
 
 class ServerBackend(ABC):
-    """One kind of inference server. Subclass it for servers that speak a protocol of their own.
+    """One kind of inference server. Subclass it to support servers that have their own protocol.
 
     Attributes:
         kind: name of the servers in messages.
         generate_path: path of the generation endpoint.
         parameters: how generation parameters are sent.
-        refused_inputs: fields of a request that these servers do not accept, with the alternative to suggest.
+        refused_inputs: request fields that these servers do not accept, with the alternative to suggest.
         transports: ways to receive weights (``WeightUpdateMeta.type``).
-        needs_gpu: each server computes on ``rollout.tensor_parallel`` GPUs.
-        finds_servers: servers that are already running are used. If False, every run starts its own.
-        pauses_running_requests: a pause interrupts requests even under ``on_weight_update: wait``, so the engine waits for its own
-            requests before it pauses.
+        needs_gpu: True if each server computes on ``rollout.tensor_parallel`` GPUs.
+        finds_servers: True if a run can use servers that are already running; if False, every run starts its own.
+        pauses_running_requests: True if a pause interrupts requests even under ``on_weight_update: wait``; the engine then waits for its
+            own requests before it pauses a server.
         ask: makes one synchronous call to a server; see ``ServerSet.ask``.
         facts: what the servers reported in ``on_connected``, by address.
     """
@@ -101,11 +101,11 @@ class ServerBackend(ABC):
 
     @property
     def is_batch_invariant(self) -> bool:
-        """True if every server reports it."""
+        """True if every server reports that it is batch-invariant."""
         return bool(self.facts) and all(facts.batch_invariant for facts in self.facts.values())
 
     def on_connected(self, server: Server) -> None:  # noqa: B027
-        """Inspect a server that has just become healthy, for the first time or again."""
+        """Inspect a server that has just become healthy, for the first time or after a failure."""
 
     @abstractmethod
     def pause_server(self, server: Server) -> None:
@@ -118,13 +118,17 @@ class ServerBackend(ABC):
     # -- requests ------------------------------------------------------------------------------------------------------
 
     def check(self, request: ModelRequest, where: str) -> bool:
-        """Refuse what these servers cannot do.
+        """Check that these servers can serve a request as specified.
+
+        Args:
+            request: the request.
+            where: description of the servers in messages.
 
         Returns:
-            True if the log-probabilities will not be those that training needs.
+            True if the returned log-probabilities will differ from those that training needs.
 
         Raises:
-            EngineError: the request cannot be served as asked; the message names the field.
+            EngineError: the servers cannot serve the request; the message names the field.
         """
         for name, remedy in self.refused_inputs.items():
             if getattr(request, name) is not None:
@@ -133,30 +137,30 @@ class ServerBackend(ABC):
 
     @abstractmethod
     def payload(self, request: ModelRequest, wire_id: str, server: Server) -> dict[str, Any]:
-        """Build the body of a generation request; ``wire_id`` names it for ``abort_on_server``."""
+        """Build the body of a generation request; ``abort_on_server`` identifies the request by ``wire_id``."""
 
     @abstractmethod
     def response(self, request: ModelRequest, data: dict[str, Any], version_when_sent: int) -> ModelResponse:
-        """Read a server's answer, including the version that sampled each token."""
+        """Parse a server's answer, including the weight version that sampled each token."""
 
     def abort_on_server(self, server: Server, wire_ids: list[str]) -> None:  # noqa: B027
-        """End requests early; they return the tokens that they have. By default they run to their end."""
+        """End requests early; they return the tokens sampled so far. The default implementation lets them finish."""
 
     # -- weights -------------------------------------------------------------------------------------------------------
 
     @abstractmethod
     def read_version(self, server: Server) -> str | None:
-        """Return the server's label of its weights."""
+        """Return the server's version label of its weights."""
 
     def label_version(self, server: Server, version: int) -> None:
-        """Number the server's weights. Needed only if servers start with a label that is not a number."""
+        """Label the server's weights with a version. Needed only if servers start with a label that is not a number."""
         raise EngineError(f"The {self.kind} server at {server.address} has no number for its weights, and takes none.")
 
     def version_number(self, label: Any) -> int:
         """Convert a server's version label to a number.
 
         Raises:
-            EngineError: the label is not a number, so something else changed the server's weights.
+            EngineError: the label is not a number, which means that something else has changed the server's weights.
         """
         try:
             return int(label)
@@ -174,11 +178,11 @@ class ServerBackend(ABC):
             server: a paused server.
             directory: a model directory with ``*.safetensors``.
             version: version of these weights.
-            digest: digest of their content (``weights.files.content_digest``). ``rollwright serve-model`` refuses files with another
-                digest; other servers ignore it, and only the audit compares.
+            digest: digest of the files' content (``weights.files.content_digest``). ``rollwright serve-model`` rejects files that have
+                another digest; other servers ignore the digest, so only the audit would find a difference.
 
         Raises:
-            EngineError: the server did not load them.
+            EngineError: the server did not load the weights.
         """
 
     def held_dtype(self, server: Server) -> torch.dtype | None:
@@ -208,7 +212,7 @@ class BroadcastBackend(ServerBackend):
         """Return ``nccl`` or ``gloo``: the one that ``meta`` names, or the one that suits the servers' devices."""
 
     def invitation(self) -> str:
-        """Return what servers need, besides the address, to find the sender of a new group."""
+        """Return what servers need, besides the address, to connect to the sender of a new group."""
         return ""
 
     @abstractmethod
@@ -234,7 +238,7 @@ class BroadcastBackend(ServerBackend):
 
 
 def servers_of(backend_name: str) -> type[ServerBackend] | None:
-    """The class of a backend that has servers, or None if its engine runs in the trainer's process.
+    """Return the class of a backend that has servers, or None if the backend's engine runs in the trainer's process.
 
     Raises:
         ConfigError: there is no such backend.

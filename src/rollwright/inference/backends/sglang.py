@@ -1,4 +1,4 @@
-"""SGLang's native protocol, spoken by SGLang itself and by ``rollwright serve-model``."""
+"""SGLang's native protocol, which SGLang and ``rollwright serve-model`` implement."""
 
 from __future__ import annotations
 
@@ -30,10 +30,10 @@ from rollwright.tracking.logging import getLogger
 
 logger = getLogger("SGLangClient")
 
-#: SGLang's names for what happens to requests that run while weights change. With "wait" no request of this engine runs then: the
-#: engine holds new requests back and waits for its own before it pauses.
+#: SGLang's pause mode for each ``on_weight_update``. With "wait", no request of this engine is running when it pauses a server, because
+#: the engine holds new requests back and first waits for the running ones.
 PAUSE_MODES = {"recompute": "retract", "keep": "in_place", "wait": "retract"}
-#: Statuses of updates that a server refuses before it reads any weight: wrong key, path or body, or a directory that it may not read.
+#: HTTP statuses of updates that a server rejects before it reads any weight: wrong key, path or body, or a forbidden directory.
 _UNREAD_STATUSES = {401, 403, 404, 405, 413, 422}
 
 
@@ -43,18 +43,18 @@ class SGLangFacts(ServerFacts):
 
     is_builtin: bool = False
     deterministic: bool = False
-    weights_roots: list[str] | None = None  # None if it may read any directory
+    weights_roots: list[str] | None = None  # None if the server may read any directory
     ranks: int | None = None  # tensor-parallel processes, if known
     pipeline_stages: int = 1
-    copies: int = 1  # data-parallel
-    shares_ranks: bool = False  # the copies are among the tensor-parallel ranks (DP attention)
+    copies: int = 1  # data-parallel copies
+    shares_ranks: bool = False  # the copies share the tensor-parallel ranks (DP attention)
     device: str = "cpu"
     dtype: str | None = None  # as configured on the server, if known
-    context_length: int | None = None  # limit of prompt and max_new_tokens together; None if it cuts the output instead
+    context_length: int | None = None  # limit of prompt and max_new_tokens together; None if the server cuts the output instead
 
 
 def _scores(request: ModelRequest, meta: dict[str, Any]) -> dict[str, Any]:
-    """Further log-probabilities of a response that the request asks for."""
+    """Return the additional log-probabilities that the request asks for, as fields of a ``ModelResponse``."""
     scores: dict[str, Any] = {}
     if request.top_logprobs:
         scores["output_top_logprobs"] = [_top(entries) for entries in meta["output_top_logprobs"]]
@@ -125,7 +125,7 @@ class SGLangBackend(BroadcastBackend):
             extra["weights-root"] = [*given.get("weights-root", []), *launch.weights_roots]
             if launch.threads is not None:
                 extra.setdefault("threads", launch.threads)
-        elif launch.key_file is not None:  # SGLang reads its key from its command line, which everybody can see, or from a file
+        elif launch.key_file is not None:  # a file, because every user can see the command line
             if "config" in given:
                 raise ConfigError(
                     "sglang.extra_args.config takes the place of the file that gives SGLang its key: write the settings of that file "
@@ -154,7 +154,7 @@ class SGLangBackend(BroadcastBackend):
             batch_invariant=bool(info.get("batch_invariant" if is_builtin else "enable_deterministic_inference")),
             checkpoint_names=None
             if is_builtin
-            else checkpoint_names(info.get("model_path")),  # serve-model refuses unknown names
+            else checkpoint_names(info.get("model_path")),  # serve-model rejects unknown names
             weights_roots=info.get("weights_roots") if is_builtin else None,
             ranks=info.get("tp_size"),
             pipeline_stages=int(info.get("pp_size") or 1),
@@ -218,10 +218,10 @@ class SGLangBackend(BroadcastBackend):
         }
 
     def _within_context(self, request: ModelRequest, server: Server) -> GenerationHyperparameters:
-        """Limit ``max_new_tokens`` to the context, as other servers do themselves; SGLang refuses the request instead."""
+        """Limit ``max_new_tokens`` to the context. Other servers do so themselves, but SGLang rejects the request instead."""
         gconfig, context = request.gconfig, self.facts[server.address].context_length
         room = gconfig.max_new_tokens if context is None else context - len(request.input_ids)
-        if room >= gconfig.max_new_tokens or room < 1:  # the server refuses a prompt that leaves no room
+        if room >= gconfig.max_new_tokens or room < 1:  # the server rejects a prompt that leaves no room
             return gconfig
         return gconfig.new(max_new_tokens=room, min_new_tokens=min(gconfig.min_new_tokens, room))
 
@@ -291,8 +291,8 @@ class SGLangBackend(BroadcastBackend):
     # -- weights -------------------------------------------------------------------------------------------------------
 
     def held_dtype(self, server: Server) -> torch.dtype | None:
-        """The configured type. ``auto`` means bfloat16 on a GPU; otherwise it depends on the model's configuration, which the server does
-        not report."""
+        """Return the configured type. ``auto`` is bfloat16 on a GPU, and unknown (None) otherwise, because it then depends on the model's
+        configuration, which the server does not report."""
         facts = self.facts[server.address]
         names = {"half": "float16", "float": "float32", "auto": "bfloat16" if facts.device == "cuda" else ""}
         kind = getattr(torch, names.get(facts.dtype or "", facts.dtype or ""), None)
@@ -303,7 +303,7 @@ class SGLangBackend(BroadcastBackend):
         body: dict[str, Any] = {
             "model_path": str(directory),
             "weight_version": str(version),
-            "flush_cache": self.config.on_weight_update != "keep",  # SGLang refuses it while requests run
+            "flush_cache": self.config.on_weight_update != "keep",  # SGLang cannot flush while requests run
             "abort_all_requests": False,
             "keep_pause": True,
         }
@@ -338,8 +338,8 @@ class SGLangBackend(BroadcastBackend):
     # -- a distributed group (weights/broadcast.py) --------------------------------------------------------------------
 
     def ranks_of(self, server: Server, meta: WeightUpdateMeta) -> int:
-        """See ``BroadcastBackend.ranks_of``. SGLang numbers ranks by ``rank_offset + tp_rank``; with DP attention these include the
-        data-parallel ranks.
+        """See ``BroadcastBackend.ranks_of``. SGLang numbers ranks by ``rank_offset + tp_rank``; with DP attention, the tensor-parallel
+        ranks include the data-parallel ones.
 
         Raises:
             WeightUpdateError: several of the server's processes would have the same rank, or the allocation contradicts the server.
@@ -364,7 +364,10 @@ class SGLangBackend(BroadcastBackend):
         return facts.ranks or allocated or 1
 
     def group_backend(self, servers: list[Server], meta: WeightUpdateMeta) -> str:
-        """NCCL if every server and the trainer have a GPU, otherwise Gloo, which SGLang's GPU ranks support, too."""
+        """Return the requested backend. ``auto`` means NCCL if all servers and the trainer have a GPU, otherwise Gloo.
+
+        SGLang's GPU ranks support Gloo, too.
+        """
         if meta.backend == "nccl" and not torch.cuda.is_available():  # fails before the servers start to wait
             raise WeightUpdateError("The nccl backend needs a GPU in the trainer and in the servers; use gloo.")
         if meta.backend != "auto":
@@ -401,14 +404,14 @@ class SGLangBackend(BroadcastBackend):
         self._post_update(server, "update_weights_from_distributed", body)
 
     def forget_group(self, server: Server, name: str) -> None:
-        """Have ``serve-model`` leave. SGLang is not asked, because it might wait for ranks that are gone."""
+        """Have ``serve-model`` leave the group. SGLang is not asked to, because it might wait for ranks that are gone."""
         if self.facts[server.address].is_builtin:
-            with contextlib.suppress(EngineError):  # it may never have joined, or be gone
+            with contextlib.suppress(EngineError):  # the server may never have joined, or be gone
                 self.ask(server, "POST", "/destroy_weights_update_group", {"group_name": name})
 
 
 class BuiltinServersBackend(SGLangBackend):
-    """``rollwright serve-model`` in processes that every run starts itself."""
+    """Servers that run ``rollwright serve-model``, in processes that every run starts itself."""
 
     kind = "builtin_process"
     needs_gpu = False
@@ -416,7 +419,7 @@ class BuiltinServersBackend(SGLangBackend):
 
     @classmethod
     def command(cls, launch: ServerLaunch) -> list[str]:
-        """See ``LocalServerConfig.build_cmd``; the settings are those of the ``rollout`` section."""
+        """See ``LocalServerConfig.build_cmd``; the settings come from the ``rollout`` section."""
         model = launch.rollout.path or launch.model_path
         server = LocalServerConfig.like(
             launch.rollout,

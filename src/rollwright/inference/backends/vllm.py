@@ -1,7 +1,7 @@
-"""vLLM's protocol: tokens in and out over ``/inference/v1/generate``, which also reports each token's version.
+"""vLLM's protocol: tokens in and tokens out over ``/inference/v1/generate``, which also reports each token's weight version.
 
-The server has to be started with ``--enable-scale-out``, ``--logprobs-mode processed_logprobs`` and
-``VLLM_SERVER_DEV_MODE=1``; ``VLLMConfig.build_cmd`` does so.
+The server must be started with ``--enable-scale-out``, ``--logprobs-mode processed_logprobs`` and ``VLLM_SERVER_DEV_MODE=1``;
+``VLLMConfig.build_cmd`` does so.
 """
 
 from __future__ import annotations
@@ -30,17 +30,17 @@ from rollwright.tracking.logging import getLogger
 
 logger = getLogger("VLLMClient")
 
-#: vLLM's names for what happens to requests that run while weights change. The reset of the prefix cache after the update decides
-#: whether they keep their old cache.
+#: vLLM's pause mode for each ``on_weight_update``. Whether running requests keep their old cache is decided by the reset of the prefix
+#: cache after the update.
 PAUSE_MODES = {"recompute": "keep", "keep": "keep", "wait": "wait"}
 #: vLLM puts this prefix before a client's request id.
 _ENGINE_ID_PREFIX = "generate-tokens-"
-#: Makes a server ready to receive weights over NCCL.
+#: Command-line option that lets a server receive weights over NCCL.
 _TRANSFERS = {"weight-transfer-config": '{"backend": "nccl"}'}
 
 
 def _scores(request: ModelRequest, content: list[Any], prompt: list[Any] | None) -> dict[str, Any]:
-    """Further log-probabilities of a response that the request asks for."""
+    """Return the additional log-probabilities that the request asks for, as fields of a ``ModelResponse``."""
     scores: dict[str, Any] = {}
     count, start = request.top_logprobs or 0, request.prompt_logprobs_from
     if count:
@@ -65,8 +65,8 @@ def _most_likely(tokens: TopTokens, count: int) -> TopTokens:
 class VLLMFacts(ServerFacts):
     """What a server reports about itself."""
 
-    ranks: int = 1  # over all data-parallel copies
-    transfer: str | None = None  # backend of its weight-transfer engine, if it has one
+    ranks: int = 1  # of all data-parallel copies together
+    transfer: str | None = None  # backend of the weight-transfer engine, if the server has one
     dtype: torch.dtype | None = None
     crashes_on_seeds: bool = False
 
@@ -136,12 +136,12 @@ class VLLMBackend(BroadcastBackend):
 
     @property
     def is_batch_invariant(self) -> bool:
-        """True if every server reports it and gets seeds; without a seed, a server draws from its own generator."""
+        """True if every server is batch-invariant and can be sent seeds; without a seed, a server draws from its own generator."""
         return super().is_batch_invariant and not self.crash_on_seeds
 
     @property
     def crash_on_seeds(self) -> list[str]:
-        """Addresses of servers that a request with a seed could end."""
+        """Addresses of the servers that a request with a seed could crash."""
         return sorted(address for address, facts in self.facts.items() if facts.crashes_on_seeds)
 
     def on_connected(self, server: Server) -> None:
@@ -171,11 +171,11 @@ class VLLMBackend(BroadcastBackend):
             )
 
     def _seed(self, request: ModelRequest) -> int | None:
-        """The seed to send; None if it could end the server."""
+        """Return the seed to send, or None if a seed could crash a server."""
         return None if self.crash_on_seeds else request.effective_seed
 
     def check(self, request: ModelRequest, where: str) -> bool:
-        """See ``ServerBackend.check``; also refuses a seed that could end the server."""
+        """See ``ServerBackend.check``; also rejects a seed that could crash a server."""
         if request.gconfig.seed is not None and self.crash_on_seeds:
             raise EngineError(
                 f"gconfig.seed={request.gconfig.seed} cannot be honoured: the CPU build of vLLM at "
@@ -193,7 +193,7 @@ class VLLMBackend(BroadcastBackend):
         """See ``ServerBackend.payload``; for vLLM, an adapter is a model name."""
         params = self.parameters.sampling_params(request.gconfig, self._seed(request))
         if request.top_logprobs:
-            params["logprobs"] = request.top_logprobs + 1  # the sampled token counts, too
+            params["logprobs"] = request.top_logprobs + 1  # one more, because the sampled token is in the list, too
         if request.prompt_logprobs_from is not None:
             params["prompt_logprobs"] = request.top_logprobs or 0
         adapter = {} if request.lora_name is None else {"model": request.lora_name}
@@ -205,7 +205,7 @@ class VLLMBackend(BroadcastBackend):
         }
 
     def response(self, request: ModelRequest, data: dict[str, Any], version_when_sent: int) -> ModelResponse:
-        """See ``ServerBackend.response``; reads the only choice and its version spans."""
+        """See ``ServerBackend.response``; the answer must have exactly one choice, with version spans."""
         (choice,) = data["choices"]
         output_ids = [int(token) for token in choice["token_ids"] or []]
         content = (choice.get("logprobs") or {}).get("content") or []
@@ -235,7 +235,7 @@ class VLLMBackend(BroadcastBackend):
     # -- control -------------------------------------------------------------------------------------------------------
 
     def pause_server(self, server: Server) -> None:
-        """Pause. With ``on_weight_update: wait`` running requests end first, which may take as long as a request."""
+        """Pause a server. With ``on_weight_update: wait`` running requests end first, which may take as long as a request."""
         mode = PAUSE_MODES[self.config.on_weight_update]
         limit = self.config.request_timeout if mode == "wait" else None
         self.ask(server, "POST", f"/pause?mode={mode}", timeout=limit)
@@ -245,7 +245,7 @@ class VLLMBackend(BroadcastBackend):
         self.ask(server, "POST", "/resume")
 
     def abort_on_server(self, server: Server, wire_ids: list[str]) -> None:
-        """See ``ServerBackend.abort_on_server``; vLLM has added a prefix to our ids."""
+        """See ``ServerBackend.abort_on_server``; vLLM adds a prefix to our ids."""
         self.ask(server, "POST", "/abort_requests", {"request_ids": [_ENGINE_ID_PREFIX + wire_id for wire_id in wire_ids]})
 
     def read_version(self, server: Server) -> str | None:
@@ -259,12 +259,12 @@ class VLLMBackend(BroadcastBackend):
     # -- weights -------------------------------------------------------------------------------------------------------
 
     def held_dtype(self, server: Server) -> torch.dtype | None:
-        """The type that the server computes in, with ``auto`` resolved."""
+        """Return the type that the server computes in, with ``auto`` resolved."""
         return self.facts[server.address].dtype
 
     def load_from_disk(self, server: Server, directory: str, version: int, digest: str | None) -> None:
-        """Reload weights. A server with a packed copy of a tied output head answers 200 but computes with its old weights; this is why an
-        audit compares log-probabilities after every publication."""
+        """Reload weights. A server that has a packed copy of a tied output head answers 200 but computes with its old weights, which is
+        why an audit compares log-probabilities after every publication."""
         body = {"method": "reload_weights", "kwargs": {"weights_path": str(directory)}}
         self._update_call(server, "collective_rpc", body, version)
         self.label_version(server, version)
@@ -287,10 +287,10 @@ class VLLMBackend(BroadcastBackend):
         return self.facts[server.address].ranks
 
     def group_backend(self, servers: list[Server], meta: WeightUpdateMeta) -> str:
-        """NCCL, for which the servers must have been started.
+        """Return ``nccl``, which the servers must have been started for.
 
         Raises:
-            WeightUpdateError: ``meta`` names another backend, the trainer has no GPU, or a server has no weight-transfer engine.
+            WeightUpdateError: ``meta`` names Gloo, the trainer has no GPU, or a server has no weight-transfer engine for NCCL.
         """
         if meta.backend == "gloo" or not torch.cuda.is_available():
             raise WeightUpdateError(
@@ -306,7 +306,7 @@ class VLLMBackend(BroadcastBackend):
         return "nccl"
 
     def invitation(self) -> str:
-        """NCCL's id."""
+        """Return NCCL's unique id."""
         return VLLMGroup.invitation()
 
     def sending_half(self, place: GroupPlace) -> SendingHalf:
@@ -327,7 +327,7 @@ class VLLMBackend(BroadcastBackend):
             raise WeightUpdateError(f"The vLLM server at {server.address} did not join the group: {error}") from error
 
     def begin_receiving(self, server: Server, version: int) -> None:
-        """Start an update, after finishing one that a trainer left unfinished."""
+        """Start an update, after finishing any update that a trainer left unfinished."""
         try:
             self._update_call(server, "start_weight_update", {}, version)
         except WeightUpdateError as error:
@@ -342,7 +342,7 @@ class VLLMBackend(BroadcastBackend):
         self._update_call(server, "update_weights", {"update_info": info}, version)
 
     def end_receiving(self, server: Server, version: int) -> None:
-        """Have the server convert the weights to the form that it computes with, and label them ``version``."""
+        """Have the server convert the new weights to the form that it computes with, and label them with ``version``."""
         self._update_call(server, "finish_weight_update", {"weight_version": str(version)}, version)
         self._forget_old_prefixes(server, version)
 
