@@ -37,7 +37,7 @@ Result = TypeVar("Result")
 def _executors(
     method: Callable[Concatenate[RolloutExecutor, Arguments], Result],
 ) -> Callable[Concatenate[RolloutEngine, Arguments], Result]:
-    """Make a method of the rollout engine that calls the executor's, with its signature and documentation."""
+    """Make a ``RolloutEngine`` method that calls the executor's method and keeps its signature and docstring."""
 
     @functools.wraps(method)
     def call(self: RolloutEngine, *args: Arguments.args, **kwargs: Arguments.kwargs) -> Result:
@@ -114,12 +114,12 @@ class RolloutEngine(InferenceEngine):
                 journal=self.journal,
                 workers=self.workers,
             )
-        except BaseException:  # refused settings; servers that were started for the client must not outlive them
+        except BaseException:  # invalid settings: stop the servers that were started for the client
             self._client.destroy()
             raise
 
     def destroy(self) -> None:
-        """Cancel what runs, and end the thread and the inference engine. Does nothing before ``initialize``."""
+        """Cancel running samples, and end the thread and the inference engine. Idempotent."""
         executor, self._executor = self._executor, None
         client, self._client = self._client, None
         if executor is not None:
@@ -157,7 +157,7 @@ class RolloutEngine(InferenceEngine):
         return await self.client.agenerate(request)
 
     def abort(self, rid: str | None = None) -> None:
-        """End the requests of one conversation, or all."""
+        """Abort the requests of one conversation, or all requests if ``rid`` is None."""
         self.client.abort(rid)
 
     # -- samples -------------------------------------------------------------------------------------------------------
@@ -178,7 +178,7 @@ class RolloutEngine(InferenceEngine):
     def pause(self) -> None:
         """Start no more samples and sample no more tokens. Calls nest: sampling continues after as many calls of ``resume``.
 
-        In deterministic mode, running samples end first.
+        In deterministic mode, wait first until running samples have ended.
         """
         executor = self.executor
         with self._pause_lock:
@@ -196,7 +196,7 @@ class RolloutEngine(InferenceEngine):
                 raise
 
     def resume(self) -> None:
-        """Continue after ``pause``. Without one it is a no-op."""
+        """Continue after ``pause``; a no-op if nothing is paused."""
         executor = self.executor
         with self._pause_lock:
             if self._pauses == 0:
@@ -207,25 +207,25 @@ class RolloutEngine(InferenceEngine):
             self._pauses -= 1
 
     def get_version(self) -> int:
-        """Version of the weights that the next token is sampled with."""
+        """Return the version of the weights that the next token is sampled with."""
         return self.client.get_version()
 
     def set_version(self, version: int) -> None:
-        """Confirm a published version; the batches that were taken release their slots.
+        """Confirm a published version; delivered batches release their slots.
 
         Raises:
-            WeightUpdateError: the engine holds another version.
+            WeightUpdateError: the engine has another version.
         """
         self.client.set_version(version)
         self.executor.set_version(version)
 
     def publish(self, version: int) -> None:
-        """Adopt shared weights that were changed in place, as ``version``; the engine must have been paused before the change."""
+        """Publish shared weights that were changed in place, as ``version``. The engine must be paused before the change."""
         self.client.publish(version)
         self.executor.set_version(version)
 
     def update_weights(self, meta: WeightUpdateMeta | None = None, **arguments: Any) -> None:
-        """Give the engine new weights; the batches that were taken release their slots.
+        """Send new weights to the engine; delivered batches release their slots.
 
         Args:
             meta, arguments: as for ``WeightReceiver.update_weights``.
@@ -235,16 +235,16 @@ class RolloutEngine(InferenceEngine):
 
     @property
     def logprob_tolerance(self) -> float | None:
-        """``rollout.logprob_tolerance``."""
+        """The value of ``rollout.logprob_tolerance``."""
         return self.config.logprob_tolerance
 
     @property
     def sampler(self) -> WeightReceiver:
-        """The inference engine."""
+        """The inference engine, or this engine if there is none yet."""
         return self if self._client is None else self._client
 
     def stats(self) -> dict[str, float]:
-        """Counters of the inference engine and, under ``rollout/``, of the executor."""
+        """Return the counters of the inference engine and, under ``rollout/``, those of the executor."""
         return {**self.client.stats(), **{f"rollout/{name}": value for name, value in self.counters().items()}}
 
 
@@ -252,7 +252,7 @@ class LocalRolloutEngine(RolloutEngine):
     """The built-in engine in this process.
 
     Args:
-        config: settings; ``config.path`` is the model if none is given.
+        config: settings; ``config.path`` names the model if ``model`` is None.
         model: a live model, whose weights are shared with its trainer; or a directory or name.
         tokenizer: the model's tokenizer, or its directory or name.
         seed: the run's seed.
@@ -276,7 +276,7 @@ class LocalRolloutEngine(RolloutEngine):
         self._trust_remote_code = trust_remote_code
 
     def make_client(self) -> InferenceEngine:
-        """Load the model, or share the given one, or copy it if it samples in another type than it trains in."""
+        """Load the model, or share the given one; a given model is copied if sampling uses another dtype than training."""
         from rollwright.inference.backends.builtin.engine import BuiltinEngine
 
         config = self.config
@@ -300,8 +300,10 @@ class LocalRolloutEngine(RolloutEngine):
 
 
 def _sampling_dtype(config: RolloutConfig, live_model: Any) -> str:
-    """``config.dtype``. ``auto`` is bfloat16 for a live model with float32 weights on a GPU: float32 doubles the bytes of each decode
-    step, and the trainer computes in bfloat16."""
+    """Return the dtype to sample in: ``config.dtype``, or bfloat16 if that is ``auto`` and a live model has float32 weights on a GPU.
+
+    float32 would double the bytes of each decode step, and the trainer computes in bfloat16.
+    """
     if config.dtype != "auto" or live_model is None or isinstance(live_model, str):
         return config.dtype
     weight = next(live_model.parameters())
@@ -312,11 +314,11 @@ def _sampling_dtype(config: RolloutConfig, live_model: Any) -> str:
 
 
 class RemoteEngine(RolloutEngine):
-    """Servers of a backend, found by ``config.addresses`` or by the addresses in the environment.
+    """Rollout engine whose servers are found by ``config.addresses`` or by the addresses in the environment.
 
     Attributes:
-        backend: a name of the table or an import path; if empty, ``config.backend``.
-        watch: restarts servers that are lost; to be set before ``initialize``. None if somebody else started them.
+        backend: name of a registered backend or an import path. If empty, ``config.backend`` is used.
+        watch: restarts lost servers; set it before ``initialize``. None if the servers were started elsewhere.
     """
 
     backend = ""
@@ -325,7 +327,7 @@ class RemoteEngine(RolloutEngine):
     def initialize(self, *args: Any, **kwargs: Any) -> None:
         """See ``RolloutEngine.initialize``."""
         if self.watch is not None and self._executor is None:
-            self.watch.start()  # a server may be lost before it is connected to
+            self.watch.start()  # a server may be lost before the client connects
         super().initialize(*args, **kwargs)
 
     def destroy(self) -> None:
@@ -335,7 +337,7 @@ class RemoteEngine(RolloutEngine):
         super().destroy()
 
     def make_client(self) -> InferenceEngine:
-        """A client of the servers; connected by ``initialize``."""
+        """Make a client of the servers; ``initialize`` connects it."""
         backend = BACKENDS.get(self.backend or self.config.backend)
         if not issubclass(backend, ServerBackend):
             raise ConfigError(f"rollout.backend {self.config.backend!r} has no servers: it computes in this process.")
@@ -352,7 +354,7 @@ class RemoteEngine(RolloutEngine):
         return self._servers.addresses
 
     def in_service(self) -> tuple[list[str], int]:
-        """Addresses of the servers that requests may go to, and their version; empty before ``initialize`` has returned."""
+        """Return the addresses of the servers that accept requests, and their version; ``[], 0`` before ``initialize`` has returned."""
         if self._executor is None:
             return [], 0
         return self._servers.weight_holders, self._servers.get_version()

@@ -1,4 +1,4 @@
-"""Runs one episode, from the engine that its workflow gets to its rows (``run``), or many, each within its limits (``EpisodeRunner``).
+"""Runs episodes: ``run`` executes one and returns its rows; ``EpisodeRunner`` runs many concurrently, each within its limits.
 
 Invariants:
 
@@ -42,7 +42,7 @@ logger = getLogger("rollout")
 TRACEBACK_KEPT = 8_000  # characters of a failure's traceback in the journal
 GRACE_SECONDS = 10.0  # for a cancelled episode to end
 
-Outcome = Trajectory | BaseException | None  #: Rows, why the episode failed, or None: its workflow rejected it.
+Outcome = Trajectory | BaseException | None  #: Rows, the exception of a failed episode, or None if the workflow rejected it.
 
 
 async def run(
@@ -54,11 +54,11 @@ async def run(
         sample: the engine bound to the episode's sample.
         workflow: an instance with ``arun_episode``.
         data: the task.
-        sandbox: where Python that the model wrote runs.
+        sandbox: where Python code written by the model runs.
         check: check the rows against the data contract.
 
     Returns:
-        The rows, normalised. None if the workflow rejected the sample.
+        The normalised rows, or None if the workflow rejected the sample.
     """
     CURRENT_SAMPLE.set(sample)
     EPISODE.set(sample.episode)
@@ -76,7 +76,7 @@ async def run(
 def record_end(
     sample: SampleEngine, outcome: Outcome, failures: FailureLog, task: Mapping[str, Any], *, is_final: bool = False
 ) -> Trajectory | Failure | None:
-    """Write the end of an episode to its journal. Returns its rows, its failure, or None if it was rejected or diverged."""
+    """Write the end of an episode to its journal; return its rows, its failure, or None if it was rejected or diverged."""
     if sample.episode.diverged is not None:  # the workflow may have caught the error
         sample.episode.end("diverged", str(sample.episode.diverged)[:2000])
         return None
@@ -96,10 +96,10 @@ class EpisodeWorkers(Protocol):
         """Run an episode in another process.
 
         Returns:
-            The rows, normalised and checked. None if the workflow rejected the sample.
+            The normalised and checked rows, or None if the workflow rejected the sample.
 
         Raises:
-            Exception: why the episode failed. If it did not run as recorded, ``sample.episode.diverged`` is set as well.
+            Exception: the episode failed. If it did not run as recorded, ``sample.episode.diverged`` is set as well.
         """
         ...
 
@@ -113,13 +113,13 @@ class EpisodeRunner:
         loop: the event loop.
         seed: the run's seed.
         ended: called on the loop once for each episode, as ``ended(group, sample, outcome, is_cut)``. ``is_cut`` is True if the
-            episode's group or the whole rollout was over before it ended.
+            episode's group or the whole rollout was over before the episode ended.
         stopped: called when rollout stops for good, with the error.
         journal: records the episodes. None disables recording.
         workers: run the episodes, and record them, in other processes. None runs them on this loop.
 
     Attributes:
-        stopped_by: what stopped rollout for good. None while it runs.
+        stopped_by: the error that stopped rollout for good, or None while it runs.
         abandoned: episodes that did not end after their cancellation.
     """
 
@@ -148,7 +148,7 @@ class EpisodeRunner:
         self._running: dict[Group, dict[asyncio.Task[Outcome], SampleEngine]] = {}
 
     def start(self, group: Group, index: int, attempt: int, version: int) -> None:
-        """Start an episode of a group, while the weights have this version."""
+        """Start an episode of a group; ``version`` is the current weight version."""
         name = SampleName(group.ordinal, index, attempt, group.is_eval)
         sample = SampleEngine(
             self._engine,
@@ -160,7 +160,7 @@ class EpisodeRunner:
         )
         sample.samples_asked = group.runs[index]
         context = contextvars.Context()
-        if group.is_eval:  # its metrics are not those of training
+        if group.is_eval:  # keeps its metrics apart from those of training
             context.run(get_tracker().enter_scope, "eval")
         task = context.run(self._loop.create_task, self._run(group, sample))
         self._running.setdefault(group, {})[task] = sample
@@ -186,7 +186,7 @@ class EpisodeRunner:
 
     @contextlib.contextmanager
     def faults_stop(self) -> Iterator[None]:
-        """Stop rollout if the block raises: the event loop would only log the exception, and callers would wait for ever."""
+        """Stop rollout if the block raises: the event loop would only log the exception, and callers would wait forever."""
         try:
             yield
         except JournalError as error:  # its message is complete
@@ -196,7 +196,7 @@ class EpisodeRunner:
             self.stop(error)
 
     async def _run(self, group: Group, sample: SampleEngine) -> Outcome:
-        """Run one episode within its limit. An exception of the workflow is returned, not raised."""
+        """Run one episode within its time limit. An exception of the workflow is returned, not raised."""
         limit, began, task = self._config.sample_timeout, self._loop.time(), asyncio.current_task()
         timer: asyncio.TimerHandle | None = None
 
@@ -206,7 +206,7 @@ class EpisodeRunner:
             if left > 0:
                 timer = self._loop.call_later(max(left, 0.01), look, allowed)
                 return
-            # Closed before it is cancelled: a workflow that catches the cancellation finds its model calls refused already.
+            # Closed before it is cancelled, so that a workflow that catches the cancellation can make no more model calls.
             sample.close(f"ran out of its {limit:g} s")
             if task is not None:
                 task.cancel()
@@ -249,7 +249,7 @@ class EpisodeRunner:
             outcome = task.exception() or task.result()
         with self.faults_stop():
             failure = outcome if isinstance(outcome, JournalError) else None if self.journal is None else self.journal.failure
-            if failure is not None and self.stopped_by is None:  # even if the caller's code swallowed the error
+            if failure is not None and self.stopped_by is None:  # even if the workflow's code swallowed the error
                 self.stop(failure)
             is_cut = group.is_over or self.stopped_by is not None
             if is_cut and not isinstance(self.stopped_by, JournalError):  # the journal would raise again

@@ -31,10 +31,10 @@ Result = TypeVar("Result")
 
 STOP_SECONDS = 10.0  # time for tasks to end after their cancellation
 LOOK_SECONDS = 0.1  # interval at which the monitor inspects the loop
-BLOCKED_SECONDS = 0.5  # a step that takes as long is reported
+BLOCKED_SECONDS = 0.5  # a step that takes at least this long is reported
 REPORTS_PER_LINE = 3
 
-#: For ``gc.set_threshold``: a full collection runs when a million more containers were allocated than freed (Python 3.11: 70,000).
+#: For ``gc.set_threshold``: a full collection runs after a million more allocations than frees of containers (Python 3.11: 70,000).
 GC_THRESHOLDS = (2_000, 10, 50)
 
 _NOT_USERS = (os.path.dirname(asyncio.__file__), os.path.dirname(__file__), "site-packages")
@@ -45,7 +45,7 @@ class LoopThread:
     """Owns an event loop and its thread, from the first call to ``stop``. The thread does not keep the process alive.
 
     Args:
-        at_exit: calls ``stop`` if the process exits first, because a thread inside torch would abort the exiting process.
+        at_exit: function that calls ``stop``; run if the process exits first, because a thread inside torch would abort its exit.
     """
 
     def __init__(self, at_exit: Callable[[], None]) -> None:
@@ -61,7 +61,7 @@ class LoopThread:
         """Start the thread. Idempotent.
 
         Raises:
-            RolloutError: it was stopped.
+            RolloutError: the thread was stopped.
         """
         with self._lock:
             if self.is_stopped:
@@ -74,7 +74,8 @@ class LoopThread:
         """Run a function on the loop and return what it returns.
 
         Raises:
-            RolloutError: called in the loop's own thread, which would wait for itself; or the loop was stopped, also during the wait.
+            RolloutError: the call comes from the loop's own thread, which would wait for itself; or the loop is stopped before or during
+                the wait.
         """
         self.refuse_inside()
         outcome: concurrent.futures.Future[Result] = concurrent.futures.Future()
@@ -95,7 +96,7 @@ class LoopThread:
             self._calls.discard(outcome)
 
     def refuse_inside(self) -> None:
-        """Raise in the loop's own thread."""
+        """Raise a ``RolloutError`` if called in the loop's own thread."""
         if threading.current_thread() is self._thread:
             raise RolloutError(
                 "a synchronous rollout call was made from inside a workflow: it would wait for the loop that it blocks. "
@@ -135,7 +136,7 @@ class LoopThread:
                     try:
                         self.loop.run_forever()
                         return
-                    except (SystemExit, KeyboardInterrupt) as error:  # whoever awaits the task gets it
+                    except (SystemExit, KeyboardInterrupt) as error:  # also raised where the task is awaited
                         name = type(error).__name__
                         logger.error("a task of a workflow raised %s in rollout's event loop, which goes on.", name)
         finally:
@@ -163,12 +164,12 @@ class LoopThread:
 class BlockedLoopMonitor:
     """Logs which workflow blocks an event loop, and on which line. Runs in a thread of its own.
 
-    A workflow that computes, sleeps or reads a file without awaiting stops all other samples. A report needs one long step; a loop that
-    is busy with many samples is not reported, nor is time in which the thread waits for a processor (as counted by Linux). The monitor
-    inspects the loop and never wakes it.
+    A workflow that computes, sleeps or reads a file without awaiting stops all other samples. Only a single long step is reported, not a
+    loop that is busy with many samples; time in which the thread waits for a CPU (as counted by Linux) is excluded. The monitor inspects
+    the loop and never wakes it.
 
     Args:
-        blocked_seconds: duration of a step that is reported.
+        blocked_seconds: shortest duration of a step that is reported.
     """
 
     def __init__(self, blocked_seconds: float = BLOCKED_SECONDS) -> None:
@@ -194,7 +195,7 @@ class BlockedLoopMonitor:
             self._thread.join()
 
     def where(self) -> str | None:
-        """The workflow that the loop's thread is in, with file, line and source. None while it does the executor's own work.
+        """Describe what the loop's thread is running: workflow, file, line and source. Returns None during the executor's own work.
 
         The line is the innermost one of user code or, for a workflow in an installed package, the outermost one of installed code. The
         workflow is that of an ``arun_episode`` on the stack, or of the sample whose task or callback the loop runs.
@@ -224,12 +225,12 @@ class BlockedLoopMonitor:
     def _watch(self) -> None:
         step: weakref.ref[asyncio.Handle] | None = None  # the current step; weak, so that a sample's memory can be freed
         held, is_reported = 0.0, False
-        places: Counter[str] = Counter()  # place of the loop's thread at each inspection
+        places: Counter[str] = Counter()  # where the loop's thread was at each inspection
         woke, before = time.monotonic(), None
         while not self._ended.wait(LOOK_SECONDS):
             now, current = time.monotonic(), self._step()
             times = None if current is None else ThreadTimes.of(self._native_id)
-            if current is not step:  # a handle has one reference object while it lives
+            if current is not step:  # ``weakref.ref`` returns the same object while the handle lives
                 held, is_reported, places = 0.0, False, Counter()
             else:  # if this thread had to wait too, the machine is busy or another thread holds the interpreter lock
                 held += own_time(min(now - woke, 2 * LOOK_SECONDS), before, times)
@@ -253,7 +254,7 @@ class BlockedLoopMonitor:
                     )
 
     def _step(self) -> weakref.ref[asyncio.Handle] | None:
-        """The task step or callback that the loop is running. None if it runs none."""
+        """Return the task step or callback that the loop is running, or None."""
         frame = sys._current_frames().get(self._thread_id)
         while frame is not None:
             if frame.f_code is asyncio.Handle._run.__code__:
@@ -263,15 +264,15 @@ class BlockedLoopMonitor:
 
 
 class ThreadTimes(NamedTuple):
-    """Times of a thread as counted by the system: seconds on a processor, and seconds runnable without one."""
+    """Times of a thread as counted by the system: seconds spent running, and seconds spent waiting for a CPU."""
 
     computed: float
     waited: float
-    is_runnable: bool  # running or waiting for a processor, and not blocked
+    is_runnable: bool  # running or waiting for a CPU, not blocked
 
     @classmethod
     def of(cls, native_id: int) -> ThreadTimes | None:
-        """Read the times of a thread. None if the system does not provide them."""
+        """Read the times of a thread. Returns None if the system does not provide them."""
         directory = Path(f"/proc/self/task/{native_id}")
         try:
             computed, waited, _ = (directory / "schedstat").read_text().split()
@@ -282,7 +283,7 @@ class ThreadTimes(NamedTuple):
 
 
 def own_time(elapsed: float, before: ThreadTimes | None, now: ThreadTimes | None) -> float:
-    """Part of ``elapsed`` in which a thread computed or was blocked, without its waits for a processor."""
+    """Return the part of ``elapsed`` in which a thread computed or was blocked, excluding its waits for a CPU."""
     if before is None or now is None:
         return elapsed
     if now.is_runnable:  # the system counts a wait when it ends
@@ -291,7 +292,7 @@ def own_time(elapsed: float, before: ThreadTimes | None, now: ThreadTimes | None
 
 
 def place_of(task: asyncio.Task[Any]) -> str:
-    """File and line at which a task waits; the innermost line of the workflow's own code, if there is any."""
+    """Return the file and line at which a task waits: the innermost line of the workflow's own code, if there is any."""
     current: Any = task.get_coro()
     frames = []
     while current is not None:
@@ -317,8 +318,8 @@ _gc_before: tuple[int, int, int] | None = None
 def rare_full_collections() -> Iterator[None]:
     """Make full garbage collections rarer (``GC_THRESHOLDS``) inside the context.
 
-    With ten thousand samples in flight, a full collection stops all threads for up to 0.3 s, a sixth of a run in total. Samples do not
-    need it, because reference counting frees them. Thresholds that are already higher, or that are changed meanwhile, are kept.
+    With ten thousand samples in flight, a full collection stops all threads for up to 0.3 s, which adds up to a sixth of a run. Samples do
+    not need it, because reference counting frees them. Thresholds that are already higher, or that are changed meanwhile, are kept.
     """
     global _gc_users, _gc_before
     with _gc_lock:

@@ -1,7 +1,7 @@
-"""The executor: runs thousands of samples on one event loop, with plain functions to wait for them.
+"""The executor: runs thousands of samples on one event loop, and lets callers wait for them with blocking calls.
 
-All methods are synchronous and may be called from any thread, also while the caller's own event loop runs (as in a notebook), because
-samples run on the executor's loop, in a thread that the executor owns.
+All methods are synchronous and may be called from any thread, even one that runs its own event loop (as in a notebook), because samples
+run on the executor's own loop and thread.
 """
 
 from __future__ import annotations
@@ -47,8 +47,8 @@ class Waiter:
 
     Args:
         take: called on the loop after each change. Returns the groups, or None if they are not ready; may raise ``RolloutError``.
-        caller: identity of the thread, if it takes groups for training and must release them.
-        own_groups: groups that nobody else waits for; they are dropped if the caller gives up.
+        caller: id of the calling thread, if it takes groups for training and must release them later.
+        own_groups: groups that only this caller waits for; they are dropped if the caller gives up.
     """
 
     take: Callable[[], list[Group] | None]
@@ -70,7 +70,7 @@ class RolloutExecutor:
         config: limits and policies of rollout.
         seed: the run's seed, from which the seeds of all requests derive.
         deterministic: batches leave in the order of their ordinals (docs/determinism.md).
-        batch_size: groups in a training batch, for the admission rule. None takes it from ``prepare_batch``.
+        batch_size: groups in a training batch, for the admission rule. If None, ``prepare_batch`` sets it.
         journal: records the episodes. None disables recording.
         workers: run the episodes in other processes. None runs them on this executor's loop.
 
@@ -113,8 +113,8 @@ class RolloutExecutor:
         self._reaction_is_due = False
         self._factory = GroupFactory()
         self._sources: dict[int, TaskSource] = {}  # by the id of the dataloader, which they keep alive
-        self._restored: deque[dict[str, Any]] = deque()  # tasks that a checkpoint had drawn and not trained
-        self._past = PastEpisodes()  # of earlier processes of the run
+        self._restored: deque[dict[str, Any]] = deque()  # tasks drawn but not trained before the checkpoint
+        self._past = PastEpisodes()  # recorded by earlier processes of the run
         self._prepare_lock = threading.Lock()
         #: Called about once a second in a thread that waits for groups.
         self.while_waiting: Callable[[], object] = lambda: None
@@ -137,9 +137,10 @@ class RolloutExecutor:
             data: the task. Its ``ordinal``, if it has one, identifies the draw; seeds derive from it.
             workflow: class, instance, registered name or import path.
             workflow_kwargs: arguments of the workflow's constructor.
-            should_accept_fn: function or its import path. Gets the group's trajectory and returns whether to use it.
-            group_size: samples of the task. A workflow that makes its own group runs with 1.
-            is_eval: evaluation is not counted by the admission rule and not filtered; ``wait(…, is_eval=True)`` takes it.
+            should_accept_fn: a function, or its import path, that gets the group's trajectory and returns whether to use it.
+            group_size: samples of the task; use 1 for a workflow that makes its own group.
+            is_eval: the task is for evaluation. It is not counted by the admission rule and not subject to ``dynamic_filter``; take it
+                with ``wait(…, is_eval=True)``.
             past: recorded episodes by sample index (see ``rollout.resume.read_past``); the samples continue from them.
 
         Returns:
@@ -155,7 +156,7 @@ class RolloutExecutor:
             )
         group = self._factory.make(data, workflow, workflow_kwargs, should_accept_fn, group_size, is_eval)
         group.past = dict(past or {})
-        self._scheduler.tasks[group.task_id] = group  # counted here: the loop may be far behind
+        self._scheduler.tasks[group.task_id] = group  # added here because the loop may be far behind
         self._thread.loop.call_soon_threadsafe(self._enqueue, [group])
         return group.task_id
 
@@ -168,7 +169,7 @@ class RolloutExecutor:
             is_eval: take groups that were submitted with ``is_eval``.
 
         Returns:
-            All their rows, as one trajectory.
+            The rows of these groups as one trajectory.
 
         Raises:
             TimeoutError: not complete in time; complete groups stay for the next call.
@@ -231,7 +232,7 @@ class RolloutExecutor:
             timeout: seconds to wait. None waits until a task ends.
 
         Returns:
-            By task id the rows of the task's group, or the reason why it has none.
+            For each task id, the rows of its group or the reason why there are none.
 
         Raises:
             TimeoutError: no task ended in time.
@@ -249,7 +250,7 @@ class RolloutExecutor:
         return failed | {group.task_id: group.join() for group in groups}
 
     def abandon(self, task_ids: Iterable[int]) -> None:
-        """Drop submitted tasks whose groups nobody will take; samples that run are cancelled."""
+        """Drop submitted tasks whose groups nobody will take; running samples are cancelled."""
         tasks = self._scheduler.tasks
         self._call(lambda: self._drop_abandoned([tasks[task_id] for task_id in task_ids if task_id in tasks]))
 
@@ -311,7 +312,7 @@ class RolloutExecutor:
         """Return the next training batch, and keep enough work in flight for the following ones.
 
         Tasks are drawn as the admission rule frees slots; a group that is rejected, filtered, dropped or given up is replaced. A
-        dataloader continues with its next epoch. An iterator ends, and its last batch may be smaller.
+        dataloader continues with its next epoch. An iterator ends instead, so the last batch may be smaller.
 
         Args:
             dataloader: yields rows or lists of rows; pass the same object in every call.
@@ -338,7 +339,7 @@ class RolloutExecutor:
             is_over = False
 
             def take() -> list[Group] | None:
-                """A batch; an empty list if more tasks should be drawn or the dataset ended."""
+                """Return a batch, None if it is not ready, or an empty list if more tasks should be drawn or the dataset ended."""
                 if is_over and not scheduler.has_work:
                     return scheduler.take(count, final=True) or []
                 groups = scheduler.take(count)
@@ -390,27 +391,27 @@ class RolloutExecutor:
     def settle(self) -> None:
         """Wait until every admitted group has ended.
 
-        Called before each change of weights, it fixes which version samples what: no episode spans two versions, and the lead of
-        sampling does not depend on timing.
+        In deterministic mode it is called before each weight update, so that no episode spans two versions and the lead of sampling does
+        not depend on timing.
         """
         scheduler = self._scheduler
         self._await(Waiter(lambda: [] if scheduler.is_settled else None), None, "the change of weights")
 
     def set_version(self, version: int) -> None:
-        """Weights were published: groups in training release their slots. The current version again is a no-op."""
+        """Adopt a published version; groups in training release their slots. A no-op if it is already the current version."""
         self._change(self._scheduler.publish, version)
 
     @property
     def frontier(self) -> int:
-        """Every task with a lower ordinal is done: trained, rejected, dropped or given up."""
+        """The lowest ordinal that is not done; all tasks below it were trained, rejected, dropped or given up."""
         return self._scheduler.frontier.first_open
 
     def release_batch(self) -> None:
-        """Release the slots of the batches that were taken without publishing a version (a skipped step)."""
+        """Release the slots of the delivered batches although no version was published, as after a skipped step."""
         self._change(self._scheduler.finish_training)
 
     def counters(self) -> dict[str, float]:
-        """How samples and groups ended so far (``samples/…``, ``groups/…``), and how many are in each state."""
+        """Count how samples and groups have ended so far (``samples/…``, ``groups/…``) and how many are in each state."""
         return {
             **self._scheduler.counters(),
             "abandoned_samples": self._episodes.abandoned,
@@ -419,11 +420,11 @@ class RolloutExecutor:
 
     @property
     def stopped_by(self) -> BaseException | None:
-        """What stopped rollout for good (too many failures, or an internal fault). None while it can go on."""
+        """The error that stopped rollout for good (too many failures, or an internal fault), or None if rollout can continue."""
         return self._episodes.stopped_by
 
     def hurry(self) -> None:
-        """The run will end after the current batch: give up sooner if nothing succeeds. Safe to call in a signal handler."""
+        """Tolerate fewer consecutive failures, because the run ends after the current batch. Safe to call in a signal handler."""
         self._scheduler.failures.is_hurried = True
 
     @property
@@ -434,12 +435,12 @@ class RolloutExecutor:
     # -- checkpoints ---------------------------------------------------------------------------------------------------
 
     def state_dict(self) -> dict[str, Any]:
-        """Snapshot for a checkpoint; take it after the batch's weights were published.
+        """Return a snapshot for a checkpoint; call this after the batch's weights were published.
 
         Returns:
             ``version``; ``failed_lately`` (for the failure budget); ``next_ordinal``; ``next_task_id``; ``frontier`` and ``beyond``
-            (ordinals that are done); ``pending`` (tasks drawn and not done, in order) and ``finished`` (complete groups that no
-            batch has taken), by which the dataloader is ahead.
+            (the ordinals that are done); ``pending`` (tasks that were drawn and are not done, in order); ``finished`` (complete groups
+            that no batch has taken). The dataloader is ahead by the pending and finished tasks.
         """
         drawn = [
             *self._restored,
@@ -451,7 +452,7 @@ class RolloutExecutor:
         return {**state, **numbers, "pending": [*state["pending"], *map(dict, drawn)]}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Continue from another executor's state. Its pending tasks run before the dataloader's next ones.
+        """Continue from another executor's state. The state's pending tasks run before the dataloader's next ones.
 
         Raises:
             RolloutError: tasks are in flight.
@@ -472,9 +473,9 @@ class RolloutExecutor:
         self._restored.extend(map(dict, pending))
 
     def recall(self, directories: Iterable[str | Path]) -> PastEpisodes:
-        """Continue what earlier processes of the run had sampled beyond its checkpoint; see ``rollout.resume``.
+        """Reuse what earlier processes of the run sampled after its last checkpoint; see ``rollout.resume``.
 
-        Call it after ``load_state_dict``, if there is a checkpoint, and before the first task.
+        Call this before the first task and, if there is a checkpoint, after ``load_state_dict``.
 
         Args:
             directories: directories of their journals.
@@ -499,7 +500,7 @@ class RolloutExecutor:
     # -- the end -------------------------------------------------------------------------------------------------------
 
     def destroy(self) -> None:
-        """Cancel what runs and stop the thread; callers that wait get a ``RolloutError``. Idempotent."""
+        """Cancel running samples and stop the thread; waiting callers get a ``RolloutError``. Idempotent."""
         self._thread.stop(
             lambda: self._episodes.stop(RolloutError("the rollout executor was destroyed while this call waited."))
         )
@@ -521,11 +522,11 @@ class RolloutExecutor:
             self.set_version(version)
 
     def _change(self, change: Callable[..., None], *arguments: Any) -> None:
-        """Change the scheduler on the loop, and react."""
+        """Apply a change to the scheduler on the loop, and carry out the scheduler's decisions."""
         self._call(lambda: (change(*arguments), self._react()))
 
     def _await(self, waiter: Waiter, timeout: float | None, what: str, groups: Sequence[Group] = ()) -> Trajectory:
-        """Queue ``groups``, wait until ``waiter`` is answered, and join the rows. No keys if the answer has no group."""
+        """Queue ``groups``, wait until ``waiter`` is answered, and join the rows; return an empty dict if there are none."""
         taken = self._wait_for_groups(waiter, timeout, what, groups)
         samples = [rows for group in taken for rows in group.rows]
         for group in taken:
@@ -568,7 +569,7 @@ class RolloutExecutor:
         self._react()
 
     def _forget(self, waiter: Waiter) -> None:
-        """A caller gave up waiting."""
+        """Remove a waiter whose caller gave up, and drop the groups that only it waited for."""
         if waiter in self._waiters:
             self._waiters.remove(waiter)
         self._drop_abandoned(waiter.own_groups)
@@ -639,7 +640,7 @@ class RolloutExecutor:
             self._episodes.cancel(group, f"belongs to a group that has come to its end ({group.reason})")
 
     def _answer(self) -> None:
-        """Answer the waiters that can be."""
+        """Answer the waiters whose groups are ready."""
         waiting = []
         for waiter in self._waiters:
             try:

@@ -21,7 +21,7 @@ from rollwright.tracking.logging import attached_file, getLogger
 
 logger = getLogger("rollout")
 
-WINDOW = 64  # latest samples that the failure budget counts
+WINDOW = 64  # number of latest samples that the failure budget counts
 IN_A_ROW = 512  # consecutive samples that may fail, whatever share of failures is allowed
 KEPT = 32  # failures whose tracebacks are kept
 SHOWN = 160  # characters of a task's row in a message
@@ -37,13 +37,13 @@ class Failure:
     sample: str
     task: str  # its row, shortened
     workflow: str
-    cause: str  # in one line, with the place in the workflow's own code
+    cause: str  # one line, including file and line of the workflow's own code
     traceback: str
     is_final: bool  # no attempt is left
 
 
 def with_cause(message: str, failure: Failure | None) -> RolloutError:
-    """Make an error with a failure's cause in its message and the traceback as a note."""
+    """Make an error whose message includes a failure's cause; the traceback is added as a note."""
     if failure is None:
         return RolloutError(message)
     error = RolloutError(f"{message} First cause: {failure.cause} in {failure.workflow}, {failure.sample}: {failure.task}.")
@@ -76,7 +76,7 @@ class FailureLog:
         self._in_a_row = self._in_a_row + 1 if failed else 0
 
     def record(self, error: BaseException, *, sample: str, task: Mapping[str, Any], workflow: str, is_final: bool) -> Failure:
-        """Keep and report a failed attempt."""
+        """Store and log a failed attempt."""
         row = repr(task)
         failure = Failure(
             sample=sample,
@@ -106,7 +106,7 @@ class FailureLog:
         return failure
 
     def too_many(self) -> RolloutError | None:
-        """The error that stops the run, with the first cause, if too many of the last 64 samples failed, or too many in a row."""
+        """Return the error that stops the run if too many of the last 64 samples failed, or too many in a row; otherwise None."""
         failed = sum(self.outcomes)
         if self._in_a_row >= (WINDOW if self.is_hurried else IN_A_ROW):
             return with_cause(
@@ -128,10 +128,10 @@ _COROUTINE = re.compile(r"'?\bcoroutine\b'?")
 
 
 def _cause(error: BaseException) -> str:
-    """An exception in one line, with the innermost line of the user's code.
+    """Describe an exception in one line, including the innermost line of the user's code.
 
-    If the message ends with the traceback of another process, such as a reward function's, the line is taken from that traceback. Other
-    errors of a reward name its function, and no line is added.
+    If the message ends with the traceback of another process, such as a reward function's, the line is taken from that traceback. The
+    messages of other reward errors name the function already, so no line is added.
     """
     message = "".join(traceback.format_exception_only(error))
     lines = message.removeprefix("rollwright.errors.").strip().splitlines() or [type(error).__name__]

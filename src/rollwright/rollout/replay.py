@@ -1,7 +1,7 @@
 """Runs recorded episodes again: the workflow's code is answered from the journal, and its rows are compared with the recorded ones.
 
-No model is loaded and nothing is sampled. A request that the journal does not contain is an error that names the task, the call and the
-first token that differs.
+Unless an engine is given, no model is loaded and nothing is sampled: a request that the journal does not contain is an error that names
+the task, the call and the first token that differs.
 """
 
 from __future__ import annotations
@@ -36,9 +36,9 @@ class Replayed:
 
     Attributes:
         verdict: ``equal``, ``differs`` (see ``why``) or ``failed`` (see ``error``).
-        rewards: rewards of its rows.
+        rewards: rewards of the replayed rows.
         recorded_rewards: rewards of the recorded rows.
-        repeats: True if it was sampled again and the tokens equal the recorded ones.
+        repeats: True if the episode was sampled again and its tokens equal the recorded ones.
     """
 
     name: str
@@ -57,11 +57,11 @@ class NoModel(InferenceEngine):
         self._version = version
 
     async def agenerate(self, request: ModelRequest) -> ModelResponse:
-        """Nothing is sampled in a replay."""
+        """Raise a ``ReplayError``, because a replay samples nothing."""
         raise ReplayError("a replay has no model: this request did not go through the sample's engine.")
 
     def get_version(self) -> int:
-        """Version of the weights when the episode began."""
+        """Return the version of the weights when the episode began."""
         return self._version
 
     def set_version(self, version: int) -> None: ...
@@ -79,10 +79,10 @@ class Replayer:
     Args:
         choose: returns the workflow, its arguments and the group size for a recorded episode.
         seed: the run's seed.
-        sandbox: where Python that the model wrote runs.
-        engine: samples again instead of using the journal's answers. None samples nothing.
-        fresh: prefixes of the names of durable calls that are made again.
-        compares_rewards: rewards must equal the recorded ones, too.
+        sandbox: where Python code written by the model runs.
+        engine: samples again instead of using the journal's answers. If None, nothing is sampled.
+        fresh: durable calls whose names begin with one of these prefixes are made again.
+        compares_rewards: also compare rewards with the recorded ones.
         find_image: returns the image of a task by its digest.
     """
 
@@ -156,7 +156,7 @@ class Replayer:
                 raise episode.diverged
 
     def _difference(self, recorded: RecordedEpisode, rows: Trajectory | None, now: list[float], then: list[float]) -> str:
-        """How the replayed rows differ from the recorded ones; empty if equal."""
+        """Describe how the replayed rows differ from the recorded ones; empty if equal."""
         if recorded.end is None:
             return ""
         if len(now) != len(then):
@@ -170,7 +170,7 @@ class Replayer:
 
 
 def _repeats(recorded: RecordedEpisode, rows: Trajectory | None) -> bool:
-    """True if the rows have the recorded tokens."""
+    """Return whether the rows have the recorded tokens."""
     if recorded.end is None or rows is None or len(recorded.end.rows) != len(rows["rewards"]):
         return False
     lengths = rows["attention_mask"].sum(1).tolist()

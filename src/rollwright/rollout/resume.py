@@ -2,9 +2,9 @@
 
 Finished episodes, interrupted ones and those trained after the checkpoint are treated alike:
 
-* every episode of an open task runs again with its past (``PastEpisodes``): its requests are answered from the journal up to the first
-  new one. A finished episode ends without asking a model, and its rows have the recorded tokens, versions and log-probabilities;
-* an ordinal keeps its task; a task that was rejected or filtered stays so, and one that failed starts over;
+* every episode of an unfinished task runs again with its past (``PastEpisodes``): its requests are answered from the journal up to the
+  first new one. A finished episode ends without a model call, and its rows have the recorded tokens, versions and log-probabilities;
+* an ordinal keeps its task; a rejected or filtered task remains rejected, and a failed task starts over;
 * batches that were delivered after the checkpoint are delivered again in the same order (``ReplayOrder``).
 """
 
@@ -35,23 +35,23 @@ from rollwright.tracking.logging import getLogger
 
 logger = getLogger("rollout")
 
-#: Ends of a group that timing, the trainer or a fault decided; a resumed run decides them again. All others follow from the answers: a
-#: workflow or a filter refused the group.
+#: Ends of a group that depended on timing, the trainer or a fault; a resumed run decides them again. All other ends follow from the
+#: recorded answers: a workflow or a filter rejected the group.
 DECIDED_ANEW = ("delivered", "failed", "dropped/stale", "dropped/over_sampling", "dropped/abandoned")
 
 
 @dataclass
 class PastEpisodes:
-    """What earlier processes of a run recorded of unfinished tasks.
+    """What earlier processes of a run recorded about unfinished tasks.
 
     Attributes:
         episodes: (ordinal, sample index) -> the attempt that got furthest.
         rejected: ends of the groups that were rejected or filtered, by ordinal.
         failed: ordinals of failed groups, which start again.
         order: ordinals of the delivered groups, in order of delivery.
-        newest_version: newest weight version of their tokens; -1 if there are none.
+        newest_version: newest weight version of the tokens in ``episodes``; -1 if there are none.
         tokens: number of sampled tokens in ``episodes``.
-        checkpoints: steps whose recover checkpoint is known to match the journal.
+        checkpoints: steps whose recovery checkpoint is known to match the journal.
         lost: files of the journal that are missing or truncated.
         redacted: the journal's function that removes secrets from packed values.
     """
@@ -68,14 +68,14 @@ class PastEpisodes:
 
     @property
     def count(self) -> int:
-        """Episodes that have a past."""
+        """Number of ``episodes``."""
         return sum(map(len, self.episodes.values()))
 
     def row(self, row: dict[str, Any]) -> dict[str, Any]:
-        """Replace a drawn task by the one that its ordinal had before the stop, if they differ.
+        """Return the task that a drawn row's ordinal had before the stop, or the row itself if both are equal.
 
-        They differ if a selector that learns from rewards draws again. If the journal has no complete copy of the earlier task, the
-        ordinal's past is discarded.
+        The two can differ if a selector that learns from rewards draws the tasks. If the journal has no complete copy of the earlier task,
+        the ordinal's past is discarded and the row is used.
         """
         ordinal = row.get("ordinal")
         then = next(iter(self.episodes.get(ordinal, {}).values()), None)  # type: ignore[arg-type]
@@ -98,11 +98,11 @@ def read_past(
     journal: Journal | None = None,
     task_files: TaskFiles | None = None,
 ) -> PastEpisodes:
-    """Read what earlier processes recorded. Memory grows with the episodes of open tasks only.
+    """Read what earlier processes recorded. Memory grows only with the episodes of unfinished tasks.
 
     Args:
         directories: directories of the journals.
-        is_open: returns True for the ordinal of a task that is not done.
+        is_open: returns whether the task of an ordinal is unfinished.
         journal: journal of this process, which redacts the same secrets as the earlier ones. None redacts nothing.
         task_files: index of the files that hold these tasks, for callers that read often. None reads all files.
     """
@@ -149,11 +149,11 @@ def read_past(
 
 
 def _furthest(episodes: list[RecordedEpisode], failed: float) -> RecordedEpisode | None:
-    """The episode of a sample to continue from; each attempt started with the answers of the one before it.
+    """Choose the episode of a sample to continue from; each attempt started with the answers of the previous one.
 
-    After a divergence or a failure of the group the sample started over, so earlier episodes do not count. They are ordered by the
+    After a divergence or a failure of the group the sample started over, so earlier episodes do not count. Episodes are ordered by the
     clocks of their hosts, because nothing else orders the records of several workers. If the clocks disagree, a sample starts over
-    needlessly, or continues a diverged episode, diverges again and starts over. Both cost tokens, and no trained token is wrong.
+    needlessly, or continues a diverged episode, diverges again and starts over. Both cost tokens, but no trained token is wrong.
     """
     diverged = (each.begin.time for each in episodes if each.end is not None and each.end.outcome == "diverged")
     anew = max(diverged, default=0.0)
@@ -164,7 +164,7 @@ def _furthest(episodes: list[RecordedEpisode], failed: float) -> RecordedEpisode
 
 
 def _is_same(row: dict[str, Any], packed: bytes, redacted: Callable[[bytes], bytes]) -> bool:
-    """True if a row equals the packed task, ignoring ordinals."""
+    """Return whether a row equals the packed task, ignoring ordinals."""
     try:
         now = unpack_task(redacted(pack_task(row)))
     except (TypeError, OverflowError):
@@ -180,17 +180,17 @@ def _without_ordinal(task: dict[str, Any]) -> bytes:
 
 
 class ReplayOrder:
-    """The batches that a run delivered after its last checkpoint, delivered again in the same order.
+    """Repeats the batches that a run delivered after its last checkpoint, in the same order.
 
-    The steps that a crash undid are repeated with the same groups, so a resumed run trains on what the interrupted one trained on. It
-    is asked in two places of the scheduler and where tasks are drawn:
+    The steps that a crash undid are repeated with the same groups, so a resumed run trains on the same data as the interrupted one. The
+    scheduler calls the first two methods, and the executor calls the third:
 
-    * ``next_batch``, when a batch leaves: returns the batch that was delivered next once its groups are ready;
-    * ``holds``, when a sample starts: a sample of a later batch waits if its recorded tokens come from a version that the resumed
-      trainer has not reached yet, until that version is published or another batch is requested first;
-    * ``draw``: failed tasks are drawn after the replayed batches, which were formed without them.
+    * ``next_batch``, when a batch leaves, returns the batch that was delivered next once its groups are ready;
+    * ``holds``, when a sample starts, makes a sample of a later batch wait if its recorded tokens come from a version that the resumed
+      trainer has not reached yet. The wait ends when that version is published or another batch is requested;
+    * ``draw`` draws failed tasks after the replayed batches, which were formed without them.
 
-    If a group can no longer come, the order is given up and new batches are formed; rejected and filtered tasks stay so. Without
+    If a group can no longer come, the order is given up and new batches are formed; rejected and filtered tasks remain rejected. Without
     arguments there is nothing to replay.
 
     Args:
@@ -215,13 +215,13 @@ class ReplayOrder:
     def next_batch(
         self, count: int, ready: Set[int], living: Set[int], is_done: Callable[[int], bool], no_more: bool
     ) -> list[int] | None:
-        """Ordinals of the batch that was delivered next. None if it is not ready, or the order was given up.
+        """Return the ordinals of the batch that was delivered next, or None if it is not ready or the order was given up.
 
         Args:
             count: groups in the batch.
             ready: ordinals of the groups that are ready.
-            living: ordinals of the groups that run or are ready.
-            is_done: says whether a task is done.
+            living: ordinals of the groups that are running or ready.
+            is_done: returns whether the task of an ordinal is done.
             no_more: no further group can start.
         """
         wanted = list(islice((ordinal for ordinal in self.remaining if not is_done(ordinal)), count))
@@ -240,18 +240,18 @@ class ReplayOrder:
         return None
 
     def holds(self, group: Group, index: int, version: int) -> bool:
-        """True if a sample must wait for a version that the trainer has not made again yet."""
+        """Return whether a sample must wait for a weight version that the resumed trainer has not reached yet."""
         if not (self.remaining or self._awaits_version) or group.ordinal in self.remaining:
             return False
         return index in group.past and group.past[index].newest_version > version
 
     def release(self) -> bool:
-        """Hold no sample after the last batch: its version was published, or a further batch is asked for. True if any was held."""
+        """Stop holding samples after the last replayed batch; return whether its version was still awaited."""
         was_waiting, self._awaits_version = self._awaits_version, False
         return was_waiting
 
     def draw(self, source: TaskSource, count: int) -> list[dict[str, Any]]:
-        """Draw up to ``count`` tasks of a source; failed ones are deferred until the batches have been replayed."""
+        """Draw up to ``count`` tasks from a source; failed tasks are deferred until the batches have been replayed."""
         if self.deferred and (source.is_over or not self.remaining):
             source.put_back(self.deferred)
             self.deferred, self._failed = [], set()

@@ -3,10 +3,10 @@
 Invariants:
 
 * every request that the engine serves is in the sample's record, once, and in the journal before its answer is returned;
-* a request that the episode's past has is answered from there, and only if its prompt is the same, token for token;
-* a request's seed depends on the run's seed, the task, the sample and the request's place in it, and on nothing else: not
-  on the attempt, the other samples or the clock;
-* after ``close`` no model call of the sample succeeds, from whatever thread it comes.
+* a request that the episode's past contains is answered from there, and only if its prompt is equal, token for token;
+* a request's seed depends only on the run's seed, the task, the sample and the request's position in the sample, not on the attempt,
+  other samples or the clock;
+* after ``close`` no model call of the sample succeeds, from any thread.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ class SampleEngine(SampleBoundEngine):
         run_seed: the run's seed.
         loop: the executor's event loop; calls from other loops are forwarded to it.
         workflow: name of the workflow, for messages.
-        episode: the sample's journal. None disables recording to it.
+        episode: writes the sample's journal. None disables it.
 
     Attributes:
         uncounted: time that does not count against the sample's limit.
@@ -109,12 +109,12 @@ class SampleEngine(SampleBoundEngine):
             self.episode.call(self.recorder.record(sent, response, place=place, started=started))
 
     def close(self, because: str) -> None:
-        """Refuse every further model call of this sample."""
+        """Reject every further model call of this sample."""
         self.closed_because = self.closed_because or because
         self.episode.close()
 
     def _taken(self, request: ModelRequest) -> tuple[ModelRequest, tuple[int, int]]:
-        """The request with its seed, and its place in the record."""
+        """Return the request with its seed, and its conversation and turn in the record."""
         self._refuse_if_closed()
         if request.gconfig.n_samples != 1:
             raise EngineError(
@@ -131,11 +131,11 @@ class SampleEngine(SampleBoundEngine):
         return request.seeded(seed), place
 
     def _from_past(self, sent: ModelRequest, place: tuple[int, int]) -> ModelResponse | None:
-        """Answer a request from the journal, and record it like an answer of the engine. None if the engine must be asked.
+        """Answer a request from the journal and record it like an answer of the engine; return None if the engine must answer.
 
         Raises:
             ReplayError: the request differs from the recorded one or, in a replay, none is recorded.
-            PromptTooLongError: the recorded request was refused.
+            PromptTooLongError: the recorded request was rejected.
         """
         episode = self.episode
         if episode.past is None:
@@ -185,7 +185,7 @@ class SampleEngine(SampleBoundEngine):
     # -- the rest of the protocol: read-only, because the engine belongs to the run ------------------------------------
 
     def get_version(self) -> int:
-        """Version of the weights that the next token is sampled with."""
+        """Return the version of the weights that the next token is sampled with."""
         return self.engine.get_version()
 
     def abort(self, rid: str | None = None) -> None:
@@ -195,7 +195,7 @@ class SampleEngine(SampleBoundEngine):
 
 
 def answer_of(request: ModelRequest, kept: RecordedCall) -> ModelResponse:
-    """Make the response of a recorded call."""
+    """Build the response of a recorded call."""
     call = kept.call
     return ModelResponse(
         input_tokens=request.tokens,  # type: ignore[arg-type]
@@ -215,7 +215,7 @@ def answer_of(request: ModelRequest, kept: RecordedCall) -> ModelResponse:
 
 
 def _first_difference(prompt: np.ndarray, kept: RecordedCall, tokenizer: Any) -> str:
-    """Describes the first token of a request that differs from the recorded one."""
+    """Describe the first token at which a prompt differs from the recorded one."""
     at = common_length(prompt, kept.prompt)
 
     def shown(ids: np.ndarray) -> str:

@@ -5,14 +5,15 @@ A group is admitted while
     running + ready + in_training < (max_head_offpolicyness + 1) * batch        (plus the extra groups of over-sampling)
 
 A group in training releases its slot when the next version is published. Nothing is counted over the life of the run, so a rejection, a
-drop or a resume can neither starve nor flood it. Each batch in training counts as a version to come.
+drop or a resume can neither starve nor flood it. Each batch in training counts as one future version.
 
 A group admitted at version ``s`` must be trained at version ``s + max_head_offpolicyness`` at the latest. Batches take the oldest ready
 groups first. With ``on_stale: wait`` a batch leaves only if all groups that stay behind can still meet their deadlines (earliest deadline
-first). The admission rule makes that possible, so "wait" drops nothing for its age. Evaluation and ``rollout_batch`` are not counted.
+first). The admission rule makes that possible, so ``wait`` drops no group for its age. Groups of evaluation and ``rollout_batch`` are not
+counted.
 
-``Staleness`` is the rule, and ``GroupScheduler`` applies it to groups. The scheduler calls nobody: its owner starts the samples that
-``next_sample`` returns, reports how they ended, and cancels the samples of the groups in ``ended``. Invariants:
+``Staleness`` implements the rule, and ``GroupScheduler`` applies it to groups. The scheduler calls nobody: its owner starts the samples
+that ``next_sample`` returns, reports how they ended, and cancels the samples of the groups in ``ended``. Invariants:
 
 * a group is delivered once, and never if it is older than ``max_head_offpolicyness`` allows;
 * a group reaches exactly one end (delivered, dropped, failed), and releases its slot at that moment.
@@ -58,29 +59,29 @@ class Staleness:
         self.over_sampling = over_sampling
         self.version = 0
         self.groups: Counter[GroupState] = Counter()
-        self._living: Counter[int] = Counter()  # version of admission -> groups that run or are ready
+        self._living: Counter[int] = Counter()  # version of admission -> number of running and ready groups
 
     def move(self, admitted: int, before: GroupState, after: GroupState) -> None:
-        """A group that was admitted at version ``admitted`` changes its state."""
+        """Count a change of state of a group that was admitted at version ``admitted``."""
         for state, change in ((before, -1), (after, 1)):
             self.groups[state] += change
             if state is GroupState.RUNNING or state is GroupState.READY:
                 self._living[admitted] += change
 
     def publish(self, version: int) -> None:
-        """A version was published: the groups in training are trained and release their slots."""
+        """Adopt a published version: the groups in training are done and release their slots."""
         self.version = version
         self._living = +self._living  # removes versions without living groups
         self.groups[GroupState.DELIVERED] = 0
 
     @property
     def head(self) -> int:
-        """Version of the weights that the next batch will be trained from, once the batches in training are trained."""
+        """Version that the weights will have when the next batch is trained, after all batches that are in training now."""
         return self.version if not self.batch else self.version + self.groups[GroupState.DELIVERED] // self.batch
 
     @property
     def oldest(self) -> int:
-        """Version of the oldest tokens that may be trained."""
+        """Oldest version whose tokens may be trained."""
         return self.head - self.limit
 
     @property
@@ -98,18 +99,18 @@ class Staleness:
 
     @property
     def surplus(self) -> int:
-        """Groups beyond the rule without over-sampling's extras; they are cut when a batch leaves."""
+        """Number of groups that over-sampling admitted beyond the plain rule; as many are cut when a batch leaves."""
         if self.batch is None:
             return 0
         return max(0, math.ceil(self.over_sampling * self.batch) - int(self.capacity))
 
     def must_wait(self, leaving: Iterable[int], batch: int) -> bool:
-        """True if a batch would leave groups behind that cannot all be trained in time.
+        """Return whether a batch would leave groups behind that cannot all be trained in time.
 
-        They can if, for every ``d``, at most ``batch * (d - head)`` of them have a deadline up to ``d``.
+        The remaining groups can be trained in time if, for every version ``d``, at most ``batch * (d - head)`` have a deadline up to ``d``.
 
         Args:
-            leaving: versions of admission of the groups in the batch and of those that are cut when it leaves.
+            leaving: admission versions of the groups in the batch and of the groups that are cut when it leaves.
             batch: groups in a batch.
         """
         left = self._living.copy()
@@ -124,19 +125,19 @@ class Staleness:
 
 
 class GroupScheduler:
-    """Groups from their arrival to their end.
+    """Manages groups from their arrival to their end.
 
     Args:
         config: limits and policies.
         deterministic: batches leave in the order of their ordinals.
-        batch_size: groups in a training batch. None if it is not known yet.
+        batch_size: groups in a training batch, or None if not known yet.
         version: version of the weights.
 
     Attributes:
         tasks: groups of ``submit`` and ``prepare_batch`` that were not taken yet, by task id; ``submit`` adds to it from its own thread.
         reasons: task id -> why its group never became ready.
-        ended: groups that ended without being delivered, each with the name that it is counted by; the owner empties it.
-        may_start_more: something changed since ``next_sample`` last returned None, so that it may return a sample now.
+        ended: groups that ended without being delivered, each with the name of its counter in ``groups``; the owner empties this queue.
+        may_start_more: True if something changed since ``next_sample`` last returned None, so that it may return a sample now.
         frontier: the ordinals that are done.
         taken_by: the thread that took the groups in training.
         samples: number of samples that were accepted, rejected, failed, retried and cut.
@@ -174,7 +175,7 @@ class GroupScheduler:
     # -- groups in -----------------------------------------------------------------------------------------------------
 
     def enqueue(self, groups: Iterable[Group]) -> None:
-        """Add groups. One that was rejected or filtered before a restart ends at once."""
+        """Add groups. A group that was rejected or filtered before a restart ends at once."""
         for group in groups:
             if group.batch is None:
                 self.tasks[group.task_id] = group
@@ -183,10 +184,9 @@ class GroupScheduler:
                 self._end(group, GroupState.DROPPED, end.state, end.reason)
 
     def next_sample(self) -> tuple[Group, int, int] | None:
-        """The group, index and attempt of the sample to start now. Groups are admitted in order of arrival.
+        """Return the group, index and attempt of the sample to start now, or None if there is no room or nothing to start.
 
-        Returns:
-            None if there is no room or nothing to start.
+        Groups are admitted in order of arrival.
         """
         while not self.is_paused and self._running_samples < self._config.max_concurrent_samples:
             if self._waiting:
@@ -224,19 +224,19 @@ class GroupScheduler:
     # -- samples out ---------------------------------------------------------------------------------------------------
 
     def leave(self, is_cut: bool) -> None:
-        """A sample has ended and releases its place; ``is_cut`` is True if its group was over before."""
+        """Release the place of a sample that has ended; ``is_cut`` is True if its group was over before the sample ended."""
         self._running_samples -= 1
         self.samples["cut"] += is_cut
 
     def repeat(self, group: Group, name: SampleName) -> None:
         """Run a sample again from the beginning, as the same attempt."""
-        group.past.pop(name.index, None)  # a lost worker's record is not in it
+        group.past.pop(name.index, None)  # may be absent: a past read for a lost worker is not stored here
         self._waiting.appendleft((group, name.index, name.attempt))
 
     def end_sample(self, group: Group, name: SampleName, ended: Trajectory | Failure | None) -> None:
-        """A sample ended with rows, with a failure, or with None if its workflow rejected it.
+        """Handle the end of a sample: its rows, its failure, or None if its workflow rejected it.
 
-        A failed sample is retried, or its group is given up. A rejected one ends its group.
+        A failed sample is retried, or its group is given up if no attempt is left. A rejected sample ends its group.
         """
         if isinstance(ended, Failure):
             if ended.is_final:
@@ -262,7 +262,7 @@ class GroupScheduler:
         try:
             group.complete()
             policy = group.refused_by(self._config.dynamic_filter)
-        except Exception as error:  # of a should_accept_fn, or rows of a workflow that cannot be joined
+        except Exception as error:  # raised by should_accept_fn, or because rows cannot be joined
             name = f"{'evaluation task' if group.is_eval else 'task'} {group.ordinal}"
             failure = self.failures.record(error, sample=name, task=group.data, workflow=group.workflow_name, is_final=True)
             self._give_up(group, failure, f"its group could not be completed: {error}")
@@ -280,7 +280,7 @@ class GroupScheduler:
     # -- the end of a group --------------------------------------------------------------------------------------------
 
     def drop(self, group: Group, policy: str, reason: str) -> None:
-        """End a group that a policy does not want."""
+        """End a group and count it as dropped by ``policy``."""
         self._end(group, GroupState.DROPPED, f"dropped/{policy}", reason)
 
     def _give_up(self, group: Group, failure: Failure, reason: str) -> None:
@@ -313,10 +313,10 @@ class GroupScheduler:
 
         Args:
             count: groups in the batch.
-            final: no more groups will come, so that the batch may be smaller.
+            final: no more groups will come, so the batch may be smaller.
 
         Returns:
-            None if the groups are not ready, or must not leave yet (``on_stale: wait``).
+            The groups of the batch, or None if they are not ready or must not leave yet (``on_stale: wait``).
         """
         picked = None
         if self.replay.remaining:
@@ -337,7 +337,7 @@ class GroupScheduler:
         return picked
 
     def _next_replayed(self, count: int, final: bool) -> list[Group] | None:
-        """The batch that was delivered next before the restart. None if it is not ready, or can no longer be formed."""
+        """Return the batch that was delivered next before the restart, or None if it is not ready or can no longer be formed."""
         ready = {group.ordinal: group for group in self._ready if not group.is_eval}
         living = ready.keys() | {group.ordinal for group in self._running}
         no_more = final or self._staleness.capacity < 1
@@ -345,7 +345,7 @@ class GroupScheduler:
         return None if ordinals is None else [ready[ordinal] for ordinal in ordinals]
 
     def _next(self, count: int, final: bool) -> list[Group] | None:
-        """The batch that the rule gives. None if its groups are not ready, or must not leave yet."""
+        """Choose the next batch by the admission rule; return None if its groups are not ready or must not leave yet."""
         state = self._staleness
         if state.groups[GroupState.READY] < count and not final:
             return None
@@ -370,7 +370,7 @@ class GroupScheduler:
         return picked
 
     def take_ready(self, count: int | None = None, *, is_eval: bool = False) -> list[Group] | None:
-        """Take groups of any age: all that are ready, or ``count`` of them. None if fewer are ready."""
+        """Take ready groups of any age: all of them, or ``count``. Returns None if fewer than ``count`` are ready."""
         picked = [group for group in self._ready if group.is_eval == is_eval][:count]
         if len(picked) < (count or 0):
             return None
@@ -378,22 +378,22 @@ class GroupScheduler:
         return picked
 
     def take_one(self, group: Group) -> list[Group] | None:
-        """Take one submitted group. None if it is not ready."""
+        """Take one submitted group. Returns None if it is not ready."""
         if group not in self._ready:
             return None
         self.deliver([group])
         return [group]
 
     def deliver(self, groups: list[Group]) -> None:
-        """Hand over groups that are ready."""
+        """Mark ready groups as delivered."""
         for group in groups:
-            self._ready.pop(group, None)  # those of rollout_batch were never in it
+            self._ready.pop(group, None)  # groups of rollout_batch were never in it
             self.tasks.pop(group.task_id, None)
             self._move(group, GroupState.DELIVERED)
         self._in_training.extend(group for group in groups if not group.is_eval)
 
     def _surplus(self, picked: list[Group]) -> list[Group]:
-        """The extra groups of over-sampling to cut: those that have run longest, then the youngest ready ones."""
+        """Choose the extra groups of over-sampling to cut: those that have run longest, then the ready ones that completed last."""
         if not self._staleness.over_sampling:
             return []
         kept = {group.ordinal for group in picked} | self.replay.remaining.keys()
@@ -426,7 +426,7 @@ class GroupScheduler:
         return self._staleness.version
 
     def publish(self, version: int) -> None:
-        """A version was published: groups in training release their slots. The current version again is a no-op."""
+        """Adopt a published version; groups in training release their slots. A no-op if it is already the current version."""
         state = self._staleness
         if version == state.version:
             return
@@ -439,7 +439,7 @@ class GroupScheduler:
         self.finish_training()
 
     def finish_training(self) -> None:
-        """Groups in training are done and release their slots."""
+        """Mark the groups in training as done and release their slots."""
         for group in self._in_training:
             self.frontier.done(group.ordinal)
         self._in_training = []
@@ -448,32 +448,32 @@ class GroupScheduler:
         self._staleness.groups[GroupState.DELIVERED] = 0
 
     def use_batch_size(self, groups: int) -> None:
-        """Set how many groups a training batch has."""
+        """Set the number of groups in a training batch."""
         self._staleness.batch = groups
 
     # -- what callers ask ----------------------------------------------------------------------------------------------
 
     @property
     def is_settled(self) -> bool:
-        """True if every admitted group has ended, and no queued one can be admitted before the next version."""
+        """True if every admitted group has ended and no queued group can be admitted before the next version."""
         return not self._running and (not self._stream or self._staleness.capacity < 1)
 
     @property
     def has_work(self) -> bool:
-        """True while a group of the stream is queued or runs."""
+        """True while a group of ``submit`` or ``prepare_batch`` is queued or running."""
         return bool(self._stream or self._running)
 
     @property
     def is_idle(self) -> bool:
-        """True if no group is queued, runs or is ready."""
+        """True if no group is queued, running or ready."""
         return not self.has_work and not self._ready
 
     def ready(self, is_eval: bool) -> int:
-        """Number of groups that are ready: of evaluation, or the others."""
+        """Return the number of ready evaluation groups or, if ``is_eval`` is False, of all other ready groups."""
         return sum(group.is_eval == is_eval for group in self._ready)
 
     def wanted(self) -> int:
-        """Number of tasks to draw now, to fill every slot and, if sampling runs ahead, to have the next batch queued."""
+        """Return how many tasks to draw now to fill every slot and, if sampling runs ahead, to have the next batch queued."""
         state = self._staleness
         if state.batch is None or self.is_paused:
             return 0
@@ -502,13 +502,13 @@ class GroupScheduler:
         )
 
     def describe(self) -> str:
-        """Describes in words how the tasks so far ended."""
+        """Describe in words how tasks have ended so far and how many are in flight."""
         in_training = self._staleness.groups[GroupState.DELIVERED]
         ends = ", ".join(f"{count} {name}" for name, count in sorted(self.groups.items())) or "no task has ended"
         return f"{ends}; {len(self._running)} running, {len(self._stream)} queued, {in_training} in training"
 
     def counters(self) -> dict[str, float]:
-        """How samples and groups ended, and the number of groups in each state."""
+        """Count how samples and groups have ended, and the groups in each state."""
         in_state = self._staleness.groups
         return {
             **{f"samples/{name}": self.samples[name] for name in ("accepted", "rejected", "failed", "retried", "cut")},
@@ -523,10 +523,10 @@ class GroupScheduler:
     # -- checkpoints ---------------------------------------------------------------------------------------------------
 
     def state_dict(self, with_rows: bool) -> dict[str, Any]:
-        """A consistent cut; see ``RolloutExecutor.state_dict``.
+        """Return a consistent snapshot; see ``RolloutExecutor.state_dict``.
 
         Args:
-            with_rows: save the rows of complete groups. If False, their tasks are pending and run again from the journal.
+            with_rows: save the rows of complete groups. If False, their tasks count as pending and run again from the journal.
         """
         complete = [group for group in self._ready if not group.is_eval]
         finished = complete if with_rows else []
@@ -544,7 +544,7 @@ class GroupScheduler:
         }
 
     def load_state_dict(self, state: dict[str, Any], finished: Sequence[Group]) -> None:
-        """Continue from ``state_dict``; ``finished`` are its complete groups."""
+        """Restore a snapshot of ``state_dict``; ``finished`` holds its complete groups."""
         self.failures.outcomes.extend(state.get("failed_lately", ()))
         self._staleness.publish(state["version"])
         self.frontier = Frontier(state["frontier"], state["beyond"])
@@ -554,14 +554,14 @@ class GroupScheduler:
             self._ready[group] = None
 
     def complete_ordinals(self) -> list[int]:
-        """Ordinals of the groups that are ready."""
+        """Return the ordinals of the ready groups."""
         return [group.ordinal for group in self._ready]
 
 
 class Frontier:
-    """The ordinals that are done: all below ``first_open``, and a few beyond it. A resumed run therefore trains each task once.
+    """The ordinals that are done: all below ``first_open``, and a few beyond it.
 
-    An ordinal is done when its group was trained, rejected, dropped or given up.
+    An ordinal is done when its group was trained, rejected, dropped or given up. A resumed run uses this to train each task only once.
     """
 
     def __init__(self, first_open: int = 0, beyond: Iterable[int] = ()) -> None:
@@ -574,7 +574,7 @@ class Frontier:
         return sorted(self._beyond)
 
     def is_done(self, ordinal: int) -> bool:
-        """True if the ordinal was marked as done."""
+        """Return whether the ordinal was marked as done."""
         return ordinal < self.first_open or ordinal in self._beyond
 
     def done(self, ordinal: int) -> None:

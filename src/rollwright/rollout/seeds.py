@@ -21,14 +21,14 @@ class SampleName(NamedTuple):
 
 
 def request_seed(run_seed: int, sample: SampleName, conversation: int, turn: int, index: int = 0) -> int:
-    """Seed of a request: 63 bits of BLAKE2b over its place in the run, equal in every process and version of Python.
+    """Compute the seed of a request: 63 bits of BLAKE2b over its position in the run, equal in every process and Python version.
 
     Args:
         run_seed: the run's seed.
         sample: the sample. Its attempt does not count, so a repeated sample draws the same tokens.
         conversation: number of the conversation, in order of first appearance in the sample.
         turn: number of the request in its conversation.
-        index: number among several completions of one prompt.
+        index: number of the completion, if one prompt has several.
     """
     place = f"{run_seed}/{int(sample.is_eval)}/{sample.ordinal}/{sample.index}/{conversation}/{turn}/{index}"
     return int.from_bytes(hashlib.blake2b(place.encode(), digest_size=8).digest(), "little") >> 1

@@ -1,6 +1,6 @@
-"""Groups of samples: tasks drawn from dataloaders, the workflow that runs them, and the rows that they become.
+"""Groups of samples: tasks drawn from dataloaders, the workflow that runs them, and the resulting rows.
 
-``TaskSource`` draws rows over epochs, and ``GroupFactory`` makes a ``Group`` of each, with its ordinal and workflow.
+``TaskSource`` draws dataset rows over epochs, and ``GroupFactory`` makes each into a ``Group`` that has an ordinal and a workflow.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ SAMPLE_BITS = 20  # a sample's id is its group's id shifted by this, plus its nu
 
 
 class GroupState(Enum):
-    """A group leaves ``RUNNING`` once, and every group reaches one of the last three."""
+    """State of a group. A group leaves ``RUNNING`` once and ends in one of the last three states."""
 
     QUEUED = "queued"
     RUNNING = "running"
@@ -60,21 +60,23 @@ class Group:
     data: dict[str, Any]
     workflow: Any
     workflow_name: str
-    runs: list[int]  # number of samples that each run of the workflow is asked for
+    runs: list[int]  # number of samples requested from each run of the workflow
     is_eval: bool = False
     should_accept: AcceptFunction | None = None
     batch: Batch | None = None  # the rollout_batch call that it belongs to, if any
-    in_stream: bool = field(init=False)  # the admission rule counts it: neither evaluation nor of a rollout_batch call
+    in_stream: bool = field(init=False)  # counted by the admission rule: neither for evaluation nor from rollout_batch
     state: GroupState = GroupState.QUEUED
     admitted: int = 0  # version at its admission
     size: int = 0  # number of samples of the complete group
     samples: int = 0  # number of samples delivered so far
-    rows: list[Any] = field(default_factory=list)  # trajectory of each run; None until it ends
+    rows: list[Any] = field(default_factory=list)  # trajectory of each run, or None until the run ends
     head_version: int | None = None  # version of its oldest token
     reason: str = ""  # why it was dropped or given up
     failure: Failure | None = None  # the failure that ended it
-    packed_task: tuple[bytes | None, str] | None = None  # for the journal: the row, or why it cannot be packed
-    past: dict[int, RecordedEpisode] = field(default_factory=dict)  # by sample index, what an earlier process recorded
+    packed_task: tuple[bytes | None, str] | None = (
+        None  # for the journal: the packed row, or the reason why it cannot be packed
+    )
+    past: dict[int, RecordedEpisode] = field(default_factory=dict)  # what an earlier process recorded, by sample index
 
     def __post_init__(self) -> None:
         self.in_stream = self.batch is None and not self.is_eval
@@ -97,12 +99,12 @@ class Group:
         return f"{kind} {self.ordinal} ({text if len(text) <= 160 else text[:157] + '…'})"
 
     def first_attempt(self, index: int) -> int:
-        """Number of a sample's first attempt: the one that was interrupted, or the one after the one that failed."""
+        """Return the number of a sample's first attempt: 0, or the recorded attempt, or the next one if that attempt failed."""
         past = self.past.get(index)
         return 0 if past is None else past.begin.attempt + (past.end is not None and past.end.outcome == "failed")
 
     def begin_episode(self, journal: Journal | None, name: SampleName, version: int) -> EpisodeWriter:
-        """Begin the journal of one of its samples; ``version`` is the current version of the weights."""
+        """Begin the journal of one sample of the group; ``version`` is the current weight version."""
         past = self.past.get(name.index)
         if past is not None and (past.begin.attempt != name.attempt or not past.can_go_on):
             past = None
@@ -134,7 +136,7 @@ class Group:
             journal.write(GroupEnd(*about, time.time(), self.admitted))
 
     def add(self, index: int, rows: Trajectory) -> range:
-        """Take the rows of a run. If all runs of a task runner have ended and samples are missing, further runs follow.
+        """Store the rows of a run. If all runs of a ``TaskRunner`` have ended and samples are still missing, add further runs.
 
         Returns:
             Indices of the further runs.
@@ -152,8 +154,8 @@ class Group:
     def complete(self) -> None:
         """Fill ``group_ids`` and ``sample_ids`` of the rows, and find the oldest version.
 
-        Samples are joined with their batch. Those whose columns differ are joined here, so that rows that cannot be joined fail their
-        group and not the batch.
+        Samples are normally joined together with their batch. If their columns differ, they are joined here, so that rows that cannot be
+        joined fail their group and not the batch.
         """
         first_id = self.task_id << SAMPLE_BITS
         self.rows = [rows for rows in self.rows if rows is not None]
@@ -184,7 +186,7 @@ class Group:
         return self.rows[0]
 
     def refused_by(self, dynamic_filter: str | None) -> str | None:
-        """Name of the policy that refuses the complete group. None if it is accepted.
+        """Return the name of the policy that rejects the complete group, or None if it is accepted.
 
         Raises:
             WorkflowError: ``should_accept_fn`` did not return a truth value.
@@ -208,7 +210,7 @@ class Group:
 
 
 def _layout(rows: Trajectory) -> dict[str, Any]:
-    """What must be equal for rows to be joined in their batch, by key; columns of the contract can always be joined."""
+    """Return, by key, what must be equal for rows to be joined in their batch; columns of the contract can always be joined."""
     if PACKED in rows:
         return {PACKED: {packed.layout for packed, _ in rows[PACKED]}}
     return {
@@ -225,13 +227,13 @@ class Batch:
 
 
 class TaskSource:
-    """Draws the rows of a dataloader in order, after those that a checkpoint had drawn.
+    """Draws the rows of a dataloader in order, after the rows restored from a checkpoint.
 
     A dataloader that can be iterated again starts its next epoch when one ends. An iterator ends with its last row.
 
     Args:
         loader: yields rows (dicts) or lists of rows.
-        restored: rows of a checkpoint, shared by all sources.
+        restored: rows restored from a checkpoint, shared by all sources.
     """
 
     def __init__(self, loader: Iterable[Any], restored: deque[dict[str, Any]]) -> None:
@@ -245,7 +247,7 @@ class TaskSource:
 
     @functools.cached_property
     def batch_size(self) -> int:
-        """Rows in a batch: the loader's ``batch_size``, or else the length of its first batch; 0 if it has no batch."""
+        """Rows in a batch: the loader's ``batch_size``, or else the length of its first batch; 0 if the loader is empty."""
         said = getattr(self.loader, "batch_size", None)
         while not said and not self.rows and not self._has_ended:
             self._read_batch()
@@ -306,7 +308,7 @@ class GroupFactory:
     """Makes groups and numbers their tasks. Thread-safe."""
 
     def __init__(self) -> None:
-        self.next_ordinal = 0  # of the next training task without an ordinal
+        self.next_ordinal = 0  # for the next training task without an ordinal
         self.next_task_id = 0
         self._eval_ordinals = itertools.count()
         self._instances: list[tuple[Any, dict[str, Any] | None, Any, str]] = []
@@ -326,12 +328,12 @@ class GroupFactory:
     ) -> Group:
         """Make a group of ``group_size`` samples of the task ``data``.
 
-        A workflow with a method ``group_size(data)`` decides how often each task is repeated. A ``TaskRunner`` decides how many
-        samples each run is asked for, and runs until the group is full. Any other workflow is run ``group_size`` times and must not
-        make ``n_samples`` samples itself: it is copied with 1.
+        A workflow that has a method ``group_size(data)`` decides how often each task is repeated. A ``TaskRunner`` decides how many
+        samples to request from each run, and runs until the group is full. Any other workflow is run ``group_size`` times; if that is
+        more than once, a copy of it with ``n_samples=1`` is run, so that it does not make a group of its own.
 
         Args:
-            place: ordinal of an evaluation task that has none. None counts them.
+            place: ordinal of an evaluation task whose ``data`` has none. If None, such tasks are numbered in order.
             batch: the ``rollout_batch`` call that the group belongs to.
         """
         instance, name = self._instance(workflow, workflow_kwargs)
@@ -368,19 +370,19 @@ class GroupFactory:
         return Group(self._number(), ordinal, data, instance, name, runs, is_eval, accept, batch)
 
     def restored(self, entry: dict[str, Any]) -> Group:
-        """Make the complete group of a checkpoint's entry."""
+        """Restore a complete group from its entry in a checkpoint."""
         group = Group(self._number(), entry["task"]["ordinal"], entry["task"], None, "", [entry["size"]])
         group.admitted, group.rows = entry["admitted"], [entry["trajectory"]]
         return group
 
     def _number(self) -> int:
-        """Id of the next group, unique in the run."""
+        """Return the id of the next group, unique in the run."""
         with self._lock:
             self.next_task_id += 1
             return self.next_task_id - 1
 
     def _instance(self, workflow: Any, kwargs: dict[str, Any] | None) -> tuple[Any, str]:
-        """The workflow's instance and name. Instances are cached by their arguments, because building one may load a tokenizer."""
+        """Return the workflow's instance and name. Instances are cached, because building one may load a tokenizer."""
         for known, known_kwargs, instance, name in self._instances:
             if known is workflow and known_kwargs == kwargs:
                 return instance, name
@@ -393,5 +395,5 @@ class GroupFactory:
 
 
 def _snapshot(value: Any) -> Any:
-    """Shallow copy of a mutable argument, so that a later mutation does not look like a cache hit."""
+    """Copy a mutable argument (shallowly), so that a later mutation does not look like a cache hit."""
     return copy.copy(value) if dataclasses.is_dataclass(value) or isinstance(value, dict | list) else value
