@@ -57,7 +57,7 @@ class VisibleTokens:
 
 @contextmanager
 def only_visible(choice: VisibleTokens) -> Iterator[VisibleTokens]:
-    """Combine all masks that models build in this thread inside the context with ``choice``.
+    """Inside the context, combine ``choice`` with every mask that models build in this thread.
 
     Pass the model a 2-D ``attention_mask`` or none; a 4-D mask would be used unchanged.
 

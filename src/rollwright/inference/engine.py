@@ -45,7 +45,7 @@ class WeightReceiver:
 
     @property
     def logprob_tolerance(self) -> float | None:
-        """Largest accepted mean difference from the trainer's log-probabilities. If None, it depends on the compute types."""
+        """Largest accepted mean difference from the trainer's log-probabilities. If None, the audit derives it from the data types."""
         return None
 
     @property
@@ -133,7 +133,7 @@ class InferenceEngine(WeightReceiver, ABC):
 
     Attributes:
         context_length: largest number of tokens of a prompt and its output together, if known.
-        is_batch_invariant: the answer to a request does not depend on what else is computed (docs/determinism.md).
+        is_batch_invariant: True if the answer to a request does not depend on what else is computed (docs/determinism.md).
         recorder: records every request of the sample that the engine is bound to, or None if it is not bound to a sample.
     """
 
@@ -174,7 +174,7 @@ class InferenceEngine(WeightReceiver, ABC):
 
     @abstractmethod
     def set_version(self, version: int) -> None:
-        """Confirm a published version. The current one is a no-op; any other raises ``WeightUpdateError``."""
+        """Confirm a published version. Confirming the current version is a no-op; any other version raises ``WeightUpdateError``."""
 
     @abstractmethod
     def pause(self) -> None:

@@ -137,7 +137,7 @@ class RemoteInferenceEngine(InferenceEngine):
         self.publication.close()
 
     def own(self, launched: Any) -> None:
-        """Close servers that were started for this engine when it is destroyed.
+        """Take ownership of servers that were started for this engine: close them when the engine is destroyed.
 
         Args:
             launched: an object with ``close()``; ``check(address=None)``, which raises if that server (for None: every server) has ended;

@@ -241,7 +241,7 @@ class ModelResponse:
 
 
 def version_spans(versions: list[int]) -> list[dict[str, Any]]:
-    """Group output tokens into ``weight_versions`` spans: one for each stretch of consecutive tokens with one version, as a string."""
+    """Group output tokens into ``weight_versions`` spans: one for each stretch of tokens with the same version, given as a string."""
     spans: list[dict[str, Any]] = []
     for index, version in enumerate(versions):
         if spans and spans[-1]["version"] == str(version):

@@ -152,7 +152,7 @@ class Router:
     # -- unanswered requests ---------------------------------------------------------------------------------------------
 
     def new_wire_id(self, conversation: str) -> str:
-        """Return an id that is unique among the requests of this router, because one conversation may have several at once.
+        """Return an id to send with a request. It is unique in this router, because one conversation may have several requests at once.
 
         SGLang aborts every request whose id begins with the given one, so each id has a terminator.
         """
@@ -160,7 +160,7 @@ class Router:
 
     @contextlib.asynccontextmanager
     async def send(self, conversation: str, server: Server) -> AsyncIterator[str]:
-        """Register a request to ``server`` for the duration of the block; yields its id on the wire.
+        """Register a request to ``server`` for the duration of the block; yields its wire id.
 
         Raises:
             ConnectionLostError: the server was given up in the meantime.
@@ -183,7 +183,7 @@ class Router:
                 self._sent.pop(sent.wire_id, None)
 
     def by_server(self, conversation: str | None = None) -> list[tuple[Server, list[str]]]:
-        """Return the wire ids of the unanswered requests of one conversation, or of all, grouped by server."""
+        """Return the wire ids of the unanswered requests of one conversation, or of all conversations, by server."""
         with self._lock:
             sent = [one for one in self._sent.values() if conversation is None or one.conversation == conversation]
         groups: dict[str, tuple[Server, list[str]]] = {}

@@ -1,4 +1,4 @@
-"""Restarts the lost inference servers of a run, and reports the addresses of those that run.
+"""Restarts the lost inference servers of a run, and reports the addresses of the running servers.
 
 A restarted server has a new address. It gets requests again once the client has given it the current weights (``ServerWeights``).
 """

@@ -1,4 +1,4 @@
-"""Images in chats. Each is read once, and represented in the prompt by the tokens that the model's own processor specifies.
+"""Images in chats. Each image is read once, and represented in the prompt by the tokens that the model's own processor specifies.
 
 Images are ``data:`` URLs or come from allowed hosts. Files of this machine are never read.
 """

@@ -2,7 +2,7 @@
 
 Invariants:
 
-* A prompt is rendered once, by the model's own chat template. Sampled tokens are never encoded again: ``token_ids`` are the engine's.
+* A prompt is rendered once, by the model's own chat template. Sampled tokens are never encoded again: ``token_ids`` come from the engine.
 * ``on_call`` sees every finished call before its answer is complete, whether streamed or not.
 * If a client disconnects, its requests are cancelled.
 """
@@ -416,7 +416,7 @@ class OpenAIProtocol:
         }
 
     async def chunks(self, call: OpenAICall) -> AsyncGenerator[dict[str, Any], None]:
-        """Stream the choices of a call in chunks. The first one comes after the engine has accepted every request."""
+        """Stream the choices of a call in chunks. The first chunk comes after the engine has accepted every request."""
         streams = [ChoiceStream(call, index, self.tokenizer, self.convention) for index in range(len(call.requests))]
         latest: dict[int, ModelResponse] = {}
         async with contextlib.aclosing(partial_responses(self.engine, call.requests)) as partials:

@@ -274,7 +274,7 @@ class ChoiceStream:
         return chunks
 
     def _release(self, piece: str) -> str:
-        """Return the text that cannot belong to a tool call."""
+        """Return the held text, as far as it cannot belong to a tool call."""
         self.held += piece
         if self.call.begun:
             return ""  # the reply is a tool call, which is sent when it is complete

@@ -55,7 +55,7 @@ def write_weights(
 ) -> str:
     """Write weights one tensor at a time. Readers never see incomplete weights.
 
-    They are written to a draft beside ``directory``; the complete draft then replaces ``directory``.
+    The weights are written to a draft beside ``directory``; the complete draft then replaces ``directory``.
 
     Args:
         directory: target directory.

@@ -107,7 +107,7 @@ class ServerWeights:
 
     @contextlib.contextmanager
     def paused(self) -> Iterator[None]:
-        """Pause for the block; an engine that is already paused stays paused."""
+        """Pause inside the block; an engine that was already paused stays paused afterwards."""
         if self.is_paused:
             yield
             return
