@@ -29,7 +29,7 @@ from rollwright.experience.journal.records import (
     Trained,
 )
 
-#: Prefixes of the names of durable calls that score a completion (``rewards.wrapper``, which loads torch).
+#: Prefix of the names of durable calls that score a completion; not imported from ``rewards.wrapper``, which loads torch.
 REWARD_CALLS = "reward "
 
 #: The row of a sample that has just begun. Its other columns come from its ``Begin``.
@@ -69,7 +69,7 @@ _UNDONE_BY_RESUME = """
 UPDATE samples SET is_undone = 1
 WHERE (step > :step AND step_writer < :writer) OR (is_eval AND version > :version AND writer < :writer)
 """
-#: Samples that a process runs again: it began the same sample from the same or an earlier attempt.
+#: Samples that a process repeats, because it began the same sample from the same or an earlier attempt.
 _UNDONE_BY_SAMPLE = """
 UPDATE samples SET is_undone = 1
 WHERE ordinal = :ordinal AND is_eval = :is_eval AND idx = :idx AND attempt >= :attempt AND writer < :resumed
@@ -90,12 +90,12 @@ WHERE step = :step AND writer = :writer
 """
 
 
-PLACE_BITS = 44  # a place is the file's number << PLACE_BITS | the offset of the record
-_WAITING_KEPT = 1_000  # groups whose samples are looked for again
+PLACE_BITS = 44  # a place is: number of the file << PLACE_BITS | offset of the record
+_WAITING_KEPT = 1_000  # newest groups whose missing samples are looked up again
 
 
 def as_row(sample: Mapping[str, Any]) -> dict[str, Any]:
-    """A sample that the collector has gathered, as a row of its table."""
+    """Convert a sample that the collector has gathered to a row of the table ``samples``."""
     versions = {} if sample["last_version"] >= 0 else {"first_version": None, "last_version": None}
     return {**sample, **versions, "tool_names": json.dumps(sample["tool_names"]) if sample["tool_names"] else None}
 
@@ -104,16 +104,16 @@ class Collector:
     """Receives the records of a journal and writes rows in the open transaction.
 
     Args:
-        connection: to an index. The state that an earlier collector saved there is continued.
+        connection: connection to an index. The collector continues from the state that an earlier one saved there.
     """
 
     def __init__(self, connection: sqlite3.Connection) -> None:
         self._connection = connection
         self._open: dict[tuple[int, int], dict[str, Any]] = {}  # rows of samples that have not ended
-        self._ended: list[dict[str, Any]] = []  # rows of samples that are not written yet
+        self._ended: list[dict[str, Any]] = []  # rows of finished samples that are not written yet
         self._trained: list[tuple[int, int, Trained]] = []  # writer, place and record: the rows of one group
         self._behind_gap: int | None = None  # the writer whose last record follows damaged bytes
-        self._is_cut = False  # rows of the group may be lost
+        self._is_cut = False  # True if rows of the group may be lost
         for row in connection.execute("SELECT * FROM running"):
             self._open[row["writer"], row["episode"]] = msgspec.msgpack.decode(row["state"])
         self._first_steps = first_steps(connection)
@@ -140,7 +140,7 @@ class Collector:
         }
 
     def take(self, writer: int, place: int, record: AnyRecord) -> None:
-        """Process the next record, written by ``writer`` at a place in a file."""
+        """Process the next record, which ``writer`` wrote at ``place``."""
         if self._gaps_open.get(writer) and (step := step_of(record)) is not None:
             self._connection.execute("UPDATE gaps SET last = ? WHERE writer = ? AND last IS NULL", (step, writer))
             self._gaps_open[writer] = False
@@ -154,7 +154,7 @@ class Collector:
             take(writer, place, record)
 
     def gap(self, writer: int, file: int, begin: int, end: int, note: str = "") -> None:
-        """Record damaged bytes of a file, or its unreadable rest (``note``): samples open there may lack records."""
+        """Record damaged bytes of a file, or its unreadable rest (``note``). The writer's unfinished samples may lack records."""
         self._is_cut = bool(self._trained)
         if self._trained:
             self._assign()
@@ -177,7 +177,7 @@ class Collector:
         self._connection.execute("UPDATE files SET is_closed = 1 WHERE id = ?", (place >> PLACE_BITS,))
 
     def place_to_go_on(self, end: int) -> int:
-        """The position to continue from after ``end``: before the rows of a group that may be incomplete."""
+        """Return the place to continue from: ``end``, or the first row of a group that may be incomplete."""
         if self._trained and self._is_cut:
             self._assign()
         elif self._trained:
@@ -217,7 +217,7 @@ class Collector:
             self._begun_again(sample, resumed)
 
     def _begun_again(self, begun: Mapping[str, Any], resumed: int) -> None:
-        """A sample begins in the resumed process or one that it started: undo what earlier processes recorded of it."""
+        """Mark earlier processes' records of a sample as undone, because the resumed process, or one that it started, begins it again."""
         self._flush()
         self._connection.execute(_UNDONE_BY_SAMPLE, {**begun, "resumed": resumed})
         for sample in self._left.get(_name_of(begun), ()):
@@ -225,7 +225,7 @@ class Collector:
                 sample["is_undone"] = True
 
     def _left_open(self) -> dict[tuple[bool, int, int], list[dict[str, Any]]]:
-        """Samples that were unfinished when the last process resumed."""
+        """Return the samples that were unfinished when the last process resumed."""
         left: dict[tuple[bool, int, int], list[dict[str, Any]]] = {}
         for (writer, _), sample in self._open.items():
             if self._resumes and writer < max(self._resumes):
@@ -235,7 +235,7 @@ class Collector:
     def _call(self, writer: int, place: int, record: ModelCall) -> None:
         sample = self._open.get((writer, record.episode))
         if sample is None:
-            return  # the file with its beginning was removed
+            return  # the file with the sample's beginning was removed
         sample["places"] += _packed(place)
         if not sample["calls"]:
             sample["prompt_tokens"] = record.kept + len(record.added) // 4
@@ -289,11 +289,11 @@ class Collector:
     def _group_end(self, writer: int, place: int, record: GroupEnd) -> None:
         state, _, policy = record.state.partition("/")
         version = None
-        if record.is_eval:  # its samples say of which version
+        if record.is_eval:  # its samples record the version
             self._flush()
             newest = "SELECT version FROM samples WHERE ordinal = ? AND is_eval = 1 AND writer = ? ORDER BY id DESC LIMIT 1"
             found = self._connection.execute(newest, (record.ordinal, writer)).fetchone()
-            version = found[0] if found else record.version  # they may be of other processes, and not here yet
+            version = found[0] if found else record.version  # they may be from other processes and not read yet
         step = None if state == "delivered" else self._step(writer) + 1
         self._connection.execute(
             "INSERT INTO groups (writer, ordinal, is_eval, version, number, state, policy, reason, samples, time, step, has_variance) "
@@ -314,7 +314,7 @@ class Collector:
         )
 
     def _step(self, writer: int) -> int:
-        """The last step of a process; a process that resumed starts after the last checkpoint."""
+        """Return the last step of a process; if it has made none, that of the last checkpoint."""
         return self._steps.get(writer, self._checkpoint)
 
     def _trained_row(self, writer: int, place: int, record: Trained) -> None:
@@ -327,14 +327,14 @@ class Collector:
         self._trained.append((writer, place, record))
 
     def _assign(self) -> None:
-        """Find the samples of a group whose rows are complete."""
+        """Assign the complete rows of a group to its samples."""
         trained, self._trained = self._trained, []
         is_cut, self._is_cut = self._is_cut, False
         writer, _, first = trained[0]
         self._first_steps.setdefault(writer, first.step)
         rows = [(place, record.reward, _mean_advantage(record)) for _, place, record in trained]
         self._flush()
-        if is_cut:  # which rows belong to which sample is unknown
+        if is_cut:  # it is unknown which rows belong to which sample
             self._mark_damaged(writer, first.group)
         elif not self._find(writer, first.step, first.group, rows):
             values = (first.group, writer, first.step, msgspec.msgpack.encode(rows))
@@ -353,16 +353,16 @@ class Collector:
         Args:
             writer, step, number: process, step and group of the rows.
             trained: place, reward and advantage of each row.
-            has_read_all: the journals of all processes have been read. Before that, samples from before a resume are not assigned,
-                because workers of the resumed process may have run them again, and their journals are read after its own.
+            has_read_all: True if the journals of all processes have been read. Until then, samples from before a resume are not
+                assigned: workers of the resumed process may have repeated them, and the workers' journals are read last.
 
         Returns:
-            False if samples of other processes have not been read yet.
+            False if samples are missing, such as those of processes that have not been read yet.
         """
         find = "SELECT id, ordinal FROM groups WHERE number = ? AND writer = ? AND NOT is_eval ORDER BY id DESC LIMIT 1"
         group = self._connection.execute(find, (number, writer)).fetchone()
         if group is None:
-            return True  # of a store, or of a file that was removed
+            return True  # the group is from a store, or its file was removed
         # Samples of processes from the next resume on belong to later steps.
         resumed = min((each for each in self._resumes if each > writer), default=1 << 31)
         own = self._connection.execute(
@@ -371,7 +371,7 @@ class Collector:
             (group["ordinal"], resumed),
         ).fetchall()
         if self._has_gaps and sum(sample["rows"] for sample in own) != len(trained):
-            self._mark_damaged(writer, number)  # a sample is lost, so which rows belong to which is unknown
+            self._mark_damaged(writer, number)  # a sample is lost, so it is unknown which rows belong to which
             return False
         resumed_here = max((each for each in self._resumes if each <= writer), default=0)
         if not has_read_all and any(sample["writer"] < resumed_here for sample in own):
@@ -396,7 +396,7 @@ class Collector:
         return next(left, None) is None
 
     def _find_waiting(self) -> None:
-        """Look again for samples that were missing, only for the last groups because a file may be gone for good."""
+        """Look up missing samples again, for the newest groups only, because a file may be gone for good."""
         for row in self._connection.execute("SELECT * FROM waiting ORDER BY step DESC LIMIT ?", (_WAITING_KEPT,)).fetchall():
             trained = [tuple(each) for each in msgspec.msgpack.decode(row["trained"])]
             if self._find(row["writer"], row["step"], row["number"], trained, has_read_all=True):
@@ -404,7 +404,7 @@ class Collector:
             self._connection.execute(_COUNT, {"step": row["step"], "writer": row["writer"]})
 
     def _counts(self, sample: sqlite3.Row, writer: int, step: int) -> bool:
-        """True if this training of a sample is an additional one, neither a repetition nor a replacement of one that a resume undid."""
+        """Return True if this training of a sample is an additional one, not a repetition, nor the replacement of an undone one."""
         before = sample["step_writer"]
         is_undone = before is not None and before < writer and self._first_steps[writer] <= sample["step"]
         return not is_undone and (before, sample["step"]) != (writer, step)
@@ -444,7 +444,7 @@ class Collector:
 
 
 def first_steps(connection: sqlite3.Connection) -> dict[int, int]:
-    """For each process its first step; the steps that earlier processes made from there on are lost."""
+    """Return the first step of each process; a resume undoes the steps that earlier processes made from there on."""
     made = connection.execute("SELECT writer, min(step) FROM steps GROUP BY writer").fetchall()
     return {**dict(made), **dict(connection.execute("SELECT writer, step + 1 FROM resumes").fetchall())}
 

@@ -1,7 +1,7 @@
 """The index of a journal: a database beside it, derived from it and built while it grows; it can be deleted at any time.
 
-For each sample it has the values that lists and filters need, and the places of its records in the journal, where tokens are read. Several
-processes may build and read it: the one that holds the write transaction continues where the last one stopped.
+For each sample it has the values that lists and filters need, and the *places* of its records in the journal (file number and offset), from
+which tokens are read. Several processes may build and read it: the holder of the write transaction continues where the last one stopped.
 """
 
 from __future__ import annotations
@@ -35,11 +35,11 @@ from rollwright.viewer.tokens import Vocabulary
 logger = getLogger("viewer")
 
 _READERS = 4  # connections for reading; each keeps some MiB
-_HEAD = 4096  # bytes by which a file is recognised
+_HEAD = 4096  # first bytes of a file, which identify it
 _AT_ONCE = 20_000  # records between two looks at the clock
-_TEXTS_AT_ONCE = 500  # samples of a transaction
-_PROMPTS_KEPT = 256  # decoded ones: the samples of a group share theirs
-_GAP = "\n"  # between the parts of a text
+_TEXTS_AT_ONCE = 500  # samples per transaction
+_PROMPTS_KEPT = 256  # decoded prompts in the cache; the samples of a group share one
+_GAP = "\n"  # separates the parts of a text
 
 _SCHEMA = """
 CREATE TABLE state (name TEXT PRIMARY KEY, value);
@@ -85,8 +85,8 @@ class Index:
     """The index of one journal.
 
     Args:
-        journal: its directory.
-        vocabulary: decodes tokens for the text search. None disables that search.
+        journal: directory of the journal.
+        vocabulary: decodes tokens for the text search. If None, text cannot be searched.
     """
 
     def __init__(self, journal: Path, vocabulary: Vocabulary | None = None) -> None:
@@ -104,7 +104,7 @@ class Index:
         self._inode = 0
         self._is_complete = False
         self._is_damaged = False
-        self._seen: dict[str, tuple[int, int]] = {}  # names of files -> inode and time of the last look at their beginning
+        self._seen: dict[str, tuple[int, int]] = {}  # file name -> inode and time of the last check
 
     # -- reading -----------------------------------------------------------------------------------------------------------
 
@@ -122,7 +122,7 @@ class Index:
             try:
                 yield connection
             except sqlite3.DatabaseError as error:
-                self._is_damaged |= type(error) is sqlite3.DatabaseError  # not what is wrong with one query, or with a lock
+                self._is_damaged |= type(error) is sqlite3.DatabaseError  # its subclasses are errors of a query, or locks
                 raise
             finally:
                 if inode == self._inode:
@@ -162,7 +162,7 @@ class Index:
     # -- building ------------------------------------------------------------------------------------------------------------
 
     def advance(self, seconds: float | None = None) -> bool:
-        """Read the part of the journal that is not indexed yet, first records, then texts, for at most about ``seconds``.
+        """Index the unread part of the journal, first records, then texts, for at most about ``seconds`` if given.
 
         Returns:
             True if everything was read.
@@ -188,7 +188,7 @@ class Index:
         while True:
             try:
                 with writer:
-                    writer.execute("BEGIN IMMEDIATE")  # from here on no other process moves the positions
+                    writer.execute("BEGIN IMMEDIATE")  # from here on, no other process changes the positions
                     grown = self._grown_files(writer)
                     if grown:
                         collector = self._own_collector(writer)
@@ -197,7 +197,7 @@ class Index:
             except BaseException:
                 self._collector = None
                 raise
-            if not grown or not any(read):  # what is left is no whole record
+            if not grown or not any(read):  # the rest is not a complete record
                 self._is_complete = True
                 return True
             if deadline is not None and time.monotonic() > deadline:
@@ -205,7 +205,7 @@ class Index:
                 return False
 
     def _grown_files(self, connection: sqlite3.Connection) -> list[tuple[int, Path, int, int]]:
-        """Number, path, writer and position of the files with unread content.
+        """Return number, path, writer and position of each file with unread content.
 
         Raises:
             DatabaseError: the journal is not the one that was indexed.
@@ -227,7 +227,7 @@ class Index:
         return grown
 
     def _is_another(self, path: Path, row: sqlite3.Row) -> bool:
-        """True if the beginning of a file differs from the indexed one; checked again after each write to the file."""
+        """Return True if a file's beginning differs from the indexed one; checked again after each write to the file."""
         found = path.stat()
         seen = (found.st_ino, found.st_mtime_ns)
         if self._seen.get(path.name) == seen:
@@ -247,7 +247,7 @@ class Index:
     ) -> int:
         """Read the records of a file; returns the number of bytes read."""
         if deadline is not None and time.monotonic() > deadline:
-            return 1  # there is more, for the next time
+            return 1  # there is more to read next time
         high, read_to, take = number << PLACE_BITS, begin or len(journal_reading.VERSION), collector.take
         try:
             for count, (at, end, body) in enumerate(frames(path, begin), 1):
@@ -266,7 +266,7 @@ class Index:
         return safe - begin
 
     def _own_collector(self, connection: sqlite3.Connection) -> Collector:
-        """The collector of records, restored from the index if another process wrote it last."""
+        """Return the collector of records, restored from the index if another process wrote there last."""
         last = connection.execute("SELECT value FROM state WHERE name = 'owner'").fetchone()
         if self._collector is None or last is None or last[0] != self._owner:
             self._collector = Collector(connection)
@@ -274,7 +274,7 @@ class Index:
         return self._collector
 
     def progress(self) -> dict[str, Any]:
-        """Progress of the index: samples (without those that a resume undid), bytes, and the share of texts."""
+        """Return the progress of the index: samples (without those that a resume undid), bytes, and the share of texts."""
         sizes = {path.name: path.stat().st_size for path in journal_files(self.journal)}
         read = {row["name"]: row["position"] for row in self.rows("SELECT name, position FROM files")}
         highest = (
@@ -293,11 +293,11 @@ class Index:
         }
 
     def missing(self, *, is_running: bool, is_finished: bool) -> list[Gap]:
-        """Damaged bytes, truncated ends and missing files of the journal.
+        """List damaged bytes, truncated ends and missing files of the journal.
 
         Args:
-            is_running: a process is writing, so its last file may end inside a record.
-            is_finished: the run has finished, so its files must be complete.
+            is_running: True if a process is writing; its last file may then end inside a record.
+            is_finished: True if the run has finished; its files must then be complete.
         """
         known = {row["id"]: row for row in self.rows("SELECT * FROM files")}
         found = [
@@ -341,7 +341,7 @@ class Index:
         return found + [Gap(self.journal / name, 0, expected[name], note="this file is missing") for name in gone]
 
     def _says_where_it_ends(self, path: Path) -> bool:
-        """True if a file records its end. Older versions do not; nor does a file that a killed process had just begun."""
+        """Return True if a file should end with a closing record. Older versions, and files just begun by a killed process, have none."""
         with path.open("rb") as file:
             return file.read(len(journal_reading.VERSION) + 1)[:-1] == journal_reading.VERSION
 
@@ -375,7 +375,7 @@ class Index:
                 with connection:
                     connection.execute("BEGIN IMMEDIATE")
                     found = connection.execute("PRAGMA user_version").fetchone()[0]
-                    if not found:  # nor has another process made them meanwhile
+                    if not found:  # another process may have created them meanwhile
                         for statement in filter(str.strip, _SCHEMA.split(";")):
                             connection.execute(statement)
                         connection.execute(f"PRAGMA user_version = {VERSION}")
@@ -434,7 +434,7 @@ class TextIndex:
         self._prompt = lru_cache(_PROMPTS_KEPT)(self._decoded)
 
     def advance(self, connection: sqlite3.Connection, deadline: float | None) -> bool:
-        """Add the texts of samples until all are indexed or the time is over; returns True if all are."""
+        """Add the texts of samples until all are indexed or the time is over. Returns True if all are indexed."""
         while True:
             with connection:
                 connection.execute("BEGIN IMMEDIATE")
@@ -455,7 +455,7 @@ class TextIndex:
         return len(rows)
 
     def _texts(self, places: bytes) -> tuple[str, str]:
-        """The input and output text of a sample, with each token once."""
+        """Return the input and output text of a sample, with each token once."""
         try:
             calls = [record for record in self._records(places) if isinstance(record, ModelCall)]
         except (JournalError, OSError):
@@ -469,7 +469,7 @@ class TextIndex:
 
 
 def index_path(journal: Path) -> Path:
-    """Path of a journal's index: beside its files, or in the user's cache if that directory is not writable."""
+    """Return the path of a journal's index: beside its files, or in the user's cache if that directory is not writable."""
     if os.access(journal, os.W_OK):
         return journal / "index.sqlite"
     cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
@@ -477,7 +477,7 @@ def index_path(journal: Path) -> Path:
 
 
 def unpack_places(packed: bytes | None) -> list[int]:
-    """Unpack the places of records from their form in the index."""
+    """Unpack the places of records that the index stores as bytes."""
     return memoryview(packed).cast("q").tolist() if packed else []
 
 

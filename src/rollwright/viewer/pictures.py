@@ -1,4 +1,4 @@
-"""Layout of the pictures in pages: histograms, curves, the prefix tree of a group, and swimlanes. The templates turn it into SVG."""
+"""Layout of the pictures in pages: histograms, curves, the prefix tree of a group, and swimlanes. The templates render it as SVG."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from rollwright.tracking.readable import clock, number, seconds, share, signed, 
 SHADES = 6  # classes of a value from low to high: q0 to q6
 SIGNED_SHADES = 5  # classes n5 to n1, z, p1 to p5
 
-#: Kinds of spans, and their names in a legend. Other kinds are phases of the trainer with their own names.
+#: Kinds of spans, and their names in a legend. Kinds not in ``_KINDS`` are drawn as ``other``.
 SPANS = {
     "sample": "episode",
     "generate": "sampling",
@@ -29,7 +29,7 @@ _KINDS = {kind: kind for kind in SPANS} | {"call": "generate"}
 
 
 def shade(value: float | None, low: float, high: float) -> str:
-    """The CSS class of a value between ``low`` and ``high``; empty for no value."""
+    """Return the CSS class of a value between ``low`` and ``high``; empty if there is no value."""
     if value is None or not math.isfinite(value):
         return ""
     part = 0.5 if high <= low else (value - low) / (high - low)
@@ -37,7 +37,7 @@ def shade(value: float | None, low: float, high: float) -> str:
 
 
 def signed_shade(value: float | None, largest: float) -> str:
-    """The CSS class of a value that is good above 0 and bad below."""
+    """Return the CSS class of a value that is good above 0 and bad below; empty if there is no value."""
     if value is None or not math.isfinite(value):
         return ""
     if not value or largest <= 0:
@@ -47,7 +47,7 @@ def signed_shade(value: float | None, largest: float) -> str:
 
 
 def curve_points(values: Sequence[float | None], width: int = 120, height: int = 28) -> str:
-    """Points of an SVG line; empty if fewer than two values are known."""
+    """Return the points of an SVG line; empty if fewer than two values are known."""
     known = [(index, value) for index, value in enumerate(values) if value is not None and math.isfinite(value)]
     if len(known) < 2:
         return ""
@@ -59,7 +59,7 @@ def curve_points(values: Sequence[float | None], width: int = 120, height: int =
 
 
 def histogram(bins: Sequence[Mapping[str, Any]], hrefs: Sequence[str], chosen: int | None) -> dict[str, Any]:
-    """Bars of a histogram, each a link."""
+    """Lay out the bars of a histogram, each of which is a link."""
     width, height, top = 520, 150, 20
     base = height - 16
     if not bins:
@@ -92,7 +92,7 @@ def histogram(bins: Sequence[Mapping[str, Any]], hrefs: Sequence[str], chosen: i
 
 
 def range_box(step: Mapping[str, Any], low: float, high: float, width: int = 120) -> dict[str, float] | None:
-    """Position of a step's lowest, mean and highest reward in the run's range, in the size of a word."""
+    """Lay out a small picture of a step's lowest, mean and highest reward within the run's range."""
     values = [step[name] for name in ("reward_min", "reward", "reward_max")]
     if any(value is None for value in values):
         return None
@@ -108,7 +108,7 @@ _TREE_WIDTH, _END_WIDTH = 1000, 210
 
 
 def prefix_tree(tree: Mapping[str, Any], href_of: Mapping[str, str]) -> dict[str, Any]:
-    """Nodes and edges of a group's tree: each shared part once, as wide as its tokens, with its branches below each other."""
+    """Lay out a group's tree: each shared part is drawn once, as wide as its tokens, with its branches below each other."""
     nodes: list[dict[str, Any]] = list(tree["nodes"])
     children: dict[Any, list[dict[str, Any]]] = {}
     for node in nodes:
@@ -157,7 +157,7 @@ def prefix_tree(tree: Mapping[str, Any], href_of: Mapping[str, str]) -> dict[str
 
 
 def _parents_last(children: Mapping[Any, list[dict[str, Any]]]) -> Iterable[dict[str, Any]]:
-    """All nodes, leaves from top to bottom and each parent after its children. Not recursive, because trees may be deep."""
+    """Yield all nodes, leaves from top to bottom and each parent after its children. Not recursive, because trees may be deep."""
     waiting = [(node, False) for node in reversed(children.get(None, []))]
     while waiting:
         node, is_done = waiting.pop()
@@ -204,7 +204,7 @@ _LANES_WIDTH, _LANES_LEFT, _LANE_HEIGHT = 1400, 190, 26
 
 
 def swimlanes(timeline: Mapping[str, Any], began: float, href_of: Any) -> dict[str, Any]:
-    """Bars of a timeline. Spans that are too short to be told apart are drawn as one."""
+    """Lay out the bars of a timeline. Spans too short to be distinguished are drawn as one."""
     start, end = timeline["start"] or 0.0, timeline["end"] or 0.0
     scale = (_LANES_WIDTH - _LANES_LEFT) / max(end - start, 1e-6)
     lanes: list[dict[str, Any]] = []
@@ -261,7 +261,7 @@ def _ticks(start: float, end: float, began: float) -> list[float]:
 
 
 def lanes_of_sample(began: float, ended: float, spans: Sequence[tuple[str, float, float, str]]) -> dict[str, Any] | None:
-    """A sample's requests, tools and rewards as bars, one row for each kind."""
+    """Lay out a sample's requests, tools and rewards as bars, one row for each kind."""
     if not spans or ended <= began:
         return None
     kinds = list(dict.fromkeys(kind for kind, *_ in spans))

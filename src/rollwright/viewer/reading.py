@@ -33,10 +33,10 @@ class RowTokens:
     """A row of tokens; arrays are ``[L]``, with nan and -1 for missing values.
 
     Attributes:
-        logprobs: at sampling, also for sampled tokens that are not trained.
+        logprobs: log-probabilities at sampling, including those of sampled tokens that are not trained.
         versions: version of the weights that sampled each token.
         advantages, trainer_logprobs, entropies: None if the row was not trained or the run did not record them.
-        branches, positions: of isolated branches, if any.
+        branches, positions: branch numbers and position ids; None without isolated branches.
     """
 
     ids: np.ndarray
@@ -57,7 +57,7 @@ class RowTokens:
         count = int(self.mask.sum())
         self.step = trained.step
         if trained.tokens != count:
-            return  # another row: an operator changed what was trained
+            return  # an operator changed the row before training
         given = trained.advantage
         self.advantages = self._spread(np.frombuffer(given, "<f4") if isinstance(given, bytes) else np.full(count, given))
         if len(trained.logprobs) == 4 * count:
@@ -71,7 +71,7 @@ class RowTokens:
         return whole
 
     def plain(self) -> dict[str, Any]:
-        """The row as lists and numbers, with None in place of nan."""
+        """Convert the row to lists and numbers, with None in place of nan."""
         arrays = {
             "logprobs": self.logprobs,
             "advantages": self.advantages,
@@ -100,7 +100,7 @@ def plain_floats(values: np.ndarray) -> list[float | None]:
 
 
 def read_episode(index: Index, places: bytes) -> RecordedEpisode:
-    """Read the episode whose records are at these places; if some are lost (``is_damaged`` in lists), the rest of it.
+    """Read the episode whose records are at these places. If some are lost (``is_damaged`` in lists), return the rest.
 
     Raises:
         JournalError: a file of the journal is missing or was changed.
@@ -112,7 +112,7 @@ def read_episode(index: Index, places: bytes) -> RecordedEpisode:
     episode = RecordedEpisode(records[0], writer=file["writer"])
     for record in records[1:]:
         if isinstance(record, ModelCall):
-            if record.index == len(episode.calls):  # otherwise an earlier call is lost, which this one extends
+            if record.index == len(episode.calls):  # otherwise a call that this one extends is lost
                 episode.add(record, _arguments(index, episode.writer, record.arguments))
         elif isinstance(record, DurableResult):
             episode.results.append(record)
@@ -130,12 +130,12 @@ def _arguments(index: Index, writer: int, number: int) -> dict[str, Any]:
 
 
 def read_trained(index: Index, places: bytes | None) -> list[Trained]:
-    """The trainer's records of a sample's rows, in order."""
+    """Read the trainer's records of a sample's rows, in order."""
     return [record for record in map(index.record, unpack_places(places)) if isinstance(record, Trained)]
 
 
 def rows_of(episode: RecordedEpisode, trained: Sequence[Trained] = ()) -> list[RowTokens]:
-    """The rows of an episode. Without any, its conversations, each as of its last request and answer."""
+    """Return the rows of an episode; without rows, one per conversation, built from the conversation's last request and answer."""
     known = _known_tokens(episode)
     if episode.end is not None and episode.end.rows:
         rows = [_row(episode, row, known) for row in episode.end.rows]
@@ -147,7 +147,7 @@ def rows_of(episode: RecordedEpisode, trained: Sequence[Trained] = ()) -> list[R
 
 
 def _known_tokens(episode: RecordedEpisode) -> list[tuple[np.ndarray, np.ndarray]]:
-    """For each call, log-probabilities and versions of the tokens in its prompt and output that calls sampled."""
+    """Return each call's log-probabilities and versions of prompt and output tokens; nan and -1 for tokens that no call sampled."""
     known: list[tuple[np.ndarray, np.ndarray]] = []
     for each in episode.calls:
         base, kept = each.call.base, each.call.kept
@@ -179,7 +179,7 @@ def _conversation(call: RecordedCall, logprobs: np.ndarray, versions: np.ndarray
 
 
 def _layout(call: RecordedCall, length: int, kept: int) -> tuple[np.ndarray | None, np.ndarray | None]:
-    """Branches and positions of a row that ends with a call; after its prompt the trunk continues."""
+    """Return branches and positions of a row that ends with ``call``; tokens after the recorded layout continue the trunk."""
     if call.call.layout is None:
         return None, None
     said_positions, said_branches = (np.array(part, dtype=np.int64) for part in call.call.layout)
@@ -195,7 +195,7 @@ def _layout(call: RecordedCall, length: int, kept: int) -> tuple[np.ndarray | No
 def _fill_by_content(
     episode: RecordedEpisode, ids: np.ndarray, mask: np.ndarray, logprobs: np.ndarray, versions: np.ndarray
 ) -> None:
-    """Fill in trained tokens that are not in the prefix of the row's call, from the call whose output they are, such as a branch's."""
+    """Fill in values of trained tokens outside the prefix of the row's call, from the call with the same output, such as a branch's."""
     unknown = mask & np.isnan(logprobs)
     if not unknown.any():
         return
@@ -214,7 +214,7 @@ def _fill_by_content(
 
 
 def plain_call(each: RecordedCall) -> dict[str, Any]:
-    """A model request and its answer as plain values."""
+    """Convert a model request and its answer to plain values."""
     call = each.call
     same = (
         "index",
@@ -245,7 +245,7 @@ def plain_call(each: RecordedCall) -> dict[str, Any]:
 
 
 def plain_result(result: DurableResult) -> dict[str, Any]:
-    """A durable call as plain values."""
+    """Convert a durable call to plain values."""
     error = None if result.error is None else {"class": result.error[0].replace(":", "."), "message": result.error[1]}
     return {
         "name": result.name.removeprefix(REWARD_CALLS),
@@ -260,7 +260,7 @@ def plain_result(result: DurableResult) -> dict[str, Any]:
 
 
 def plain_value(value: Any) -> Any:
-    """A value as JSON can represent it; other types become text."""
+    """Convert a value to types that JSON can represent; other types become strings."""
     if isinstance(value, dict):
         return {str(name): plain_value(item) for name, item in value.items()}
     if isinstance(value, list | tuple):
@@ -272,7 +272,7 @@ def plain_value(value: Any) -> Any:
 
 # -- as a chat ----------------------------------------------------------------------------------------------------------
 
-#: How chat templates open a message: a ``role`` group is its role, and the text up to the next opening is its content.
+#: Openings of messages in chat templates. A ``role`` group matches the role; the content reaches to the next opening.
 _OPENINGS = re.compile(
     r"<\|im_start\|>(?P<role>\w+)\n?"  # ChatML: Qwen and others
     r"|<\|start_header_id\|>(?P<role2>\w+)<\|end_header_id\|>\n*"  # Llama 3
@@ -284,11 +284,11 @@ _ROLES = {"model": "assistant", "observation": "tool", "ipython": "tool"}
 
 
 def chat_of(episode: RecordedEpisode, text: Callable[[list[int]], str]) -> list[dict[str, Any]]:
-    """The messages of an episode in chronological order, including its tools' results.
+    """Return the messages of an episode in chronological order, including tool results and rewards.
 
     Returns:
-        Dicts of ``role`` (system, user, assistant or tool; ``given`` if the text does not tell), ``text``, ``call`` (index of the call
-        that produced it, None for input) and, for a tool, ``result`` (see ``plain_result``).
+        Dicts of ``role`` (system, user, assistant, tool, reward or refused; ``given`` if unknown), ``text``, ``call`` (index of the call
+        that produced it, None for input) and, for a tool or reward, ``result`` (see ``plain_result``).
     """
     steps: list[tuple[float, int, Any]] = [(each.call.started, 1, each) for each in episode.calls]
     steps += [(result.time - result.seconds, 0, result) for result in episode.results]
@@ -315,7 +315,7 @@ def chat_of(episode: RecordedEpisode, text: Callable[[list[int]], str]) -> list[
 
 
 def _given(text: str) -> list[dict[str, Any]]:
-    """The messages in the new part of a call's prompt. An empty last message, which opens the answer, is left out."""
+    """Split the new part of a call's prompt into messages. Empty ones, such as the opening of the answer, are left out."""
     openings = list(_OPENINGS.finditer(text))
     parts = [("given", text[: openings[0].start()] if openings else text)]
     for number, opening in enumerate(openings):

@@ -1,4 +1,4 @@
-"""One run for inspection: its curves, steps, groups, samples and tokens, from the files of its directory."""
+"""Queries about one run: its curves, steps, groups, samples and tokens, read from the files of its directory."""
 
 from __future__ import annotations
 
@@ -35,8 +35,8 @@ logger = getLogger("viewer")
 
 _POINTS_OF_SPARKLINE = 40
 _FOLLOWED_EVERY = 1.0  # seconds between two looks at the files
-_COMPARED = 16  # samples of a group with a higher reward, the best of them
-_WORKED_FOR = 0.5  # seconds of a transaction, after which readers see more
+_COMPARED = 16  # most samples of a group with a higher reward to compare with, the best first
+_WORKED_FOR = 0.5  # seconds of a transaction; readers see its rows afterwards
 
 FRAMES = ("samples", "tokens", "metrics", "publications")
 #: Columns of the frame ``tokens``: name in a row -> name in the frame.
@@ -55,9 +55,8 @@ _TOKEN_COLUMNS = {
 class Run:
     """A run, or one stage or process of it: a directory with ``metrics.jsonl`` or a journal.
 
-    Opening reads nothing. Queries read the files as they are now, also while the run trains or after it crashed. Steps, groups and samples
-    come from an index that is derived from the journal: ``refresh`` brings it up to date, ``follow`` keeps it so. Safe to use from several
-    threads.
+    Opening reads nothing. Queries read the current files, even while the run trains or after a crash. Steps, groups and samples come
+    from an index that is derived from the journal: ``refresh`` brings it up to date, and ``follow`` keeps it up to date. Thread-safe.
 
     ::
 
@@ -67,16 +66,16 @@ class Run:
         run.sample("12/3")["rows"][0]["trainer_logprobs"]
 
     Args:
-        path: the directory. For a run of several stages or processes, the one with a journal (or else metrics) is used.
+        path: the directory. If the run has several stages or processes, the only one with a journal (or else metrics) is used.
 
     Raises:
-        DataError: it is not a run, or several of its stages or processes could be meant.
+        DataError: the directory is not a run, or it has several candidate stages or processes.
     """
 
     def __init__(self, path: str | Path) -> None:
         self.path = find_part(Path(path))
         self.curves = Curves(self.path / "metrics.jsonl")
-        self._config: tuple[int, dict[str, Any]] = (-1, {})  # when the file was written, and what it says
+        self._config: tuple[int, dict[str, Any]] = (-1, {})  # modification time of the file, and its content
         self._config_problem = ""
         self._following: threading.Event | None = None
         self._lock = threading.Lock()
@@ -84,14 +83,14 @@ class Run:
 
     @cached_property
     def name(self) -> str:
-        """Experiment and trial, and the stage or process."""
+        """Name of the experiment, the trial, and the stage or process."""
         marker = _read_json(self._root / MARKER)
         names = [str(marker.get("experiment", "")), str(marker.get("trial", ""))] if marker else []
         return "/".join([*names, *([self.path.name] if self._root != self.path else [])]) or self.path.name
 
     @property
     def config(self) -> dict[str, Any]:
-        """Its flattened config: ``{"actor.optimizer.lr": 1e-5, …}``. Secrets are already hidden in the file."""
+        """The flattened config: ``{"actor.optimizer.lr": 1e-5, …}``. Secrets are already masked in the file."""
         file = self.path / "config.yaml"
         if not file.exists():
             return flattened(self._marker.get("config") or {})
@@ -116,11 +115,11 @@ class Run:
 
     @property
     def is_running(self) -> bool:
-        """True if a process owns its directory."""
+        """True if a process owns the run's directory."""
         return is_claimed(self.path) or is_claimed(self.path.parent)
 
     def info(self) -> dict[str, Any]:
-        """Summary for lists of runs: state, dates, last step and values, and the curve of its reward (or loss)."""
+        """Summarise the run for lists: state, dates, last step and values, and its reward (or loss) curve."""
         marker, results = self._marker, self._results()
         curve = "reward" if self.curves.points("reward") else "loss"
         points = self.curves.series([curve], _POINTS_OF_SPARKLINE, 0.0)[curve]
@@ -144,14 +143,14 @@ class Run:
         }
 
     def _updated(self) -> float | None:
-        """Time of its last write. For a run that has ended it comes from the metrics, because a copy's files are newer."""
+        """Return the time of the last write. If the run has ended, metrics give it, because copied files have newer dates."""
         times = self.curves.times
         if times and times[-1][1] and not self.is_running:
             return times[-1][1]
         return max((path.stat().st_mtime for path in self._files()), default=None)
 
     def _results(self) -> dict[str, Any]:
-        """The stage's final results; empty before its end."""
+        """Return the final results of the stage; empty before it ends."""
         own = list(_read_json(self.path / "stages.json").values())
         return _read_json(self.path.parent / "stages.json").get(self.path.name) or (own[0] if len(own) == 1 else {})
 
@@ -169,11 +168,11 @@ class Run:
 
     @property
     def stamp(self) -> str:
-        """A value that changes when the run writes metrics or its index grows."""
+        """A value that changes when the run writes metrics or journal records, or its index grows."""
         found = [(path.stat().st_mtime_ns, path.stat().st_size) for path in self._files()]
         return f"{hash(tuple(found)) & (2**64 - 1):016x}-{self._grown}"
 
-    # -- its index ---------------------------------------------------------------------------------------------------------
+    # -- the index ---------------------------------------------------------------------------------------------------------
 
     @cached_property
     def _index(self) -> Index:
@@ -192,11 +191,11 @@ class Run:
         return find_vocabulary(self.path, self.config)
 
     def text(self, ids: Sequence[int]) -> str:
-        """The text of tokens; their ids if there is no tokenizer."""
+        """Decode tokens to one string; to their ids in ``⟨⟩`` if there is no tokenizer."""
         return "".join(self.texts(ids)) if self.vocabulary is None else self.vocabulary.text(ids)
 
     def texts(self, ids: Sequence[int]) -> list[str]:
-        """The text of each token."""
+        """Decode each token to a string."""
         return [f"⟨{token}⟩" for token in ids] if self.vocabulary is None else self.vocabulary.texts(ids)
 
     def refresh(self, seconds: float | None = None) -> dict[str, Any]:
@@ -207,12 +206,12 @@ class Run:
         return self.progress()
 
     def progress(self) -> dict[str, Any]:
-        """Progress of the index: ``samples``, ``bytes`` read ``of_bytes``, and the share of samples whose ``text`` can be searched."""
+        """Return the progress of the index: ``samples``, ``bytes`` read ``of_bytes``, and the share of samples with searchable ``text``."""
         nothing = {"samples": 0, "bytes": 0, "of_bytes": 0, "text": 1.0, "is_complete": True}
         return self._index.progress() if self.has_journal else nothing
 
     def follow(self) -> None:
-        """Keep the index up to date in a thread of its own, until ``close``. Idempotent."""
+        """Keep the index up to date in a background thread until ``close``. Idempotent."""
         with self._lock:
             if self._following is None:
                 self._following = threading.Event()
@@ -230,7 +229,7 @@ class Run:
             except sqlite3.Error as error:
                 logger.warning("the index of %s cannot be read: %s", self.path, error)
                 with contextlib.suppress(OSError, JournalError, DataError, sqlite3.Error):
-                    self._index.advance(_WORKED_FOR)  # builds a damaged one anew
+                    self._index.advance(_WORKED_FOR)  # rebuilds a damaged index
             except (OSError, JournalError, DataError) as error:
                 logger.warning("the index of %s does not go on: %s", self.path, error)
             ended.wait(_FOLLOWED_EVERY if is_complete else 0.0)
@@ -257,11 +256,11 @@ class Run:
     # -- steps, groups and samples -----------------------------------------------------------------------------------------
 
     def steps(self, offset: int = 0, limit: int | None = None, *, undone: bool = False) -> list[dict[str, Any]]:
-        """All steps, from ``metrics.jsonl`` and the index.
+        """List the steps, from ``metrics.jsonl`` and the index.
 
         Args:
-            offset, limit: index of the first step, and their number.
-            undone: include steps that a resume undid and that have not been repeated yet (``is_undone``).
+            offset, limit: index of the first step, and number of steps.
+            undone: include steps that a resume undid and that have not been repeated yet (marked ``is_undone``).
         """
         indexed = {row["step"]: row for row in self._samples.steps(undone=undone)} if self.has_journal else {}
         rewards, counts = (dict(self.curves.points(name)) for name in ("reward", "samples"))
@@ -274,18 +273,18 @@ class Run:
         return steps[offset : None if limit is None else offset + limit]
 
     def step(self, step: int, bins: int = 20) -> dict[str, Any]:
-        """One step: ``bins`` of rewards, ``groups`` with their samples, ``counts`` of outcomes, ``publication``, ``phases``, ``evaluations``.
+        """Return a step: reward ``bins``, ``groups`` with their samples, ``counts`` of outcomes, ``publication``, ``phases``, ``evaluations``.
 
         Raises:
-            DataError: it is not in the index.
+            DataError: the step is not in the index.
         """
         return self._samples.step(step, bins)
 
     def group(self, key: str | int, *, undone: bool = False) -> dict[str, Any]:
-        """A group by the ordinal of its task (``eval:5`` for an evaluation): its samples, task and prefix tree.
+        """Return a group: its samples, task and prefix tree.
 
         Args:
-            key: the ordinal.
+            key: ordinal of the task; ``eval:5`` names the evaluation of task 5.
             undone: include samples that a resume undid.
 
         Raises:
@@ -316,17 +315,18 @@ class Run:
             ) from None
 
     def sample(self, key: str) -> dict[str, Any]:
-        """One sample with all details: ``calls``, ``rows`` of tokens, ``messages``, ``results`` of durable calls, ``attempts``, ``neighbours``.
+        """Return all about a sample: ``calls``, ``rows`` of tokens, ``messages``, ``results`` of durable calls, ``attempts``, ``neighbours``.
 
-        ``parts`` gives the first ``token`` of its first row that differs from all samples of its task with a higher ``reward``, and the ``key``
-        of a sample that shares all tokens before it. Only 16 of the ``better`` samples are ``compared``.
+        ``parts`` says where the sample diverges from better ones: ``token`` is the first position in its first row at which it differs from
+        every compared sample with a higher reward; ``key`` and ``reward`` are those of a sample that shares all tokens before. Of the
+        ``better`` samples, at most 16 are ``compared``.
 
         Args:
-            key: as in lists: ``12/3``, ``eval:12/3@v4``; ``12/3#0`` is the first attempt, ``12/3@0`` the one of the first process.
+            key: the key as in lists: ``12/3``, ``eval:12/3@v4``. ``12/3#0`` is the first attempt, ``12/3@0`` the sample of process 0.
 
         Raises:
-            DataError: it is not in the index.
-            JournalError: its records were removed.
+            DataError: the sample is not in the index.
+            JournalError: the sample's records were removed.
         """
         sample, places, trained = self._samples.find(key)
         episode = self._episode(key, places)
@@ -362,7 +362,7 @@ class Run:
         return plain
 
     def _parting(self, sample: Mapping[str, Any], group: Sequence[Mapping[str, Any]]) -> dict[str, Any] | None:
-        """Where it went wrong: the first token that differs from all samples of its task with a higher reward."""
+        """Find the first token that differs from all samples of the task with a higher reward; see ``sample``."""
         own = sample["reward"]
         better = {
             each["key"]: each for each in group if own is not None and each["reward"] is not None and each["reward"] > own
@@ -370,7 +370,7 @@ class Run:
         first = {}
         best_first = sorted(better, key=lambda key: -better[key]["reward"])
         for key in [sample["key"], *best_first[:_COMPARED]] if better else []:
-            with contextlib.suppress(JournalError):  # the records of others in its group may be gone
+            with contextlib.suppress(JournalError):  # the records of other samples in the group may be gone
                 rows = reading.rows_of(self._episode(key, self._samples.find(key)[1]))
                 first |= {key: rows[0]} if rows else {}
         row = first.pop(sample["key"], None)
@@ -381,7 +381,7 @@ class Run:
         return {"token": token, "key": key, "reward": better[key]["reward"], "better": len(better), "compared": len(first)}
 
     def _attempt(self, sample: Mapping[str, Any]) -> dict[str, Any]:
-        """An attempt of the sample, with the error that it raised."""
+        """Describe an attempt of a sample, with the error that it raised."""
         traceback = ""
         if sample["status"] == "failed":
             end = self._episode(sample["key"], self._samples.find(sample["key"])[1]).end
@@ -400,11 +400,11 @@ class Run:
     # -- damage ------------------------------------------------------------------------------------------------------------
 
     def missing(self) -> list[dict[str, Any]]:
-        """Damaged, truncated or missing parts of the run's files, its journal included; empty if all are intact.
+        """List damaged, truncated or missing parts of the run's files, including the journal; empty if all are intact.
 
         Returns:
-            For each part its ``file`` (relative to the run's directory), the bytes ``begin`` to ``end`` and the ``steps`` before and after
-            it, if known, and a ``message`` with all of these.
+            For each part: its ``file`` (relative to the run's directory), its bytes ``begin`` to ``end`` and the ``steps`` before and after
+            it (if known), and a ``message`` with all of these.
         """
         found = [self._lacks(self.curves.path, each) for each in self.curves.missing()]
         last, known = max((step for step, _ in self.curves.times), default=0), self._last_known_step()
@@ -430,7 +430,7 @@ class Run:
         return [*found, *self._missing_in_journal()]
 
     def _missing_in_journal(self) -> list[dict[str, Any]]:
-        """Damaged bytes, truncated ends and missing files, each with its range of steps, and steps that only one of journal and metrics has."""
+        """List damaged bytes, truncated ends and missing files with their steps, and steps missing from the journal or the metrics."""
         journal = self.path / "journal"
         if not journal.is_dir():
             kept = self.config.get("journal.enabled") and self.config.get("mode", "both") in ("both", "explore", "serve")
@@ -445,7 +445,7 @@ class Run:
         return [*found, *self._unlike()]
 
     def _unlike(self) -> list[dict[str, Any]]:
-        """Steps that only one of journal and metrics has; each should have all."""
+        """List the steps that only the journal or only the metrics have; both should have every step."""
         if self.is_running or not self._index.progress()["is_complete"]:
             return []
         indexed = {row["step"] for row in self._samples.steps()}
@@ -457,18 +457,18 @@ class Run:
             )
         if indexed and (
             lost := sorted(step for step in logged - indexed if step > min(indexed))
-        ):  # journal.keep removes the first
+        ):  # journal.keep removes the first steps
             said = f"it lacks the end of {_steps(lost)}, which metrics.jsonl has"
             found.append(self._lacks(self.path / "journal", said, steps=(lost[0], lost[-1])))
         return found
 
     def _has_checksums(self) -> bool:
-        """True if the run wrote checksums; version 0.1.0 did not."""
+        """Return True if the run wrote checksums; version 0.1.0 did not."""
         marker = self._root / MARKER
         return marker.exists() and '"checksum"' in marker.read_text(encoding="utf-8", errors="replace")
 
     def _last_known_step(self) -> int:
-        """The last step according to a recover checkpoint or the stage's results."""
+        """Return the last step according to the recovery checkpoints and the stage's results, or 0."""
         made = [int(path.name.rpartition("_")[2]) for path in self.path.glob("recover/step_*") if path.name[5:].isdecimal()]
         steps = self._results().get("steps")
         return max([*made, steps if isinstance(steps, int) else 0], default=0)
@@ -492,25 +492,25 @@ class Run:
     # -- the rest ----------------------------------------------------------------------------------------------------------
 
     def metrics(self, names: Iterable[str] | None = None, points: int = 600, smoothing: float = 0.0) -> dict[str, Any]:
-        """Curves: ``{"series": {name: [[step, value], …]}, "groups": {title: [name, …]}}``.
+        """Return curves: ``{"series": {name: [[step, value], …]}, "groups": {title: [name, …]}}``.
 
         Args:
-            names: metrics; None for all.
-            points: most points of each curve; peaks are kept.
+            names: names of the metrics; all if None.
+            points: approximate limit of points per curve; peaks are kept.
             smoothing: weight of the past in a moving average, from 0 to below 1.
         """
         return {"series": self.curves.series(names, points, smoothing), "groups": groups_of(self.curves.names())}
 
     def diagnosis(self) -> list[dict[str, Any]]:
-        """Detected problems and the settings that fix them: ``rule``, ``level`` (bad, warn or info), ``message``, ``setting`` and ``step``."""
+        """List problems and the settings that fix them: ``rule``, ``level`` (bad, warn or info), ``message``, ``setting`` and ``step``."""
         return [asdict(sign) for sign in signs_of(self.curves.points, self.config)]
 
     def timeline(self, start: float | None = None, end: float | None = None, lanes: int = 24) -> dict[str, Any]:
-        """Lanes of samples, engines and the trainer between two times; see ``viewer.timeline``."""
+        """Return the lanes of samples, engines and the trainer between two times; see ``viewer.timeline``."""
         return timeline(self._index, self._samples, start, end, lanes)
 
     def publications(self, *, undone: bool = False) -> list[dict[str, Any]]:
-        """Each publication of weights: ``step``, ``version``, ``way``, ``seconds``, ``bytes``, ``engines``, ``audit``, ``time``.
+        """List the publications of weights: ``step``, ``version``, ``way``, ``seconds``, ``bytes``, ``engines``, ``audit``, ``time``.
 
         Args:
             undone: include steps that a resume undid and that have not been repeated yet.
@@ -518,34 +518,34 @@ class Run:
         return self._samples.publications(undone=undone)
 
     def checkpoints(self) -> list[dict[str, Any]]:
-        """Recovery checkpoints: ``step``, ``frontier``, ``time``, groups finished ``beyond`` the frontier, and ``unfinished`` episodes."""
+        """List recovery checkpoints: ``step``, ``frontier``, ``time``, groups finished ``beyond`` the frontier, and ``unfinished`` episodes."""
         rows = self._index.rows("SELECT step, frontier, time, beyond, unfinished FROM checkpoints ORDER BY writer, step")
         return [dict(row) for row in rows]
 
     def resumes(self) -> list[dict[str, Any]]:
-        """Each resume: its ``step``, ``version`` and ``frontier``, and the number of ``episodes`` and ``tokens`` reused."""
+        """List the resumes: ``step``, ``version`` and ``frontier``, and the number of ``episodes`` and ``tokens`` reused."""
         return [dict(row) for row in self._index.rows("SELECT * FROM resumes ORDER BY writer")]
 
     def search(self, **query: Any) -> dict[str, Any]:
         """Find samples; the arguments are those of ``viewer.search.search``.
 
         Returns:
-            ``total`` (None if not all texts were searched), ``samples`` with ``snippet`` (parts of text, each with whether it is a
+            ``total`` (None if not all texts were searched), ``samples`` with ``snippet`` (parts of text, each flagged if it is a
             match), ``scanned``, ``is_cut`` (the time limit ended the search before enough were found), and ``indexed`` (the share of
             samples whose text is in the index).
 
         Raises:
-            DataError: a filter or pattern is wrong.
+            DataError: a filter or pattern is invalid.
         """
         found = search.search(self._index, self._samples, **query)
         return {**found, "indexed": self._index.progress()["text"]}
 
     def frame(self, what: str, **query: Any) -> Any:
-        """A pandas ``DataFrame`` of ``samples``, ``tokens``, ``metrics`` or ``publications``.
+        """Return a pandas ``DataFrame`` of ``samples``, ``tokens``, ``metrics`` or ``publications``.
 
         Args:
             what: name of the table.
-            query: for samples and tokens, arguments of ``viewer.search.search``: ``run.frame("tokens", step=12)``; for publications ``undone``.
+            query: for samples and tokens, arguments of ``viewer.search.search``, such as ``step=12``; for publications, ``undone``.
 
         Raises:
             DataError: there is no such table, or pandas is not installed.
@@ -571,7 +571,7 @@ class Run:
         return pandas.DataFrame([token for sample in found for token in self._tokens_of(sample["key"])])
 
     def _tokens_of(self, key: str) -> Iterator[dict[str, Any]]:
-        """Lines of the frame ``tokens``: one for each token of a sample's rows."""
+        """Yield the lines of the frame ``tokens``: one for each token of a sample's rows."""
         _, places, trained = self._samples.find(key)
         for number, row in enumerate(self._rows(self._episode(key, places), trained)):
             columns = {name: row[column] or [None] * len(row["ids"]) for column, name in _TOKEN_COLUMNS.items()}
@@ -580,17 +580,17 @@ class Run:
                 yield {**place, **dict(zip(columns, values, strict=True))}
 
     def last_samples(self, limit: int = 50, *, undone: bool = False) -> list[dict[str, Any]]:
-        """The newest finished samples, for a run that has not trained yet; ``undone`` includes those that a resume undid."""
+        """List the newest samples, unfinished ones first, also before any training; ``undone`` includes those that a resume undid."""
         where = "" if undone else f"WHERE {NOT_UNDONE} "
         ended = self._samples.listed(f"{where}ORDER BY samples.id DESC LIMIT ?", limit)
         return [*self._samples.running(undone=undone), *ended][:limit]
 
 
 def find_part(path: Path) -> Path:
-    """The directory itself, or the stage or process of a run that has a journal, or else metrics.
+    """Return ``path`` if it is a run, stage or process itself, or else its only stage or process with a journal (or else metrics).
 
     Raises:
-        DataError: there is none, or there are several.
+        DataError: there is no candidate, or there are several.
     """
     if not path.is_dir():
         raise DataError(f"{path} is no directory: give that of a run, such as runs/quickstart/trial.")
@@ -607,12 +607,12 @@ def find_part(path: Path) -> Path:
 
 
 def is_part(path: Path) -> bool:
-    """True for a directory with metrics or episodes of a run, a stage or a process."""
+    """Return True if a directory holds metrics or episodes of a run, stage or process."""
     return (path / "metrics.jsonl").exists() or bool(journal_files(path / "journal"))
 
 
 def _read_json(path: Path) -> dict[str, Any]:
-    """A JSON object; empty if the file is missing, damaged or being written."""
+    """Read a JSON object; empty if the file is missing, damaged or being written."""
     try:
         return read_json(path)
     except (OSError, ValueError):
@@ -620,7 +620,7 @@ def _read_json(path: Path) -> dict[str, Any]:
 
 
 def _problem_of(path: Path) -> str | None:
-    """Why a JSON file cannot be read; None if it can or does not exist."""
+    """Return why a JSON file cannot be read, or None if it can be read or does not exist."""
     try:
         read_json(path)
     except FileNotFoundError:
@@ -642,7 +642,7 @@ def _steps(steps: Sequence[int]) -> str:
 
 
 def _neighbours(sample: Mapping[str, Any], group: Sequence[Mapping[str, Any]]) -> dict[str, str | None]:
-    """Keys of the previous and next sample in its group, and of those with the highest and lowest reward."""
+    """Return the keys of the previous and next sample in a group, and of those with the highest and lowest reward."""
     keys = [each["key"] for each in group]
     place = keys.index(sample["key"]) if sample["key"] in keys else -1
     rewarded = sorted((each for each in group if each["reward"] is not None), key=lambda each: each["reward"])

@@ -13,16 +13,16 @@ from rollwright.viewer.run import Run, is_part
 
 logger = getLogger("viewer")
 
-_DEEPEST = 5  # directories below the root in which runs are looked for
-#: Directories of a run that have no stages.
+_DEEPEST = 5  # levels of directories below a root that are searched for runs
+#: Directories of a run that are not stages.
 _NOT_STAGES = frozenset(("attempts", "checkpoints", "journal", "logs", "recover", "rollouts", "weights"))
 
 
 class Runs:
-    """The runs below directories, opened once each. Safe to use from several threads.
+    """The runs below some directories, each opened once. Thread-safe.
 
     Args:
-        roots: directories of runs, or with runs below them.
+        roots: directories of runs, or directories above them.
     """
 
     def __init__(self, roots: str | Path | Iterable[str | Path] = "runs") -> None:
@@ -35,12 +35,12 @@ class Runs:
         self._lock = threading.Lock()
 
     def list(self) -> list[dict[str, Any]]:
-        """``Run.info`` of each run with its ``id``, the most recently written first."""
+        """Return ``Run.info`` of each run with its ``id``, the most recently written run first."""
         found = [{"id": name, **self.get(name).info()} for name in self._names()]
         return sorted(found, key=lambda info: -(info["updated"] or 0.0))
 
     def get(self, name: str) -> Run:
-        """The run with an id.
+        """Return the run with the id ``name``.
 
         Raises:
             DataError: there is no such run below the roots.
@@ -54,7 +54,7 @@ class Runs:
             return self._runs[name]
 
     def _names(self) -> dict[str, Path]:
-        """Directories of runs by id, the path below the root."""
+        """Return the directories of runs by id, which is the path below the root."""
         names: dict[str, Path] = {}
         for root in self.roots:
             for path in parts_below(root):
@@ -72,10 +72,10 @@ class Runs:
 
 
 def parts_below(root: Path, depth: int = 0) -> Iterator[Path]:
-    """Directories with metrics or a journal; links are not followed."""
+    """Yield the directories that have metrics or a journal; links are not followed."""
     try:
         is_run, children = is_part(root), sorted(root.iterdir()) if depth < _DEEPEST else []
-    except OSError as error:  # of others, or removed meanwhile
+    except OSError as error:  # not readable, or removed meanwhile
         logger.info("%s is left out: %s", root, error)
         return
     if is_run:
@@ -87,7 +87,7 @@ def parts_below(root: Path, depth: int = 0) -> Iterator[Path]:
 
 
 def config_difference(first: Run, second: Run) -> list[tuple[str, Any, Any]]:
-    """The keys whose values differ in two configs, each with both values; None if a config lacks the key."""
+    """Return the keys whose values differ between two configs, each with both values (None if a config lacks the key)."""
     before, after = first.config, second.config
     keys = sorted({*before, *after})
     return [(key, before.get(key), after.get(key)) for key in keys if before.get(key) != after.get(key)]

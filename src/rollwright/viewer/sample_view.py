@@ -11,7 +11,7 @@ from rollwright.inference.server.tool_calls import tool_convention
 from rollwright.tracking.readable import as_json, as_text, clipped, number, seconds, signed, visible
 from rollwright.viewer.pictures import lanes_of_sample, shade, signed_shade
 
-#: Tokens of a page, and lines of its table, before "Show all".
+#: Tokens and table lines that a page shows before "Show all".
 TOKENS_SHOWN, LINES_SHOWN = 2000, 500
 
 VIEWS = {"chat": "Chat", "tokens": "Tokens", "table": "Table", "requests": "Requests"}
@@ -34,7 +34,7 @@ _IMAGE = re.compile(r"data:image/(png|jpeg|webp|gif);base64,[A-Za-z0-9+/=\s]+")
 
 
 def chat(sample: Mapping[str, Any], href_of_tokens: str = "") -> list[dict[str, Any]]:
-    """The conversation, with the tool calls parsed from the model's answers, and each tool's result and duration.
+    """Prepare the conversation, with tool calls parsed from the model's answers, and each tool's result and duration.
 
     Args:
         sample: a result of ``Run.sample``.
@@ -52,7 +52,7 @@ def chat(sample: Mapping[str, Any], href_of_tokens: str = "") -> list[dict[str, 
             and before["kind"] == "tool"
             and before["text"].strip() == each["text"].strip()
         ):
-            continue  # the prompt shows what the tool said, which is shown already
+            continue  # the prompt repeats a tool result that is already shown
         text, about, name, arguments = each["text"], "", None, None
         if each["role"] == "assistant":
             convention = tool_convention(text)
@@ -84,7 +84,7 @@ def chat(sample: Mapping[str, Any], href_of_tokens: str = "") -> list[dict[str, 
 
 
 def _images(value: Any, depth: int = 0) -> Iterator[str]:
-    """Pictures in a task that are ``data:`` addresses; no others are loaded."""
+    """Yield the pictures in a task that are ``data:`` URLs; no others are loaded."""
     if isinstance(value, str):
         if _IMAGE.fullmatch(value):
             yield value
@@ -100,7 +100,7 @@ def _images(value: Any, depth: int = 0) -> Iterator[str]:
 
 
 def left(parts: Mapping[str, Any]) -> str:
-    """Describe the samples that it diverges from."""
+    """Describe the better samples from which a sample diverges."""
     if parts["compared"] == parts["better"]:
         return "every better sample of its task"
     return f"{parts['compared']} of the {parts['better']} better samples of its task, those that were compared"
@@ -109,9 +109,9 @@ def left(parts: Mapping[str, Any]) -> str:
 def tokens(
     row: Mapping[str, Any], overlay: str, limit: int | None = TOKENS_SHOWN, parts_at: int | None = None
 ) -> dict[str, Any]:
-    """A row's tokens with the classes, values and marks of an overlay, and the facts about each token.
+    """Prepare a row's tokens with the classes, values and marks of an overlay, and the facts about each token.
 
-    ``parts_at`` is the token at which it diverges from better samples.
+    ``parts_at`` is the index of the token at which the row diverges from better samples.
     """
     length = len(row["ids"])
     end = length if limit is None else min(length, limit)
@@ -147,7 +147,7 @@ _NAMES = {name: text.lower() for name, (text, _) in OVERLAYS.items()} | {"branch
 
 
 def _columns(row: Mapping[str, Any]) -> dict[str, list[Any]]:
-    """Overlay -> value of each token, for the overlays that the run recorded."""
+    """Return overlay -> value of each token, for the overlays that the run recorded."""
     mask = row["mask"]
 
     engine, trainer = row.get("logprobs"), row.get("trainer_logprobs")
@@ -171,13 +171,13 @@ def _columns(row: Mapping[str, Any]) -> dict[str, list[Any]]:
 
 
 def overlays_of(row: Mapping[str, Any]) -> list[str]:
-    """The overlays that a row has values for."""
+    """List the overlays for which a row has values."""
     columns = _columns(row)
     return [name for name in OVERLAYS if name in columns]
 
 
 def _shades(overlay: str, values: Sequence[Any], mask: Sequence[bool]) -> tuple[list[str], list[tuple[str, str]]]:
-    """CSS class of each token, and the examples in the key."""
+    """Return the CSS class of each token, and the examples for the key of colours."""
     known = [value for value in values if value is not None and math.isfinite(value)]
     if overlay == "trained":
         return ["trained" if is_sampled else "" for is_sampled in mask], []
@@ -191,7 +191,7 @@ def _shades(overlay: str, values: Sequence[Any], mask: Sequence[bool]) -> tuple[
         ]
         return classes, [("n5", signed(-largest)), ("", "0"), ("p5", signed(largest))] if largest else []
     low, high = min(known), max(known)
-    if overlay in ("logprob", "trainer"):  # unlikely tokens are dark; what is below −8 is as dark as can be
+    if overlay in ("logprob", "trainer"):  # unlikely tokens are dark; those below −8 get the darkest class
         floor = max(low, -8.0)
         return ["" if value is None else shade(-value, 0.0, -floor) for value in values], [("", "0"), ("q6", number(floor))]
     low = min(low, 0.0) if overlay == "entropy" else low
@@ -213,7 +213,7 @@ def _rounded(value: Any) -> Any:
 
 
 def table(row: Mapping[str, Any], limit: int | None = LINES_SHOWN) -> dict[str, Any]:
-    """A row as a table, readable without colour: a line for each token, a column for each recorded value."""
+    """Convert a row to a table, readable without colour: a line for each token, a column for each recorded value."""
     columns = _columns(row)
     names = ["#", "id", "text", *(_NAMES[name] for name in columns)]
     end = len(row["ids"]) if limit is None else min(limit, len(row["ids"]))
@@ -232,7 +232,7 @@ def _cell(value: Any) -> str:
 
 
 def requests(sample: Mapping[str, Any]) -> list[dict[str, Any]]:
-    """The model requests, each with its arguments and duration."""
+    """Describe the model requests, each with its arguments and duration."""
     shown = []
     for call in sample["calls"]:
         about = f"conversation {call['conversation']}, turn {call['turn']}"
@@ -253,7 +253,7 @@ def requests(sample: Mapping[str, Any]) -> list[dict[str, Any]]:
 
 
 def results(sample: Mapping[str, Any]) -> list[dict[str, Any]]:
-    """The durable calls: tools, rewards, clocks."""
+    """Describe the durable calls: tools, rewards, clocks."""
     shown = []
     for result in sample["results"]:
         error = result["error"]
@@ -264,7 +264,7 @@ def results(sample: Mapping[str, Any]) -> list[dict[str, Any]]:
 
 
 def lanes(sample: Mapping[str, Any]) -> dict[str, Any] | None:
-    """A picture of when the sample's requests and calls ran."""
+    """Draw when the sample's requests and calls ran."""
     spans = [
         (
             "generate",
@@ -290,7 +290,7 @@ def lanes(sample: Mapping[str, Any]) -> dict[str, Any] | None:
 
 
 def facts(sample: Mapping[str, Any]) -> list[tuple[str, Any]]:
-    """Names and values of the facts about a sample."""
+    """List names and values of the facts about a sample."""
     versions = sample["version"]
     if versions is not None:
         versions = f"v{versions[0]}" if versions[0] == versions[1] else f"v{versions[0]} to v{versions[1]}"

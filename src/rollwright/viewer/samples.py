@@ -17,20 +17,20 @@ from rollwright.viewer.collector import as_row, first_steps
 from rollwright.viewer.index import Index
 
 _KEY = re.compile(r"(eval:)?(\d+)(?:/(\d+))?(?:@v(\d+))?(?:@(\d+))?(?:#(\d+))?")
-_UNFINISHED = ("failed", "cut", "diverged")  # outcomes of attempts behind which another may have the same name
+_UNFINISHED = ("failed", "cut", "diverged")  # outcomes after which another attempt may have the same name
 _LISTED = """
 samples.id, writer, ordinal, idx, attempt, is_eval, version, workflow, status, reason, reward, rewards, prompt_tokens, tokens, length, rows,
 calls, tools, tool_names, first_version, last_version, model_seconds, tool_seconds, began, ended, truncated, step, step_writer, trained,
 advantage, advantages, is_undone, is_damaged, substr(texts.said, 1, 120) AS preview
 """
-#: Order that puts the meant one first among several attempts with the same name.
+#: SQL order of attempts with the same name that puts the one to show first.
 _BEST_FIRST = "is_undone, status IN ('accepted', 'rejected') DESC, samples.id DESC"
-#: Condition of lists without samples that a resume undid.
+#: SQL condition that excludes samples that a resume undid.
 NOT_UNDONE = "NOT is_undone"
 
 
 def select(*more: str) -> str:
-    """The beginning of a query for samples, with ``more`` columns; conditions follow."""
+    """Return the beginning of a query for samples, with ``more`` columns; conditions follow it."""
     return f"SELECT {', '.join((_LISTED, *more))} FROM samples LEFT JOIN texts ON texts.id = samples.id"
 
 
@@ -45,12 +45,12 @@ class Key(NamedTuple):
     attempt: int | None = None
 
     def condition(self) -> tuple[str, list[int]]:
-        """An SQL condition for what the key names, and its values."""
+        """Return an SQL condition that selects what the key names, and its values."""
         known = {name: value for name, value in self._asdict().items() if value is not None}
         return " AND ".join(f"{name} = ?" for name in known), list(known.values())
 
     def names(self, sample: Mapping[str, Any]) -> bool:
-        """True if the key names an unfinished sample."""
+        """Return True if the key names this unfinished sample."""
         return all(value is None or value == sample[name] for name, value in self._asdict().items())
 
 
@@ -58,7 +58,7 @@ def parse_key(key: str) -> Key:
     """Parse ``12/3``, ``12``, ``eval:12/3@v4``, ``12/3@0`` (of the first process) or ``12/3#1`` (the second attempt).
 
     Raises:
-        DataError: it has none of these forms.
+        DataError: the key has none of these forms.
     """
     match = _KEY.fullmatch(key)
     if match is None:
@@ -70,8 +70,8 @@ class Samples:
     """The samples of an index.
 
     Args:
-        index: of the journal.
-        is_running: True if its last process is still running.
+        index: index of the journal.
+        is_running: True if the run's last process is still running.
     """
 
     def __init__(self, index: Index, is_running: bool) -> None:
@@ -85,16 +85,16 @@ class Samples:
     # -- samples -----------------------------------------------------------------------------------------------------------------
 
     def listed(self, where: str, *values: Any) -> list[dict[str, Any]]:
-        """Samples that have ended; ``where`` completes the query ``select()``."""
+        """List samples that have ended; ``where`` completes the query ``select()``."""
         return [self.plain(row) for row in self._index.rows(f"{select()} {where}", *values)]
 
     def numbered(self, numbers: Sequence[int]) -> dict[int, dict[str, Any]]:
-        """Samples by their numbers in the index, those that still exist."""
+        """Return samples by their numbers in the index, without those that no longer exist."""
         rows = self._index.rows(f"{select()} WHERE samples.id IN (SELECT value FROM json_each(?))", json.dumps(numbers))
         return {row["id"]: self.plain(row) for row in rows}
 
     def running(self, key: Key | None = None, *, undone: bool = False) -> list[dict[str, Any]]:
-        """Unfinished samples that a key names, or all; ``undone`` includes those that began again after a resume."""
+        """List the unfinished samples that a key names, or all; ``undone`` includes those that began again after a resume."""
         return [self.plain(row) for row in self._unfinished(key) if undone or not row["is_undone"]]
 
     def _unfinished(self, key: Key | None = None) -> Iterator[dict[str, Any]]:
@@ -105,7 +105,7 @@ class Samples:
                 yield {**sample, "status": status, "preview": None}
 
     def find(self, key: str) -> tuple[dict[str, Any], bytes, bytes | None]:
-        """The sample with a key, and the places of its records and of its training records.
+        """Return the sample with a key, and the places of its records and of its training records.
 
         Raises:
             DataError: there is no such sample, or it is not in the index yet.
@@ -120,7 +120,7 @@ class Samples:
         raise DataError(f"there is no sample {key} in what is indexed of this run: see its steps for those that there are.")
 
     def plain(self, row: sqlite3.Row | Mapping[str, Any]) -> dict[str, Any]:
-        """A sample as plain values."""
+        """Convert a sample to plain values."""
         first, last = row["first_version"], row["last_version"]
         same = (
             "ordinal attempt workflow status reason reward step advantage prompt_tokens tokens length rows calls tools model_seconds "
@@ -159,7 +159,7 @@ class Samples:
     # -- groups ------------------------------------------------------------------------------------------------------------------
 
     def group(self, key: str, *, undone: bool = False) -> dict[str, Any]:
-        """A group with its samples of all attempts.
+        """Return a group with its samples of all attempts.
 
         Args:
             key: key of the group or of one of its samples.
@@ -204,7 +204,7 @@ class Samples:
         }
 
     def _groups(self, condition: str, *values: Any, shown: str, of_eval: bool = False) -> list[dict[str, Any]]:
-        """Finished groups, each with the samples that match ``shown``; groups of evaluations must all have one version."""
+        """List finished groups, each with the samples that match ``shown``; evaluation groups must all have one version."""
         last = f"SELECT max(id) FROM groups WHERE {condition} GROUP BY ordinal"  # the newest, because a resume evaluates again
         groups = self._index.rows(f"SELECT * FROM groups WHERE id IN ({last}) ORDER BY ordinal", *values)
         of_group: dict[str, list[dict[str, Any]]] = {}
@@ -218,7 +218,7 @@ class Samples:
     # -- steps -------------------------------------------------------------------------------------------------------------------
 
     def steps(self, *, undone: bool = False) -> list[dict[str, Any]]:
-        """The index's entry of each step, from its last run; ``undone`` includes steps that a resume undid and that were not repeated."""
+        """Return the newest entry of each step; ``undone`` includes steps that a resume undid and that were not repeated."""
         same = "step samples groups reward reward_min reward_max tokens dropped without_variance time version"
         return [
             {**{name: row[name] for name in same.split()}, "is_undone": is_undone}
@@ -226,18 +226,18 @@ class Samples:
         ]
 
     def publications(self, *, undone: bool = False) -> list[dict[str, Any]]:
-        """The publication after each step, from its last run; ``undone`` includes steps that a resume undid."""
+        """Return the newest publication of each step; ``undone`` includes steps that a resume undid and that were not repeated."""
         return [plain_publication(row) for row, _ in self._newest_steps(undone)]
 
     def _newest_steps(self, undone: bool) -> Iterator[tuple[sqlite3.Row, bool]]:
-        """The newest row of each step, and whether a resume undid it; only with ``undone`` also those that were undone."""
+        """Yield the newest row of each step, and whether a resume undid it; undone steps only with ``undone``."""
         for row in self._index.rows("SELECT *, max(writer) FROM steps GROUP BY step ORDER BY step"):
             is_undone = self._is_undone(row["writer"], row["step"])
             if undone or not is_undone:
                 yield row, is_undone
 
     def step(self, step: int, bins: int) -> dict[str, Any]:
-        """A step: its groups, and those dropped while it was sampled. A step that a resume undid keeps its original samples.
+        """Return a step with its groups, including those dropped while it was sampled. An undone step keeps its original samples.
 
         Raises:
             DataError: there is no such step.
@@ -269,12 +269,12 @@ class Samples:
 
 
 def group_key(row: sqlite3.Row | Mapping[str, Any]) -> str:
-    """The key of a group, or of the group of a sample."""
+    """Return the key of a group, or of a sample's group."""
     return f"eval:{row['ordinal']}@v{row['version']}" if row["is_eval"] else str(row["ordinal"])
 
 
 def plain_publication(row: sqlite3.Row) -> dict[str, Any]:
-    """The publication after a step."""
+    """Convert the publication after a step to plain values."""
     same = ("step", "version", "way", "seconds", "bytes", "time")
     return {
         **{name: row[name] for name in same},
@@ -284,7 +284,7 @@ def plain_publication(row: sqlite3.Row) -> dict[str, Any]:
 
 
 def reward_bins(samples: Iterable[Mapping[str, Any]], count: int) -> list[dict[str, Any]]:
-    """A histogram of rewards: a bin for each value if there are few, otherwise bins of equal width."""
+    """Build a histogram of rewards: a bin for each value if there are few values, otherwise bins of equal width."""
     rewards = [(reward, sample["trained"] > 0) for sample in samples for reward in sample["rewards"] if math.isfinite(reward)]
     if not rewards:
         return []

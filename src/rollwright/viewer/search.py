@@ -1,4 +1,4 @@
-"""Finding samples: by their text, and by what the index has of each."""
+"""Search for samples by their text and by the values in the index."""
 
 from __future__ import annotations
 
@@ -29,14 +29,14 @@ ORDERS = {
 }
 WHERES = ("any", "given", "said")
 _LONGEST_PATTERN = 1_000
-_LARGEST_PATTERN = 100_000  # parts after its counted repeats are written out, as compiling does; about 60 MiB
+_LARGEST_PATTERN = 100_000  # parts after counted repeats are expanded, as the compiler does; about 60 MiB
 _PATTERN_SECONDS = 0.8  # time limit of a search for a pattern
-_FRAME_SECONDS = 60.0  # its time limit if all samples are wanted
-_WAIT_SECONDS = 10.0  # for another search to end
-_SEARCHES = threading.BoundedSemaphore(2)  # for patterns at the same time
+_FRAME_SECONDS = 60.0  # its time limit if all samples are requested
+_WAIT_SECONDS = 10.0  # longest wait for another search to end
+_SEARCHES = threading.BoundedSemaphore(2)  # concurrent searches for patterns
 _AROUND = 60  # characters shown before and after a match
-_LONGEST_MATCH = 400  # characters shown of it
-_MARKS = ("\x02", "\x03")  # around what was found, for SQLite's snippets
+_LONGEST_MATCH = 400  # characters shown of a match
+_MARKS = ("\x02", "\x03")  # delimit matches in SQLite's snippets
 _SNIPPET = f"snippet(found, -1, '{_MARKS[0]}', '{_MARKS[1]}', '…', 24)"
 
 Bounds = int | float | tuple[float | None, float | None] | None
@@ -65,31 +65,31 @@ def search(
     offset: int = 0,
     limit: int = 50,
 ) -> dict[str, Any]:
-    """Find samples. None disables a filter.
+    """Find samples. Filters that are None are not applied.
 
     Args:
-        index: of the journal.
-        samples: of the index.
-        text: words that must all occur, and phrases in quotes.
+        index: index of the journal.
+        samples: samples of the index.
+        text: words and quoted phrases, all of which must occur.
         regex: a pattern of Python's ``re``.
         where: text to search: what the sample was ``given``, what it ``said``, or ``any`` of both.
-        step, reward, tokens, length, advantage, version: a value, or a (lowest, highest) pair, in which None means no limit.
+        step, reward, tokens, length, advantage, version: a value, or a (lowest, highest) pair in which None is no limit.
         status: accepted, rejected, failed or cut.
         tag: name of the workflow.
         tool: name of a durable call, or part of it.
         is_eval: True for evaluations, False for training.
-        truncated: cut by a length limit.
-        undone: include samples that a resume undid: those of lost steps, and those that ran again.
+        truncated: True for samples cut by a length limit, False for others.
+        undone: include samples that a resume undid, because their step was lost or they ran again.
         order: one of ``ORDERS``.
         offset: number of results to skip.
-        limit: most results; -1 returns all.
+        limit: largest number of results; -1 for all.
 
     Returns:
         ``total`` (None if not all texts were searched), ``samples`` with a ``snippet`` each, ``scanned`` (number of samples whose text
         was searched for a pattern), and ``is_cut`` (True if the time limit ended the search before enough were found).
 
     Raises:
-        DataError: a filter, an order or a pattern is wrong; the message says which.
+        DataError: a filter, an order or a pattern is invalid; the message says which.
     """
     ranges = {"step": step, "reward": reward, "tokens": tokens, "length": length, "advantage": advantage, "version": version}
     conditions = [condition for name, given in ranges.items() for condition in _limits(name, given)]
@@ -117,7 +117,7 @@ def search(
 
 
 def _limits(name: str, given: Bounds) -> list[tuple[str, Any]]:
-    """Conditions for a lowest and a highest value. A sample has all versions from its first to its last one."""
+    """Return SQL conditions for a lowest and a highest value. A sample has all versions from its first to its last one."""
     try:
         low, high = (given, given) if given is None or isinstance(given, int | float) else given
     except (TypeError, ValueError):
@@ -135,13 +135,13 @@ def _order(given: str) -> str:
 
 
 def _pattern(text: str | None, given: str | None, match: str | None) -> regex.Pattern[str] | None:
-    """The pattern to search texts for: the given one, or the words if the full-text search has no token for them."""
+    """Compile the given pattern, or one for the words if full-text search has no token for them; None if neither is needed."""
     if not given:
         return regex.compile(regex.escape(text)) if text and match is None else None
     if len(given) > _LONGEST_PATTERN:
         raise DataError(f"the pattern has {len(given)} characters; at most {_LONGEST_PATTERN} are taken.")
     try:
-        re.compile(given)  # the dialect that is promised, and its messages
+        re.compile(given)  # checks Python's dialect, with its error messages
         if _expanded_size(given) > _LARGEST_PATTERN:
             raise DataError(f"{given!r} repeats too much: its counted repeats come to more than {_LARGEST_PATTERN:,} parts.")
         return regex.compile(given)
@@ -153,7 +153,7 @@ _PARTS = re.compile(r"\\.|\[\^?\]?(?:\\.|[^]\\])*\]|\{(?P<least>\d*)(?:,(?P<most
 
 
 def _expanded_size(pattern: str) -> int:
-    """Number of parts of a pattern after its counted repeats are written out; ``(?:a{100}){100}`` has 10,000."""
+    """Count the parts of a pattern after its counted repeats are expanded; ``(?:a{100}){100}`` has 10,000."""
     groups, last = [0], 0
     for part in _PARTS.finditer(pattern):
         times = part["most"] or part["least"]
@@ -177,12 +177,12 @@ def _scan(
     offset: int,
     limit: int,
 ) -> dict[str, Any]:
-    """Search the texts of a query, in its order, until there are enough matches or the time is over."""
+    """Search the texts of a query, in its order, until there are enough matches or the time limit is reached."""
     last, seconds = (offset + limit, _PATTERN_SECONDS) if limit >= 0 else (None, _FRAME_SECONDS)
     if not _SEARCHES.acquire(timeout=_WAIT_SECONDS):
         raise DataError("other patterns are being looked for: try again in a moment.")
     try:
-        # a connection of its own, because the search may take long and the index may be made again meanwhile
+        # a separate connection, because the search may take long and the index may be rebuilt meanwhile
         with contextlib.closing(sqlite3.connect(index.path, timeout=2.0)) as connection:
             connection.execute("PRAGMA query_only = 1")
             texts = connection.execute(query, values)
@@ -205,7 +205,7 @@ def _matches(
     """Search texts for a pattern.
 
     Returns:
-        Number and snippet of each sample with a match, the number of samples searched, and whether those were all.
+        Number and snippet of each sample with a match, the number of samples searched (0 if all), and whether all were searched.
     """
     deadline = time.monotonic() + seconds
     matches: list[tuple[int, list[list[Any]]]] = []
@@ -226,7 +226,7 @@ def _matches(
 
 
 def _snippet(text: str, start: int, stop: int) -> list[list[Any]]:
-    """The characters around a match, in parts, each with whether it is the match."""
+    """Split the text around a match into parts, each flagged if it is the match."""
     before, after = text[max(0, start - _AROUND) : start], text[stop : stop + _AROUND]
     before = f"…{before}" if start > _AROUND else before
     after = f"{after}…" if stop + _AROUND < len(text) else after
@@ -235,10 +235,10 @@ def _snippet(text: str, start: int, stop: int) -> list[list[Any]]:
 
 
 def _match_query(text: str, where: str) -> str | None:
-    """A full-text query for words and quoted phrases; None if it has no word to search for.
+    """Build a full-text query for words and quoted phrases; None if there is no word to search for.
 
     Args:
-        text: as typed by a user.
+        text: the words that a user typed.
         where: any, given or said.
     """
     terms = re.findall(r'"([^"]*)"|(\S+)', text.replace("\0", " "))
@@ -251,12 +251,12 @@ def _match_query(text: str, where: str) -> str | None:
 
 
 def _marked_parts(text: str) -> list[list[Any]]:
-    """Split a snippet into parts, each with whether it is a match."""
+    """Split a snippet into parts, each flagged if it is a match."""
     pieces = re.split(f"[{''.join(_MARKS)}]", text)
     return [[piece, number % 2 == 1] for number, piece in enumerate(pieces) if piece]
 
 
-# -- what an address asks for ---------------------------------------------------------------------------------------------
+# -- parameters of an address ---------------------------------------------------------------------------------------------
 
 _ASKED_RANGES = ("step", "reward", "tokens", "version")
 _FLAGS: dict[str | None, bool] = {"0": False, "1": True}
@@ -265,7 +265,7 @@ ASKED = ("text", "regex", "where", *_ASKED_RANGES, "status", "tool", "tag", "eva
 
 
 def filters(query: Mapping[str, str]) -> dict[str, Any]:
-    """Arguments of ``Run.search`` from an address.
+    """Convert the parameters of an address to arguments of ``Run.search``.
 
     Raises:
         ValueError: a range is invalid.
@@ -280,10 +280,10 @@ def filters(query: Mapping[str, str]) -> dict[str, Any]:
 
 
 def span(text: str) -> tuple[float | None, float | None] | None:
-    """Parse a range from an address: ``12``, ``5-20``, ``0.5..1``, ``100..``, ``..3``; None for an empty text.
+    """Parse a range from an address: ``12``, ``5-20``, ``0.5..1``, ``100..``, ``..3``; None for an empty string.
 
     Raises:
-        ValueError: it is not a range.
+        ValueError: ``text`` is not a range.
     """
     text = text.strip().replace("…", "..").replace("−", "-")
     if not text:

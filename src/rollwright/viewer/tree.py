@@ -16,9 +16,9 @@ TreeRow = tuple[str, int, RowTokens]
 
 
 def prefix_tree(rows: Sequence[TreeRow], text: Callable[[list[int]], str]) -> dict[str, Any]:
-    """The tree of a group's rows as plain values.
+    """Build the tree of a group's rows as plain values.
 
-    A node is a run of tokens with the same rows, the same mask and the same isolated branch. A branch, and the trunk after it, are
+    A node is a stretch of tokens with the same rows, the same mask and the same isolated branch. A branch, and the trunk after it, are
     children of the trunk before it.
 
     Args:
@@ -26,7 +26,7 @@ def prefix_tree(rows: Sequence[TreeRow], text: Callable[[list[int]], str]) -> di
         text: decodes tokens.
 
     Returns:
-        ``{"nodes": [...], "width": tokens of the longest row}``; a node has ``id``, ``parent`` (None: a root), ``start`` (column of
+        ``{"nodes": [...], "width": tokens of the longest row}``; a node has ``id``, ``parent`` (None for a root), ``start`` (column of
         its first token), ``tokens``, ``text``, ``samples``, ``rows``, ``branch``, ``trained``, and the means of its rows'
         ``advantage`` and ``reward``.
     """
@@ -67,7 +67,7 @@ def prefix_tree(rows: Sequence[TreeRow], text: Callable[[list[int]], str]) -> di
 
 
 def _edges(tokens: RowTokens) -> np.ndarray:
-    """For each token, the end of its run of equal mask and branch."""
+    """Return, for each token, the end of its stretch of equal mask and branch."""
     length = len(tokens.ids)
     changes = np.zeros(length, dtype=bool)
     changes[1:] = tokens.mask[1:] != tokens.mask[:-1]
@@ -78,11 +78,14 @@ def _edges(tokens: RowTokens) -> np.ndarray:
 
 
 def parting(row: RowTokens, others: Mapping[str, RowTokens]) -> tuple[int, str] | None:
-    """The first token that differs from all other rows, and the name of a row that shares all tokens before it; None if a row has all of them.
+    """Find the first token of ``row`` that differs from all other rows.
 
     Args:
         row: a sample's row.
         others: rows of samples of the same task, by name.
+
+    Returns:
+        Its position, and the name of a row that shares all tokens before it; None if another row begins with all of ``row``.
     """
     furthest, name = -1, ""
     for each, other in others.items():
