@@ -42,7 +42,7 @@ _NO_METRICS = ("step", "time", "unix_time")
 
 
 class Curves:
-    """The metrics of a ``metrics.jsonl`` as columns. Safe to use from several threads.
+    """The metrics of a ``metrics.jsonl`` as columns. Thread-safe.
 
     Args:
         path: the file, which need not exist yet.
@@ -97,7 +97,7 @@ class Curves:
             values.append(value)
 
     def missing(self) -> list[str]:
-        """Messages about lost or damaged lines."""
+        """Return messages about lost or damaged lines."""
         self.update()
         with self._lock:
             left = self.path.stat().st_size - self._read if self.path.exists() else 0
@@ -108,29 +108,29 @@ class Curves:
             return [*self._damaged, *lost, *([f"the last {left} bytes are an incomplete line"] if left > 0 else [])]
 
     def names(self) -> list[str]:
-        """Sorted names of all metrics."""
+        """Return the sorted names of all metrics."""
         self.update()
         return sorted(self._columns)
 
     def points(self, name: str) -> list[tuple[int, float]]:
-        """All points of a metric; empty if there is no such metric."""
+        """Return all points of a metric; empty if there is no such metric."""
         self.update()
         with self._lock:
             steps, values = self._columns.get(name, ((), ()))
             return [(int(step), value) for step, value in zip(steps, values, strict=True)]
 
     def last(self, name: str) -> float | None:
-        """Last value of a metric."""
+        """Return the last value of a metric, or None if it has none."""
         points = self.points(name)
         return points[-1][1] if points else None
 
     def series(self, names: Iterable[str] | None, points: int, smoothing: float) -> dict[str, list[list[float]]]:
-        """Curves of at most about ``points`` points, smoothed by an exponential moving average.
+        """Return curves of about ``points`` points at most, smoothed by an exponential moving average.
 
         Longer curves keep the lowest and highest point of each bin of steps, so that no peak is lost.
 
         Args:
-            names: metrics; None for all.
+            names: names of the metrics; all if None.
             points: approximate limit for each curve.
             smoothing: weight of the past, from 0 to below 1.
         """
@@ -139,7 +139,7 @@ class Curves:
 
 
 def groups_of(names: Iterable[str]) -> dict[str, list[str]]:
-    """Names of metrics by title of ``GROUPS``; the others by the first part of their name."""
+    """Group names of metrics by the titles of ``GROUPS``, and the others by the first part of their names."""
     groups: dict[str, list[str]] = {title: [] for title, _ in GROUPS}
     for name in sorted(names):
         title = next((title for title, beginnings in GROUPS if name.startswith(beginnings)), None)

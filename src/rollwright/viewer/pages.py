@@ -30,7 +30,7 @@ class Pages:
     """The runs, templates and static files that all pages use.
 
     Args:
-        places: directories in which runs are looked for.
+        places: directories that are searched for runs.
     """
 
     def __init__(self, places: Sequence[str | Path]) -> None:
@@ -51,11 +51,11 @@ class Pages:
         return f"/static/{name}?{hashlib.sha256(self.static[name]).hexdigest()[:12]}"
 
     def entries(self) -> list[dict[str, Any]]:
-        """``Run.info`` of each run, with the ``url`` of its page."""
+        """Return ``Run.info`` of each run, with the ``url`` of its page."""
         return [{**entry, "url": url_of_run(entry["id"])} for entry in self.runs.list()]
 
     def run(self, name: str) -> Run:
-        """The run that an address names, with its index kept up to date. No part of an address is used as a path.
+        """Return the run that an address names, and keep its index up to date. No part of an address is used as a path.
 
         Raises:
             DataError: there is no run of that name.
@@ -65,30 +65,30 @@ class Pages:
         return run
 
     def render(self, template: str, **context: Any) -> str:
-        """A page as text."""
+        """Render a template to a string."""
         return self.environment.get_template(template).render(**context)
 
     def page(self, template: str, *, status: int = 200, **context: Any) -> HTMLResponse:
-        """A page as an answer."""
+        """Render a template to an HTTP response."""
         html = self.render(template, **context).encode("utf-8", "replace")
         return HTMLResponse(html, status_code=status)
 
     def error(self, status: int, title: str, message: str) -> HTMLResponse:
-        """A page with an error message."""
+        """Render a page with an error message."""
         return self.page("error.html", status=status, title=title, message=message, crumbs=[{"text": title, "url": None}])
 
     def of_run(
         self, name: str, run: Run, tab: str, *places: tuple[str, str], title: str = "", is_followed: bool = True
     ) -> dict[str, Any]:
-        """Template values that every page of a run needs.
+        """Return the template values that every page of a run needs.
 
         Args:
-            name: of the run, as addresses have it.
-            run: that is shown.
-            tab: which of the views is chosen.
-            places: text and address (from the run's on) of what is between the run and this page.
-            title: of this page; empty: the run's.
-            is_followed: the page changes while the run writes.
+            name: name of the run in addresses.
+            run: the run.
+            tab: the selected view.
+            places: text and address (relative to the run's) of the breadcrumbs between the run and this page.
+            title: title of this page; empty for the run's first page.
+            is_followed: True if the page changes while the run writes.
         """
         entry = {"id": _id_of(name), **run.info(), "missing": [each["message"] for each in run.missing()]}
         url = entry["url"] = url_of_run(entry["id"])
@@ -102,12 +102,12 @@ class Pages:
 
 
 def _visible(value: Any) -> Any:
-    """Make a template's value safe to show: text other than the template's own markup loses its invisible characters."""
+    """Make a template value safe to show: replace invisible characters in strings that are not markup."""
     return visible(value) if type(value) is str else value
 
 
 def url_of_run(run_id: str) -> str:
-    """Address of a run's page, with the slashes of its id replaced."""
+    """Return the address of a run's page, in which the slashes of the id are replaced."""
     return f"/run/{quote(run_id.replace('~', '~~').replace('/', '~'), safe='~')}"
 
 
@@ -116,25 +116,25 @@ def _id_of(name: str) -> str:
 
 
 def address(request: Request) -> str:
-    """Path and query of a request, which link to the same view."""
+    """Return path and query of a request, as a link to the same view."""
     query = request.url.query
     return quote(request.url.path, safe="/:@~#%") + (f"?{query}" if query else "")
 
 
 def key_in_address(key: str) -> str:
-    """A sample's or group's key as part of an address."""
+    """Quote the key of a sample or group for an address."""
     return quote(key, safe="/:@")
 
 
 def pager(address: str, offset: int, limit: int, total: int | None, count: int) -> dict[str, Any]:
-    """Values of the macro that links to the previous and the next page.
+    """Return the values of the macro that links to the previous and the next page.
 
     Args:
-        address: of the list, without an offset.
+        address: address of the list, without an offset.
         offset: index of the first row on this page.
-        limit: rows of a page.
-        total: rows of the list. None if unknown.
-        count: rows on this page.
+        limit: number of rows per page.
+        total: number of rows in the list, or None if unknown.
+        count: number of rows on this page.
     """
     more = count == limit if total is None else offset + count < total
     joined = f"{address}{'&' if '?' in address else '?'}offset="
@@ -142,28 +142,28 @@ def pager(address: str, offset: int, limit: int, total: int | None, count: int) 
 
 
 def number_in(request: Request, name: str) -> int:
-    """A parameter of the address that counts something; 0 if it is missing or no number."""
+    """Parse a non-negative integer in the query; 0 if it is missing or not a number."""
     asked = request.query_params.get(name, "")
     return int(asked) if asked.isdecimal() and len(asked) < 10 else 0
 
 
 def without(query: Mapping[str, str], *names: str) -> dict[str, str]:
-    """A query without some of its parts."""
+    """Return a query without some of its parameters."""
     return {name: value for name, value in query.items() if name not in names}
 
 
 def wants_file(request: Request) -> bool:
-    """True if a file is requested instead of a page."""
+    """Return True if a file is requested instead of a page."""
     return request.query_params.get("format") in ("csv", "jsonl")
 
 
 def wants_undone(request: Request) -> bool:
-    """True if the request includes samples and steps that a resume undid."""
+    """Return True if the request includes samples and steps that a resume undid."""
     return request.query_params.get("undone") == "1"
 
 
 def as_file(request: Request, name: str, rows: Iterable[Mapping[str, Any]]) -> Response:
-    """Rows as CSV or JSONL. Text in CSV never starts like a formula; JSONL has all values unchanged."""
+    """Return rows as CSV or JSONL. Strings in CSV never start like a formula; JSONL has all values unchanged."""
     kind = request.query_params["format"]
     rows = list(rows)
     if kind == "csv":

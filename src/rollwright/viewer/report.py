@@ -1,4 +1,4 @@
-"""`rollwright view RUN --export FILE`: a single HTML file with a run's curves and selected samples, which needs neither server nor network."""
+"""`rollwright view RUN --export FILE`: writes one HTML file with a run's curves and selected samples; it needs no server and no network."""
 
 from __future__ import annotations
 
@@ -30,12 +30,12 @@ def write_report(places: Sequence[str | Path], file: Path, samples: int = 40) ->
     """Write the report of one run and return its path.
 
     Args:
-        places: the run's directory.
-        file: the HTML file; it is written whole or not at all.
+        places: directories to search; they must contain exactly one run.
+        file: path of the HTML file, which is written atomically.
         samples: number of samples, half with the highest and half with the lowest reward.
 
     Raises:
-        ConfigError: the places have no run, or several.
+        ConfigError: no run, or more than one, was found.
     """
     pages = Pages(places)
     entries = pages.entries()
@@ -76,7 +76,7 @@ def _markup(text: str) -> Any:
 
 
 def _chosen(run: Run, limit: int) -> list[str]:
-    """Keys of the samples with the highest and the lowest reward, the last steps first."""
+    """Return the keys of the samples with the highest reward, then of those with the lowest."""
     best = run.search(status="accepted", order="-reward", limit=(limit + 1) // 2)["samples"]
     worst = run.search(status="accepted", order="reward", limit=limit // 2)["samples"]
     return list(dict.fromkeys(sample["key"] for sample in [*best, *reversed(worst)]))

@@ -29,8 +29,8 @@ from rollwright.viewer.runs import config_difference
 
 #: Rows of a table on one page.
 ROWS = 200
-_STEADY_FROM = 4  # steps of one value
-_COMPARED = 6  # runs at once: as many as there are colours
+_STEADY_FROM = 4  # steps with one value, from which on a curve counts as steady
+_COMPARED = 6  # most runs in a comparison: as many as there are colours
 #: Metrics in a run's tiles, and their titles.
 _TILES = {
     "reward": "reward",
@@ -174,7 +174,7 @@ def add_routes(router: APIRouter, pages: Pages) -> None:
 
 
 def overview(run: Run, info: Mapping[str, Any]) -> dict[str, Any]:
-    """Template values of a run's first page, which a report shows too."""
+    """Return the template values of a run's first page, which a report also shows."""
     curves = _curves([("", run)])
     last = {chart["name"]: chart["last"] for _, charts in curves for chart in charts}
     planned = f"of {info['total_steps']}" if info["total_steps"] else ""
@@ -191,13 +191,13 @@ def overview(run: Run, info: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _is_steady(chart: Mapping[str, Any]) -> bool:
-    """True for a curve whose value never changes, unless it is a metric of a tile."""
+    """Return True for a curve whose value never changes, unless a tile shows its metric."""
     values = [value for each in chart["series"] for _, value in each["points"]]
     return len(values) >= _STEADY_FROM and len(set(values)) == 1 and chart["name"] not in _TILES
 
 
 def _curves(runs: Sequence[tuple[str, Run]]) -> list[tuple[str, list[dict[str, Any]]]]:
-    """Charts in groups; several runs share one chart for each metric."""
+    """Return charts in groups; several runs share one chart for each metric."""
     found = [(label, run.metrics()) for label, run in runs]
     groups: dict[str, dict[str, None]] = {}
     for _, metrics in found:
@@ -229,7 +229,7 @@ def _unit(name: str) -> str:
 
 
 def metric_rows(run: Run) -> list[dict[str, Any]]:
-    """Every recorded step with its metrics."""
+    """Return every recorded step with its metrics."""
     rows: dict[int, dict[str, Any]] = {}
     for name, points in run.metrics(points=10**9)["series"].items():
         for step, value in points:
@@ -260,7 +260,7 @@ def _zoom(url: str, start: float, end: float) -> dict[str, str]:
 
 
 def _differences(runs: Sequence[Run]) -> list[tuple[str, list[str]]]:
-    """Config keys that differ between runs, with each run's value."""
+    """Return the config keys that differ between runs, with each run's value."""
     if len(runs) < 2:
         return []
     keys = dict.fromkeys(key for other in runs[1:] for key, *_ in config_difference(runs[0], other))
@@ -268,7 +268,7 @@ def _differences(runs: Sequence[Run]) -> list[tuple[str, list[str]]]:
 
 
 def last_evaluation(run: Run) -> dict[str, float]:
-    """Task -> mean reward of its samples in a run's last evaluation."""
+    """Return task -> mean reward of its samples in a run's last evaluation."""
     samples = run.search(is_eval=True, status="accepted", order="-step", limit=20_000)["samples"]
     by_version: defaultdict[int, defaultdict[str, list[float]]] = defaultdict(lambda: defaultdict(list))
     for sample in samples:
@@ -279,7 +279,7 @@ def last_evaluation(run: Run) -> dict[str, float]:
 
 
 def held_out(runs: Sequence[tuple[str, Run]]) -> dict[str, Any]:
-    """The last evaluation of each run, compared with the first run's by task."""
+    """Compare the last evaluation of each run with that of the first run, task by task."""
     evaluations = [(label, found) for label, run in runs if (found := last_evaluation(run))]
     rows: list[dict[str, Any]] = []
     for label, found in evaluations:
@@ -302,7 +302,7 @@ def held_out(runs: Sequence[tuple[str, Run]]) -> dict[str, Any]:
 
 
 def _interval(differences: Sequence[float]) -> str:
-    """The 95 % interval of a mean of paired differences (normal approximation)."""
+    """Return the 95 % confidence interval of a mean of paired differences (normal approximation)."""
     if len(differences) < 2:
         return ""
     half = 1.96 * statistics.stdev(differences) / math.sqrt(len(differences))

@@ -1,7 +1,7 @@
-"""The server of `rollwright view`: read-only pages over run directories, behind the guard of every service.
+"""The server of `rollwright view`: read-only pages about run directories, behind the request guard that all services use.
 
-Recorded text was written by models and tools, so none of it is trusted: templates escape all of it, and the
-Content-Security-Policy forbids scripts and styles that are not the viewer's own files, and every other origin.
+Models and tools wrote the recorded text, so none of it is trusted: templates escape all of it, and the
+Content-Security-Policy allows only the viewer's own scripts and styles, and no other origin.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from rollwright.viewer.pages import Pages
 
 logger = getLogger("viewer")
 
-#: Headers of every answer. Nothing is loaded from elsewhere, no inline script or style runs, and no other page may frame or read it.
+#: Headers of every response: nothing is loaded from elsewhere, no inline script or style runs, and no other site may frame or read a page.
 SECURITY_HEADERS = {
     "Content-Security-Policy": "default-src 'none'; script-src 'self'; style-src 'self'; img-src 'self' data:; connect-src 'self'; "
     "form-action 'self'; base-uri 'none'; frame-ancestors 'none'",
@@ -48,10 +48,10 @@ _TOKEN = "token"
 class ViewGuard(Guard):
     """A guard whose key a browser sends once in the address and then in a cookie."""
 
-    open_paths = Guard.open_paths - {"/"}  # here it lists the runs
+    open_paths = Guard.open_paths - {"/"}  # "/" lists the runs, so it is protected
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Serve one request."""
+        """Serve one request, and add the security headers to the response."""
 
         async def send_safely(message: Message) -> None:
             if message["type"] == "http.response.start":
@@ -64,7 +64,7 @@ class ViewGuard(Guard):
         await super().__call__(scope, receive, send_safely)
 
     async def answer(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Answer a request that passed all checks; a token in the address moves to a cookie."""
+        """Answer a request that passed all checks; move a token in the address to a cookie."""
         asked = parse_qsl(scope.get("query_string", b"").decode("latin-1"), keep_blank_values=True)
         token = dict(asked).get(_TOKEN)
         if token and self._is_key(token):
@@ -82,10 +82,10 @@ class ViewGuard(Guard):
 
     @property
     def _cookie(self) -> str:
-        return f"rollwright-view-{self.settings.port}"  # cookies do not tell ports apart
+        return f"rollwright-view-{self.settings.port}"  # browsers share cookies between ports
 
     def is_known(self, scope: Scope, headers: Headers) -> bool:
-        """True if no key is needed, or the address, a cookie or a header has it."""
+        """Return True if no key is needed, or the address, a cookie or a header contains the key."""
         if not self.settings.api_key or super().is_known(scope, headers):
             return True
         asked = dict(parse_qsl(scope.get("query_string", b"").decode("latin-1")))
@@ -93,7 +93,7 @@ class ViewGuard(Guard):
         return self._is_key(asked.get(_TOKEN, "")) or self._is_key(cookies.get(self._cookie, ""))
 
     def refusal(self, scope: Scope, headers: Headers) -> RequestError | None:
-        """Why a request is refused, or None."""
+        """Return the error for a request that is not allowed, or None."""
         if scope["method"] not in ("GET", "HEAD"):
             return RequestError("The viewer only shows: it takes GET.", status=405)
         refused = super().refusal(scope, headers)
@@ -104,10 +104,10 @@ class ViewGuard(Guard):
 
 
 def make_app(places: Sequence[str | Path], settings: ServiceSettings | None = None) -> FastAPI:
-    """The application.
+    """Create the application.
 
     Args:
-        places: directories in which runs are looked for.
+        places: directories that are searched for runs.
         settings: address and token.
     """
     pages = Pages(places)
@@ -148,13 +148,13 @@ def _static_file(name: str, content: bytes) -> Any:
 
 
 def settings_of(host: str, port: int, allowed_hosts: Sequence[str] = (), with_token: bool = False) -> ServiceSettings:
-    """Settings of a viewer, with a generated token if other machines can reach it or if one is wanted."""
+    """Return the settings of a viewer, with a generated token if other machines can reach it or ``with_token`` is set."""
     token = None if host in LOOPBACK and not with_token else secrets.token_urlsafe(24)
     return ServiceSettings(host=host, port=port, api_key=token, allowed_hosts=list(allowed_hosts))
 
 
 def first_page(app: FastAPI, settings: ServiceSettings) -> str:
-    """The start address: the list, or the run if there is only one; with the token, if there is one."""
+    """Return the path to open first: the list, or the run if there is only one, with the token, if any."""
     entries = app.state.pages.entries()
     path = entries[0]["url"] if len(entries) == 1 else "/"
     return path + (f"?{_TOKEN}={settings.api_key}" if settings.api_key else "")

@@ -18,9 +18,9 @@ from rollwright.viewer.pictures import histogram, prefix_tree, shade
 from rollwright.viewer.run import Run
 from rollwright.viewer.search import ASKED, filters, span
 
-#: Results on one page of the search, and samples of one file of it.
+#: Search results on one page, and in one downloaded file.
 RESULTS, IN_FILE = 50, 10_000
-GROUPS = 100  # of a step on one page
+GROUPS = 100  # groups of a step on one page
 
 
 def add_routes(router: APIRouter, pages: Pages) -> None:
@@ -138,7 +138,7 @@ def _about(sample: Mapping[str, Any]) -> str:
 
 
 def step_context(run: Run, found: Mapping[str, Any], url: str, request: Request) -> dict[str, Any]:
-    """Template values of a step's page."""
+    """Return the template values of a step's page."""
     here = f"{url}/step/{found['step']}"
     asked, bins = request.query_params.get("reward", ""), found["bins"]
     chosen = span(asked)
@@ -205,7 +205,7 @@ def decorated(
     bounds: tuple[float, float] | None = None,
     fits: Callable[[Mapping[str, Any]], bool] = lambda sample: True,
 ) -> dict[str, Any]:
-    """A group with the values of its table row: title, outcome and reason, and a shade for each sample."""
+    """Add to a group the values of its table row: title, outcome and reason, and a shade for each sample."""
     low, high = bounds or _bounds(group["samples"])
     samples = [
         {
@@ -225,7 +225,7 @@ def decorated(
 
 
 def title_of_key(key: str) -> str:
-    """Title of the group with a key such as ``12`` or ``eval:5@v4``."""
+    """Return the title of the group with a key such as ``12`` or ``eval:5@v4``."""
     if not key.startswith("eval:"):
         return f"Task {key}"
     ordinal, _, version = key.removeprefix("eval:").partition("@")
@@ -233,7 +233,7 @@ def title_of_key(key: str) -> str:
 
 
 def _place(of: Mapping[str, Any]) -> list[tuple[str, str]]:
-    """Breadcrumb of the step that a group or sample belongs to."""
+    """Return the breadcrumb of the step that a group or sample belongs to; empty if it has none."""
     return [(f"Step {of['step']}", f"/step/{of['step']}")] if of["step"] is not None else []
 
 
@@ -258,7 +258,7 @@ def _bounds(samples: Sequence[Mapping[str, Any]]) -> tuple[float, float]:
 
 
 def sample_context(run: Run, found: Mapping[str, Any], url: str, request: Request, row_number: int) -> dict[str, Any]:
-    """Template values of a sample's page, in the view and with the overlay of the address."""
+    """Return the template values of a sample's page, with the view and overlay that the address names."""
     query = dict(request.query_params)
     view = query.get("view") if query.get("view") in sample_view.VIEWS else "chat"
     here = f"{url}/sample/{key_in_address(found['key'])}"
@@ -326,7 +326,7 @@ def sample_context(run: Run, found: Mapping[str, Any], url: str, request: Reques
 
 
 def _neighbours(run: Run, sample: Mapping[str, Any], url: str, request: Request) -> dict[str, str | None]:
-    """The previous and next sample in the list that the reader came from, or else in its group and step."""
+    """Return the previous and next sample in the list that the user came from, or else in the sample's group and step."""
     query = request.query_params
     kept = {name: query[name] for name in ("view", "overlay", "list") if query.get(name)}
 

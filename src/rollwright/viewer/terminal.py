@@ -1,7 +1,7 @@
-"""The viewer on a terminal: runs, the curves of one, its samples, and one sample token by token.
+"""The viewer on a terminal: the list of runs, the curves and samples of a run, and one sample token by token.
 
-It shows the same content as the pages, with the same words and keys. A model's text is never interpreted: invisible characters are
-replaced before it is drawn, so no escape sequence reaches the terminal, and it is not parsed as markup.
+It shows the same content as the pages, with the same words and keys. Text from a model is never interpreted: it is not parsed as
+markup, and invisible characters are replaced, so no escape sequence reaches the terminal.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from rollwright.viewer.terminal_samples import SamplesView
 
 
 def show(places: Sequence[str | Path]) -> None:
-    """Show the runs below directories on this terminal until the reader leaves."""
+    """Show the runs below directories on this terminal until the user quits."""
     Viewer(places).run()
 
 
@@ -34,7 +34,7 @@ class RunsView(View):
     """The runs below the directories."""
 
     def __init__(self, runs: Runs) -> None:
-        super().__init__(time.monotonic)  # always read again
+        super().__init__(time.monotonic)  # differs each time, so the list is always read again
         self.runs = runs
         self.is_first = True
 
@@ -91,7 +91,7 @@ class RunView(View):
         ("s", "samples", "All samples"),
         Binding("slash", "samples(False, True)", "Search", key_display="/"),
     ]
-    step: int | None = None  # the selected step; None follows the last one
+    step: int | None = None  # the selected step; the last one if None
     found: dict[str, Any] | None = None
 
     def __init__(self, run: Run) -> None:
@@ -166,14 +166,14 @@ class RunView(View):
         return [int(step) for step, _ in (self.found["curves"]["series"].get(name, []) if self.found and name else [])]
 
     def action_samples(self, of_step: bool = False, typing: bool = False) -> None:
-        """Show the samples of the selected step, or of all."""
+        """Show the samples of the selected step, or of all steps."""
         step = self.step if self.step is not None else max(self._steps(), default=None)
         asked = f"step={step}" if of_step and step is not None else ""
         self.app.push_screen(SamplesView(self.watched, asked, typing=typing))
 
 
 class Viewer(App[None]):
-    """The screens over the runs below directories."""
+    """The application, which shows the runs below directories."""
 
     CSS = """
     #head { height: auto; max-height: 2; text-style: bold; background: $panel; padding: 0 1; }

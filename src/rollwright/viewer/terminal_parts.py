@@ -1,4 +1,4 @@
-"""Shared parts of the terminal viewer's screens: harmless text, character curves, tables, and periodic reading."""
+"""Shared parts of the terminal viewer's screens: escaped text, character curves, tables, and periodic reading."""
 
 from __future__ import annotations
 
@@ -17,17 +17,17 @@ from rollwright.errors import RollwrightError
 from rollwright.tracking.readable import clipped, visible
 
 _EVERY = 2.0  # seconds between two looks at the files
-#: Errors of reading a run whose files are damaged, moved or not a run.
+#: Errors that reading raises if a run's files are damaged or moved, or are not a run.
 PROBLEMS = (RollwrightError, OSError, ValueError, sqlite3.Error)
 
 
 def line(text: Any, limit: int = 300) -> Text:
-    """Untrusted text as one harmless line."""
+    """Escape untrusted text and shorten it to one line."""
     return Text(visible(clipped(str(text), limit)).replace("\n", "↵").replace("\t", "⇥"), no_wrap=True)
 
 
 def curve(points: Sequence[Sequence[float]], width: int, height: int) -> list[str]:
-    """A curve of braille dots, two columns and four rows of them in each cell."""
+    """Draw a curve in braille characters; each has two columns and four rows of dots."""
     known = [(step, value) for step, value in points if math.isfinite(value)]
     rows = [[0] * width for _ in range(height)]
     if known:
@@ -69,7 +69,7 @@ class Table(DataTable[Text]):
         self.add_columns(*(Text(name, style="bold") for name in self.names))
 
     def fill(self, rows: Mapping[str, Sequence[Text | str]], first: str | None = None) -> None:
-        """Replace the rows and keep the selection; ``first`` is selected initially."""
+        """Replace the rows and keep the selection; if nothing is selected, select ``first``."""
         before = self.chosen or first
         self.clear()
         for key, cells in rows.items():
@@ -79,7 +79,7 @@ class Table(DataTable[Text]):
 
     @property
     def chosen(self) -> str | None:
-        """Key of the selected row."""
+        """Key of the selected row, or None if the table is empty."""
         return self.coordinate_to_cell_key(self.cursor_coordinate).row_key.value if self.row_count else None
 
 

@@ -26,19 +26,19 @@ from rollwright.viewer.run import Run
 from rollwright.viewer.search import ASKED, filters
 from rollwright.viewer.terminal_parts import Table, View, line
 
-_LISTED = 500  # samples of a list
+_LISTED = 500  # most samples in a list
 _DIM = Style(dim=True)
 _PLUS, _MINUS, _SCALE = Color.parse("#3987e5"), Color.parse("#e8743b"), Color.parse("#7a6ee0")
 
 
 class SamplesView(View):
-    """Samples sorted by reward, from a filter or of one group.
+    """A list of samples, sorted by reward by default: those that a filter selects, or those of a group.
 
     Args:
         run: the run.
         asked: the filter.
-        typing: put the cursor into the filter.
-        group: key of a group, in place of a filter.
+        typing: start with the cursor in the filter.
+        group: key of a group, to list instead.
     """
 
     BINDINGS: ClassVar[list[Any]] = [
@@ -50,7 +50,7 @@ class SamplesView(View):
     def __init__(self, run: Run, asked: str = "", *, typing: bool = False, group: str | None = None) -> None:
         super().__init__(lambda: run.stamp)
         self.watched, self.asked, self.typing, self.group, self.order = run, asked, typing, group, "reward"
-        self.groups: dict[str, str] = {}  # of each sample that is listed
+        self.groups: dict[str, str] = {}  # key of each listed sample -> key of its group
 
     def compose(self) -> ComposeResult:
         yield Static(id="head", markup=False)
@@ -111,7 +111,7 @@ class SamplesView(View):
 
     def action_turn(self) -> None:
         self.order = "reward" if self.order == "-reward" else "-reward"
-        if self.group is None:  # an order that was typed would win
+        if self.group is None:  # an order in the filter would take precedence
             self.asked = " ".join(part for part in self.asked.split() if not part.startswith("order="))
             self.query_one(Input).value = self.asked
         self.read_again()
@@ -146,7 +146,7 @@ class SampleView(View):
     Args:
         run: the run.
         key: key of the sample.
-        keys: keys of the list that it is in.
+        keys: keys of the list that contains the sample.
     """
 
     BINDINGS: ClassVar[list[Any]] = [
@@ -165,7 +165,7 @@ class SampleView(View):
         super().__init__(lambda: run.stamp)
         self.watched, self.key, self.keys, self.row, self.overlay = run, key, list(keys), 0, "advantage"
         self.has_values = bool(os.environ.get("NO_COLOR"))
-        self.pointed = ""  # the sample whose parting from better ones was pointed at
+        self.pointed = ""  # the sample whose point of divergence the cursor was moved to
         self.found: dict[str, Any] | None = None
         self.facts: list[Any] = []
 
@@ -238,7 +238,7 @@ class SampleView(View):
         self.query_one("#facts", Static).update(text)
 
     def show_chat(self, is_shown: bool) -> None:
-        """As a conversation, or as tokens."""
+        """Show the sample as a conversation, or as tokens."""
         self.query_one("#chat").display = is_shown
         self.query_one(TokenView).display = not is_shown
         (self.query_one("#chat") if is_shown else self.query_one(TokenView)).focus()
@@ -279,7 +279,7 @@ class SampleView(View):
             self.show(self.found)
 
     def action_chat(self) -> None:
-        """As a conversation, or as tokens."""
+        """Switch between conversation and tokens."""
         self.show_chat(not self.query_one("#chat").display)
 
     def action_group(self) -> None:
@@ -310,7 +310,7 @@ class TokenView(ScrollView, can_focus=True):
         self.tokens: list[dict[str, Any]] = []
         self.lines: list[
             list[tuple[int, str, bool]]
-        ] = []  # of each piece: its token, its text, whether the text is the token's
+        ] = []  # pieces: index of the token, text, and whether it is the token's own
         self.line_of: list[int] = []
         self.has_values = False
 
@@ -327,7 +327,7 @@ class TokenView(ScrollView, can_focus=True):
         for index, token in enumerate(self.tokens):
             pieces = [(f"[v{token['from']}]", False)] if token["from"] is not None else []
             pieces += [(part, True) for part in token["text"].splitlines(keepends=True)]
-            if self.has_values and token["value"]:  # it stands before the end of the line
+            if self.has_values and token["value"]:  # the value stands before the line break
                 last, is_broken = pieces[-1][0], pieces[-1][0].endswith("\n")
                 pieces[-1] = last.rstrip("\n"), True
                 pieces.append((f"‹{token['value']}›" + "\n" * is_broken, False))
@@ -383,7 +383,7 @@ class TokenView(ScrollView, can_focus=True):
 
 
 def style_of(shade: str, background: Color, is_pointed_at: bool = False) -> Style:
-    """Style of a token with classes of ``sample_view.tokens``: better is underlined, worse is italic."""
+    """Return the style of a token with classes of ``sample_view.tokens``: better is underlined, worse is italic."""
     style = Style(reverse=True, bold=True) if is_pointed_at else Style()
     for name in shade.split():
         if name in ("plus", "trained"):

@@ -12,15 +12,15 @@ from rollwright.viewer.collector import REWARD_CALLS
 from rollwright.viewer.index import Index
 from rollwright.viewer.samples import Samples, select
 
-MOST_SAMPLES = 3_000  # drawn in one picture; of more, evenly chosen ones
-MOST_READ = 300  # samples of which each call and tool is drawn
+MOST_SAMPLES = 3_000  # drawn in one picture; if there are more, an evenly spaced selection
+MOST_READ = 300  # up to so many samples, calls and tools are drawn too
 
 
 def timeline(index: Index, samples: Samples, start: float | None, end: float | None, lanes: int) -> dict[str, Any]:
-    """The spans between two times.
+    """Return the spans between two times.
 
     Args:
-        start, end: seconds since the epoch; None for the run's own.
+        start, end: seconds since the epoch; those of the whole run if None.
         lanes: number of lanes for samples, divided among the processes that ran them. Samples that find no free lane are left out.
 
     Returns:
@@ -71,7 +71,7 @@ def _lanes_of(samples: Sequence[dict[str, Any]], count: int, name: str) -> list[
 
 
 def _engines(index: Index, numbers: Sequence[int], samples: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Model requests by the server that answered them, and tool and reward calls."""
+    """Return lanes of model requests, one per server that answered, and lanes of tool and reward calls."""
     lanes: dict[str, dict[str, Any]] = {}
     for number, sample in zip(numbers, samples, strict=True):
         (row,) = index.rows("SELECT places FROM samples WHERE id = ?", number)
@@ -94,7 +94,7 @@ def _engines(index: Index, numbers: Sequence[int], samples: Sequence[dict[str, A
 
 
 def _phases(index: Index, start: float, end: float) -> list[dict[str, Any]]:
-    """The trainer's phases. Phases without a recorded beginning are placed one after the other, up to the end of their step."""
+    """Return the trainer's phases. Phases without a recorded beginning are placed one after another, up to the end of their step."""
     timed = "SELECT phases.*, steps.time AS ended FROM phases JOIN steps USING (step, writer) WHERE steps.time > ? ORDER BY step, place"
     rows = index.rows(timed, start)
     spans: list[dict[str, Any]] = []
@@ -113,7 +113,7 @@ def _phases(index: Index, start: float, end: float) -> list[dict[str, Any]]:
 
 
 def _busy(spans: Sequence[dict[str, Any]], start: float, end: float) -> float:
-    """Share of a time range that the spans cover."""
+    """Return the share of a time range that the spans cover."""
     covered, until = 0.0, start
     for span in sorted(spans, key=lambda span: span["start"]):
         begin, stop = max(until, span["start"]), min(end, span["end"])

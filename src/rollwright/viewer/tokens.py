@@ -14,14 +14,14 @@ from rollwright.tracking.logging import getLogger
 logger = getLogger("viewer")
 
 _FILE = "tokenizer.json"
-_LEGIBLE = [*range(33, 127), *range(161, 173), *range(174, 256)]  # bytes that byte-level tokenizers write as they are
+_LEGIBLE = [*range(33, 127), *range(161, 173), *range(174, 256)]  # bytes that byte-level tokenizers write unchanged
 
 
 class Vocabulary:
     """The tokens of a run's tokenizer.
 
     Args:
-        path: a ``tokenizer.json``.
+        path: path of a ``tokenizer.json``.
     """
 
     def __init__(self, path: Path) -> None:
@@ -34,7 +34,7 @@ class Vocabulary:
         self._parts = self._bytes_of_tokens(added)
 
     def _bytes_of_tokens(self, added: Mapping[int, Any]) -> list[bytes] | None:
-        """The bytes of each token if a text is the concatenation of its tokens' bytes (byte-level and fused decoders); otherwise None."""
+        """Return the bytes of each token if decoding just joins them (byte-level and fused decoders); otherwise None."""
         kind = json.loads(self.path.read_bytes()).get("decoder") or {}
         if kind.get("type") not in ("ByteLevel", "Fuse"):
             return None
@@ -52,7 +52,7 @@ class Vocabulary:
         return parts
 
     def text(self, ids: Sequence[int]) -> str:
-        """The text of tokens, including special ones; an unknown token appears as its id in ``⟨⟩``."""
+        """Decode tokens, including special ones; an unknown token appears as its id in ``⟨⟩``."""
         if self._parts is not None:
             try:
                 return b"".join([self._parts[token] for token in ids]).decode("utf-8", "replace")
@@ -61,7 +61,7 @@ class Vocabulary:
         return self._tokenizer.decode(list(ids), skip_special_tokens=False)
 
     def texts(self, ids: Sequence[int]) -> list[str]:
-        """The text of each token; joined, they are the whole text. A character that spans several tokens belongs to the last one."""
+        """Decode each token; the joined strings are the whole text. A character that spans several tokens belongs to the last."""
         if self._parts is not None:
             return _characters([self._bytes(token) for token in ids])
         from tokenizers.decoders import DecodeStream
@@ -70,7 +70,7 @@ class Vocabulary:
         for token in ids:
             try:
                 texts.append(stream.step(self._tokenizer, token) or "")
-            except Exception:  # the library has no class for a prefix that is no text
+            except Exception:  # the library has no error class for invalid prefixes
                 texts.append(self._tokenizer.id_to_token(token) or f"⟨{token}⟩")
                 stream = DecodeStream(skip_special_tokens=False)
         return texts
@@ -91,7 +91,7 @@ def find_vocabulary(directory: Path, config: Mapping[str, Any]) -> Vocabulary | 
 
     Args:
         directory: directory of the run or stage.
-        config: its flattened config.
+        config: the flattened config of the run.
     """
     for path in _candidates(directory, config):
         if path.is_file():
@@ -113,7 +113,7 @@ def _candidates(directory: Path, config: Mapping[str, Any]) -> list[Path]:
 
 
 def _downloaded(name: str) -> list[Path]:
-    """Paths of a tokenizer downloaded from the Hugging Face Hub."""
+    """Return the paths of a tokenizer downloaded from the Hugging Face Hub."""
     home = Path(os.environ.get("HF_HOME") or Path.home() / ".cache" / "huggingface")
     hub = Path(os.environ.get("HF_HUB_CACHE") or home / "hub")
     is_name = name.count("/") <= 1 and not any(character in name for character in "*?[") and not name.startswith((".", "/"))
