@@ -34,7 +34,7 @@ def check(
 
 
 def _looked_at(run: Path) -> Iterator[tuple[str, list[str]]]:
-    """Yield each part of the run, in words, with its problems."""
+    """Yield a description of each part of the run, with its problems."""
     from rollwright.viewer.run import Run
     from rollwright.viewer.runs import parts_below
 

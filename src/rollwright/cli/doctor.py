@@ -3,7 +3,7 @@
 Each check is a function that returns findings; a finding has a state:
 
 * ``ok``: nothing to do;
-* ``note``: works, and could be better, or is only needed by some runs;
+* ``note``: works but could be better, or is only needed by some runs;
 * ``problem``: runs will fail here, and the command exits with 1.
 """
 
@@ -31,11 +31,11 @@ from rollwright.compat import EXTRAS
 from rollwright.errors import RollwrightError
 
 GIB = 1 << 30
-#: Below these a run of a small model is likely to fail.
+#: With less, even a run with a small model is likely to fail.
 _LITTLE_MEMORY, _LITTLE_DISK = 2 * GIB, 1 * GIB
-#: Usual ports of servers that users start by hand.
+#: Default ports of servers that users start by hand.
 _PORTS = {30000: "rollwright serve-model, SGLang", 8000: "vLLM"}
-#: Purpose of each extra, short enough for a line of eighty columns with the command that installs it.
+#: Purpose of each extra, short enough to fit with the install command in eighty columns.
 _EXTRAS = {
     "agentscope": "ReAct agents",
     "grammar": "output by schema",
@@ -74,7 +74,7 @@ class Finding:
 
 
 def _noted(topic: str, name: str, found: str, advice: str) -> Finding:
-    """A finding that is fine unless there is advice."""
+    """Return a ``note`` finding if there is advice, otherwise an ``ok`` one."""
     return Finding(topic, name, "note" if advice else "ok", found, advice)
 
 
@@ -175,7 +175,7 @@ def _text(path: str) -> str:
 
 
 def _cpu_quota() -> float | None:
-    """Processor quota of the container; None if there is no limit or it cannot be read."""
+    """Return the processor quota of the container, or None if there is no limit or it cannot be read."""
     quota, _, period = _text("/sys/fs/cgroup/cpu.max").partition(" ")
     return int(quota) / int(period) if quota.isdigit() else None
 
@@ -186,7 +186,7 @@ def memory() -> Iterator[Finding]:
     try:
         page = os.sysconf("SC_PAGE_SIZE")
         total, free = (os.sysconf(name) * page for name in ("SC_PHYS_PAGES", "SC_AVPHYS_PAGES"))
-        if available := re.search(r"MemAvailable:\s+(\d+)", _text("/proc/meminfo")):  # what caches would give back counts
+        if available := re.search(r"MemAvailable:\s+(\d+)", _text("/proc/meminfo")):  # includes memory that caches would free
             free = int(available[1]) << 10
     except (OSError, ValueError):
         yield Finding(topic, "Memory", "note", "cannot be read here")
@@ -209,7 +209,7 @@ def gpus() -> Iterator[Finding]:
     try:
         import torch
     except (ImportError, OSError):
-        return  # said with the processors
+        return  # reported with the processors
     has_driver = shutil.which("nvidia-smi") is not None or Path("/proc/driver/nvidia/version").exists()
     if not torch.cuda.is_available():
         build = f"torch {torch.__version__} is built for {'CUDA ' + torch.version.cuda if torch.version.cuda else 'the CPU'}"
@@ -229,7 +229,7 @@ def gpus() -> Iterator[Finding]:
 
 
 def ports() -> Iterator[Finding]:
-    """Check the usual ports of servers that are started by hand; runs find free ports themselves."""
+    """Check the default ports of servers that are started by hand; runs find free ports themselves."""
     topic = "Network"
     for port, users in _PORTS.items():
         with socket.socket() as listener:
@@ -273,7 +273,7 @@ def directories(fileroot: Path) -> Iterator[Finding]:
 
 
 def sandbox() -> Iterator[Finding]:
-    """Check the sandbox for Python that a model writes."""
+    """Check the sandbox for Python code written by a model."""
     from rollwright.processes.sandbox import check_sandbox
 
     try:

@@ -15,7 +15,7 @@ from rollwright.registry import nearest
 
 logger = logging.getLogger("rollwright.cli")
 
-#: Where a wheel puts the examples, below the prefix of the environment (``[tool.setuptools.data-files]``).
+#: Directory of the examples in a wheel, below the environment's prefix (``[tool.setuptools.data-files]``).
 INSTALLED = "share/rollwright/examples/"
 
 
@@ -38,7 +38,7 @@ def find_config(file: str) -> str:
     A file in the working directory takes precedence over an example of the same name.
 
     Raises:
-        ConfigError: a name without an extension is neither.
+        ConfigError: a name without an extension is neither a file nor an example.
     """
     shipped = shipped_examples()
     name = file.removesuffix(".yaml")
@@ -55,7 +55,7 @@ def find_config(file: str) -> str:
 
 
 def shipped_examples() -> dict[str, Path]:
-    """Files of the examples by name, from the checkout that this package runs from or from the installed wheel."""
+    """Return the files of the examples by name, from the checkout of this package or from the installed wheel."""
     checkout = Path(rollwright.__file__).parents[2] / "examples"
     if checkout.is_dir() and (checkout.parent / "pyproject.toml").is_file():
         found = {str(path.relative_to(checkout)): path for path in checkout.rglob("*.yaml")}
@@ -75,7 +75,7 @@ def _example(name: str, shipped: dict[str, Path]) -> Path:
 
 
 def _about(path: Path) -> str:
-    """Text of a file's first comment, without its commands."""
+    """Return the first comment line of a file, without its command."""
     lines = path.read_text(encoding="utf-8").splitlines()
     first = lines[0].removeprefix("#").strip() if lines and lines[0].startswith("#") else ""
     return first.split(": `")[0].rstrip(":")

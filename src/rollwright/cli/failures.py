@@ -12,7 +12,7 @@ from pathlib import Path
 from rollwright.errors import ConfigError, LostRankError, RollwrightError
 from rollwright.registry import missing_module_hint
 
-#: Size at which a file of tracebacks is renamed; the file renamed before is replaced.
+#: Size at which a file of tracebacks is rotated; one older file is kept.
 LOG_BYTES = 1_000_000
 
 _directory: Path | None = None
@@ -27,7 +27,7 @@ def keep_tracebacks_in(directory: Path) -> None:
 def report(error: Exception) -> None:
     """Print the cause of a failure to stderr, and write the traceback to a file.
 
-    A ``ConfigError`` needs no traceback: the user can fix it. If several processes train together, only one reports the cause.
+    A ``ConfigError`` has no traceback, because the user can fix it. If several processes train together, only one reports the cause.
     """
     if not _tells(error):
         return
@@ -46,10 +46,10 @@ def report(error: Exception) -> None:
 
 
 def _tells(error: Exception) -> bool:
-    """False in a process that fails because of, or in the same way as, another one."""
+    """Return False in a process that fails because of another one, or in the same way."""
     if os.environ.get("WORLD_SIZE", "1") == "1" or not os.environ["WORLD_SIZE"].isdigit():
         return True
-    if isinstance(error, LostRankError):  # an agent tells which process it was
+    if isinstance(error, LostRankError):  # the torchelastic agent, if any, reports which process was lost
         return os.environ.get("RANK") == "0" and "TORCHELASTIC_RUN_ID" not in os.environ
     from rollwright.training.parallel import is_first_cause
 
@@ -57,7 +57,7 @@ def _tells(error: Exception) -> bool:
 
 
 def _write_traceback(error: Exception) -> Path | None:
-    from rollwright.config.secrets import command_line  # it loads YAML, which --help does without
+    from rollwright.config.secrets import command_line  # loads YAML, which --help does not need
 
     text = "".join(traceback.format_exception(error))
     cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "rollwright"
@@ -71,6 +71,6 @@ def _write_traceback(error: Exception) -> Path | None:
             with file.open("a", encoding="utf-8") as log:
                 log.write(f"--- {time.strftime('%Y-%m-%d %H:%M:%S')} {command_line(sys.argv)}\n{text}\n")
             return file
-    if not isinstance(error, RollwrightError):  # whose message is sufficient
+    if not isinstance(error, RollwrightError):  # a RollwrightError's message is sufficient
         print(text, file=sys.stderr)
     return None

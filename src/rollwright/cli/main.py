@@ -1,7 +1,7 @@
-"""The command ``rollwright``: a table of commands, each imported only when it is called, and one place for failures.
+"""The command ``rollwright``: a table of commands, each imported only when it is called, and the handling of failures.
 
-A failed command exits with 1 (2 for wrong arguments, 130 for Ctrl-C), says the cause in one line on stderr, and leaves the
-traceback in a log file that the line names.
+A failed command exits with 1 (2 for wrong arguments, 130 for Ctrl-C), prints the cause in one line on stderr, and writes the
+traceback to a log file that the line names.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ import typer
 from rollwright.cli.failures import report
 from rollwright.tracking.logging import getLogger
 
-#: Name of a command -> ``module:attribute`` of its function or ``typer.Typer``, and its help.
+#: Name of a command -> ``module:attribute`` of its function or ``typer.Typer``, and its help text.
 COMMANDS: dict[str, tuple[str, str]] = {
     "run": ("rollwright.cli.run:run", "Carry out a config: train, warm up, evaluate, whatever its stages say."),
     "examples": ("rollwright.cli.examples:examples", "List the examples; `rollwright run NAME` runs one."),
@@ -39,7 +39,7 @@ COMMANDS: dict[str, tuple[str, str]] = {
 
 
 def build_app(chosen: str | None) -> typer.Typer:
-    """The application with every command listed; only ``chosen`` is imported (``"*"`` imports all, None none)."""
+    """Build the application, which lists every command but imports only ``chosen`` (``"*"`` imports all, None imports none)."""
     app = typer.Typer(
         help="Reinforcement learning for language-model agents. The unit is the workflow: the code of one episode.",
         no_args_is_help=True,
@@ -70,14 +70,14 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Run one command line.
 
     Args:
-        argv: the arguments; by default those of the process.
+        argv: the arguments; those of the process if None.
 
     Returns:
         The exit status.
     """
     arguments = list(sys.argv[1:] if argv is None else argv)
     if os.getcwd() not in sys.path:
-        sys.path.append(os.getcwd())  # so that a config may name the user's own modules, as under python -m
+        sys.path.append(os.getcwd())  # so that a config can name the user's own modules, as with python -m
     getLogger()  # attaches the handlers, so that messages of all modules appear
     chosen = next((argument for argument in arguments if not argument.startswith("-")), None)
     completing = "_ROLLWRIGHT_COMPLETE" in os.environ

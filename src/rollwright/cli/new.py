@@ -97,7 +97,7 @@ def _check_name(name: str, directory: Path) -> None:
     if name in WORKFLOWS:
         raise ConfigError(f"a workflow {name!r} is built in; choose another name.")
     found = importlib.util.find_spec(name) if name not in sys.modules else sys.modules[name].__spec__
-    # A directory without __init__.py has no origin; it hides no module.
+    # A directory without __init__.py has no origin and hides no module.
     origin = found.origin if found is not None else None
     if origin is not None and Path(origin).parent not in (Path.cwd(), directory.resolve()):
         raise ConfigError(f"a module {name!r} is installed already, which {name}.py would hide; choose another name.")

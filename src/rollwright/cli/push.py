@@ -1,4 +1,4 @@
-"""``rollwright push``: a checkpoint and its model card, to the Hugging Face Hub."""
+"""``rollwright push``: upload a checkpoint and its model card to the Hugging Face Hub."""
 
 from __future__ import annotations
 

@@ -12,7 +12,7 @@ import typer
 
 from rollwright.errors import JournalError
 
-SHOWN = 20  # episodes that differ, one line each
+SHOWN = 20  # most episodes that differ to print, one line each
 
 
 def replay(

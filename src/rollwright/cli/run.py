@@ -86,9 +86,9 @@ def run(
 
 
 def _spare_a_busy_machine() -> None:
-    """Let waiting compute threads yield on a busy machine. By default they spin, which makes steps many times slower.
+    """Make waiting compute threads yield on a busy machine. By default they spin, which makes steps many times slower.
 
-    torch reads the variable when it is loaded; a value that the user has set is kept.
+    torch reads ``OMP_WAIT_POLICY`` when it is loaded; a value that the user has set is kept.
     """
     processors = os.cpu_count() or 1
     if hasattr(os, "getloadavg") and os.getloadavg()[0] > processors and "torch" not in sys.modules:
@@ -130,13 +130,13 @@ def evaluate(
     words = _words(config, arguments)
     file, overrides = split_arguments(words) if any("=" not in word for word in words) else (None, words)
     stages = load_eval_stages(None if file is None else find_config(file), [*overrides, *given])
-    for stage in stages:  # a run's own directory is never written to again
+    for stage in stages:  # so that the directory of an earlier run is never reused
         stage.config.trial_name += time.strftime("-eval-%Y%m%d-%H%M%S")
     _carry_out(stages, file)
 
 
 def _words(config: str | None, arguments: Sequence[str] | None) -> list[str]:
-    """The command line of a config and its overrides."""
+    """Return the command-line arguments that name a config and its overrides."""
     return [*(["--config", config] if config else []), *(arguments or [])]
 
 
@@ -148,7 +148,7 @@ def load_with_plugins(file: str, overrides: Sequence[str], plugins: Sequence[Pat
 
 
 def look_up_names(stages: Sequence[Stage]) -> None:
-    """Refuse workflows, rewards, operators and so on that nothing has, plugins included."""
+    """Raise an error for workflows, rewards, operators and so on that cannot be found, even in plugins."""
     from rollwright.trainers.checks.unknown_names import refuse_unknown_names
 
     PLUGINS.load()
@@ -156,7 +156,7 @@ def look_up_names(stages: Sequence[Stage]) -> None:
 
 
 def _carry_out(stages: list[Stage], file: str | None) -> None:
-    if name := os.environ.get("TORCHELASTIC_RUN_ID"):  # the parent is the agent, and may have ended while this process began
+    if name := os.environ.get("TORCHELASTIC_RUN_ID"):  # the parent is torchelastic's agent, which may have ended already
         die_with_parent(int(name.removeprefix(AGENT)) if name.startswith(AGENT) else None)
     keep_tracebacks_in(run_directory_of(stages) / "logs")
     from rollwright.trainers.stages import run_config

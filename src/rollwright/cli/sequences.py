@@ -121,7 +121,7 @@ def _load(path: str, device: str, dtype: str, trust_remote_code: bool) -> tuple[
 
 
 def _report(experiment: ShardedExperiment) -> None:
-    """Write a row for each prompt to prompts.csv, and print the beginning of it."""
+    """Write a row for each prompt to prompts.csv, and print the first rows."""
     from rich.table import Column, Table
 
     from rollwright.sequence_processing.shards import prompt_table, write_prompt_table

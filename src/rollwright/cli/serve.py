@@ -1,4 +1,4 @@
-"""``rollwright serve-model``: the built-in engine as an HTTP server; ``rollwright retrieve``: a corpus, for search agents."""
+"""``rollwright serve-model`` serves a model with the built-in engine; ``rollwright retrieve`` serves a corpus to search agents."""
 
 from __future__ import annotations
 

@@ -78,7 +78,7 @@ def view(
         sockets = service.bind(settings)
     app = server.make_app(places, settings)
     for listener in sockets:
-        listener.listen()  # so that clients which follow the address at once wait instead of being refused
+        listener.listen()  # clients that open the address immediately now wait instead of being refused
     address = service.url_of(settings) + server.first_page(app, settings)
     typer.echo(f"{address}  (Ctrl-C ends)")
     if browser and _has_desktop():

@@ -13,7 +13,7 @@ from rollwright.viewer.index import Index
 from rollwright.viewer.samples import Samples, select
 
 MOST_SAMPLES = 3_000  # drawn in one picture; if there are more, an evenly spaced selection
-MOST_READ = 300  # up to so many samples, calls and tools are drawn too
+MOST_READ = 300  # with more samples than this, calls and tools are not drawn
 
 
 def timeline(index: Index, samples: Samples, start: float | None, end: float | None, lanes: int) -> dict[str, Any]:
