@@ -70,7 +70,7 @@ NEUTRAL = ("other_context", "logprobs_shifted", "token_rewards", "branch_ids", "
 
 
 def is_token_column(name: str, value: Any, rows: int, width: int) -> bool:
-    """True if a column has one entry per token (``[B, L, ...]``), False if it has one per row."""
+    """Return True if a column has one entry per token (``[B, L, ...]``), False if it has one per row."""
     if name in COLUMNS:
         return COLUMNS[name].shape == "BL"
     return isinstance(value, torch.Tensor) and value.dim() >= 2 and tuple(value.shape[:2]) == (rows, width)
@@ -138,7 +138,7 @@ def check_trajectory(trajectory: Any, *, workflow: str = "", task: object = "") 
     for key, column in columns.items():
         if column.dtype is not None and trajectory[key].dtype != column.dtype:
             raise place.error(key, f"its type is {trajectory[key].dtype}", f"it is {column.dtype}")
-    # values, as arrays, whose operations cost less than tensors' in small rows; masks first, since the other checks rely on them
+    # values as NumPy arrays, which are faster than tensors for small rows; masks first, because the other checks rely on them
     given = {key: trajectory[key] for key in columns}
     values = {key: (each.float() if each.dtype == torch.bfloat16 else each).numpy(force=True) for key, each in given.items()}
     attention, loss, logprobs, versions = (values[key] for key in ("attention_mask", "loss_mask", "logprobs", "versions"))

@@ -1,6 +1,6 @@
 """Read the episodes of a journal: the calls, results and end of each. Needs no torch.
 
-``EpisodeWriter`` answers an episode that runs again from its ``RecordedEpisode``.
+When an episode runs again, its calls are answered from its ``RecordedEpisode``.
 """
 
 from __future__ import annotations
@@ -64,11 +64,11 @@ class RecordedEpisode:
     begin: Begin
     calls: list[RecordedCall] = field(default_factory=list)
     results: list[DurableResult] = field(default_factory=list)
-    end: End | None = None  # None if it still runs or its process ended before it
+    end: End | None = None  # None if the episode still runs or its process ended first
     writer: int = 0  # number of the process that wrote it
-    names_writer: bool = False  # a later process has an episode of the same name
-    damage: Gap | None = None  # records after these bytes are ignored, because others may be lost in them
-    ignored: tuple[str, ...] = ()  # prefixes of durable calls that are made again
+    names_writer: bool = False  # True if a later process has an episode of the same name
+    damage: Gap | None = None  # gap that may have lost records of this episode; later ones are ignored
+    ignored: tuple[str, ...] = ()  # name prefixes of durable calls that are made again
 
     def __post_init__(self) -> None:
         self._places: dict[tuple[int, int], RecordedCall] = {}
@@ -76,7 +76,7 @@ class RecordedEpisode:
         self._results: dict[tuple[str, int], deque[DurableResult]] = defaultdict(deque)
 
     def rewind(self) -> RecordedEpisode:
-        """Start answering from the first call again; returns self."""
+        """Start answering from the first call again; return self."""
         self._places = {(each.call.conversation, each.call.turn): each for each in self.calls}
         self._numbers = set()
         self._results = defaultdict(deque)
@@ -86,7 +86,7 @@ class RecordedEpisode:
 
     @property
     def name(self) -> str:
-        """Ordinal and sample (and version in an evaluation), as ``rollwright replay`` accepts them."""
+        """Ordinal and sample (and the version in an evaluation), as ``rollwright replay`` accepts them."""
         begin, writer = self.begin, f"@{self.writer}" if self.names_writer else ""
         if begin.is_eval:
             return f"eval:{begin.ordinal}/{begin.index}@v{begin.version}{writer}"
@@ -94,17 +94,17 @@ class RecordedEpisode:
 
     @property
     def is_finished(self) -> bool:
-        """True if it was accepted or rejected, so it runs again without a new request."""
+        """True if the episode was accepted or rejected, so that running it again needs no new request."""
         return self.end is not None and self.end.outcome in ("accepted", "rejected")
 
     @property
     def can_go_on(self) -> bool:
-        """False if it must start over: its task could not be packed, or an environment cannot be restored."""
+        """False if the episode must start over, because its task could not be packed or an environment cannot be restored."""
         return self.begin.task is not None and (self.is_finished or all(each.kind != "restart" for each in self.results))
 
     @cached_property
     def newest_version(self) -> int:
-        """Newest version of its tokens; -1 if it has none."""
+        """Newest version of the sampled tokens; -1 if there are none."""
         return max((int(each.versions.max()) for each in self.calls if each.call.output), default=-1)
 
     @property
@@ -113,17 +113,17 @@ class RecordedEpisode:
         return sum(tokens_in(each.call.output) for each in self.calls)
 
     def task(self) -> dict[str, Any] | None:
-        """The row of the task; None if it could not be packed."""
+        """Return the row of the task, or None if it could not be packed."""
         return None if self.begin.task is None else unpack_task(self.begin.task)
 
     def conversation_of(self, prompt: np.ndarray, number: int) -> int:
-        """Number of a conversation that begins with this prompt: that of the recorded one, even if the order differs.
+        """Return the number of a conversation that begins with this prompt: the recorded number, even if the order differs now.
 
-        A conversation without a record gets the lowest number without a record: it is one that was never answered.
+        A conversation without a record was never answered; it gets the lowest number that has no record.
 
         Args:
-            prompt: ``[P]`` ids of its first request.
-            number: its order of appearance.
+            prompt: ``[P]`` ids of the conversation's first request.
+            number: order in which the conversation appeared.
         """
         recorded = [place[0] for place in self._places if place[1] == 0 and place[0] not in self._numbers]
         recorded.sort(key=lambda each: each != number)  # stable: its own number first, then ascending
@@ -139,22 +139,22 @@ class RecordedEpisode:
         return number
 
     def call_at(self, place: tuple[int, int]) -> RecordedCall | None:
-        """The call of a conversation and turn, if recorded."""
+        """Return the recorded call of a conversation and turn, or None."""
         return self._places.get(place)
 
     def next_result(self, name: str, key: int) -> DurableResult | None:
-        """The next recorded result of a durable call; each is returned once, in order."""
+        """Return the next recorded result of a durable call, or None; each result is returned once, in order."""
         if name.startswith(self.ignored):
             return None
         waiting = self._results.get((name, key))
         return waiting.popleft() if waiting else None
 
     def row_ids(self, row: Row) -> np.ndarray:
-        """``[L]`` ids of a row of ``end``."""
+        """Return the ``[L]`` ids of a row of ``end``."""
         return self._completed(row)
 
     def row_mask(self, row: Row) -> np.ndarray:
-        """``[L]`` bool mask of the trained tokens of a row of ``end``."""
+        """Return the ``[L]`` bool mask of the trained tokens of a row of ``end``."""
         mask = np.zeros(row.kept + tokens_in(row.added), dtype=bool)
         for start, stop in zip(row.mask[::2], row.mask[1::2], strict=True):
             mask[start:stop] = True
@@ -171,7 +171,7 @@ class RecordedEpisode:
         self.calls.append(RecordedCall(call, self._completed(call), gconfig))
 
     def _completed(self, delta: ModelCall | Row) -> np.ndarray:
-        """Tokens of a delta: those shared with an earlier call's prompt and output, and the added ones."""
+        """Return the tokens of a delta: those shared with an earlier call's prompt and output, then the added ones."""
         added = np.frombuffer(delta.added, dtype=TOKEN_TYPE)
         if delta.base < 0:
             return added
@@ -179,12 +179,12 @@ class RecordedEpisode:
         return np.concatenate([base.prompt[: delta.kept], base.output[: max(0, delta.kept - len(base.prompt))], added])
 
 
-#: Predicate on the number of an episode's writer and its begin: whether to read it.
+#: Predicate that selects episodes, called with the number of the episode's writer and its ``Begin``.
 Wanted = Callable[[int, Begin], bool]
 
 
 def last_of_each_name(directory: str | Path, wanted: Wanted, outcomes: tuple[str, ...]) -> dict[tuple[int, int], bool]:
-    """The last ended episode (writer and number) of each name: a sample runs again if its run was resumed.
+    """Find the last ended and selected episode of each name; a sample runs again, under the same name, if its run was resumed.
 
     Args:
         directory: directory of the journal.
@@ -192,7 +192,7 @@ def last_of_each_name(directory: str | Path, wanted: Wanted, outcomes: tuple[str
         outcomes: outcomes that count.
 
     Returns:
-        For each episode, whether a later process also has an episode of this name that was not selected.
+        For each episode, as (writer, number), whether a later process also has an episode of this name that was not selected.
     """
     begun: dict[tuple[int, int], Begin] = {}
     chosen: dict[tuple[Any, ...], tuple[int, int]] = {}
@@ -219,7 +219,7 @@ def read_episodes(
 ) -> Iterator[RecordedEpisode]:
     """Yield the episodes of a journal, each when its end is read; unfinished episodes come last.
 
-    An episode that may have lost records in damaged bytes is read up to there, as if its process had been killed then (``damage``).
+    An episode that may have lost records in damaged bytes is read up to the damage, as if its process had been killed at that point.
 
     Args:
         directory: directory of the journal.
@@ -232,7 +232,7 @@ def read_episodes(
     """
     open_episodes: dict[tuple[int, int], RecordedEpisode] = {}
     arguments: dict[tuple[int, int], dict[str, Any]] = {}
-    damaged: dict[int, Gap] = {}  # by writer, its last gap
+    damaged: dict[int, Gap] = {}  # last gap of each writer
     for place, record in read_all(directory, files):
         if isinstance(record, Gap):
             damaged[place.writer] = record

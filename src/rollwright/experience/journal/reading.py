@@ -1,7 +1,7 @@
-"""Read the files of a journal while they are written, after a crash, and around damage.
+"""Read the files of a journal while they are being written, after a crash, and around damage.
 
-Bytes that hold no complete record are skipped and reported (``Gap``). Reading resumes at the next offset whose length and checksum are
-valid; the mark before each record makes these offsets easy to find. Files of the first version have no marks; there the reader searches
+Bytes that hold no complete record are skipped and reported (``Gap``). Reading resumes at the next offset at which a valid length and
+checksum are found; the mark before each record makes these offsets easy to find. Files of the first version have no marks; there the reader searches
 for the type names that records begin with.
 """
 
@@ -49,7 +49,7 @@ class Gap:
     Attributes:
         path: path of the file.
         begin, end: half-open range of bytes.
-        steps: the last step that its process recorded before the gap and the first one after it; None if there is none.
+        steps: last step that the process recorded before the gap, and first step after it; each may be None.
         is_tail: no complete record follows: the writer was killed during a write or is still writing, or the end is lost.
         note: the reason, if there are no bytes to show.
     """
@@ -79,7 +79,7 @@ def _between(first: int | None, last: int | None) -> str:
 
 
 def step_of(record: AnyRecord) -> int | None:
-    """The step of a record; None if it has none."""
+    """Return the step of a record, or None if it has none."""
     return record.step if isinstance(record, Trained | Published | Phase | Checkpoint) else None
 
 
@@ -93,13 +93,13 @@ class RecordPosition:
 
 
 def journal_files(directory: str | Path) -> list[Path]:
-    """Files of a journal by writer and number."""
+    """List the files of a journal, ordered by writer and number."""
     paths = Path(directory).iterdir() if Path(directory).is_dir() else ()
     return sorted((path for path in paths if _NAME.fullmatch(path.name)), key=file_numbers)
 
 
 def file_numbers(path: Path) -> tuple[int, int]:
-    """Number of the process that wrote a journal file, and number of the file among those of this process."""
+    """Return the number of the process that wrote a journal file, and the file's number among those of that process."""
     match = _NAME.fullmatch(path.name)
     assert match is not None
     return int(match[1]), int(match[2])
@@ -120,7 +120,7 @@ def read_records(directory: str | Path, files: Iterable[Path] | None = None) -> 
 
 
 def read_all(directory: str | Path, files: Iterable[Path] | None = None) -> Iterator[tuple[RecordPosition, AnyRecord | Gap]]:
-    """Like ``read_records``, but includes the records about files and yields each gap in its place."""
+    """Yield the same as ``read_records``, and also the records about files and, in order, the gaps."""
     for path in journal_files(directory) if files is None else files:
         yield from read_file(path)
 
@@ -154,7 +154,7 @@ def read_file(path: Path) -> Iterator[tuple[RecordPosition, AnyRecord | Gap]]:
 
 
 def lost_files(directory: Path, listed: Files) -> list[Gap]:
-    """Files or ends of files that the journal has lost since they were listed."""
+    """Find the files, or ends of files, that the journal has lost since ``listed`` was written."""
     found = []
     for name, size in sorted(listed.sizes.items()):
         path = directory / name
@@ -174,7 +174,7 @@ def lost_files(directory: Path, listed: Files) -> list[Gap]:
 # -- the records of one file -------------------------------------------------------------------------------------------
 
 _CHUNK = 4 << 20  # bytes read at a time
-_FEW = 16 << 10  # bytes that hold most records
+_FEW = 16 << 10  # bytes; most records are shorter
 #: Start of a record: an array, then the name of its type.
 _KIND = re.compile(
     rb"(?:[\x90-\x9f]|\xdc[\x00-\xff]{2})(?:"
@@ -235,7 +235,7 @@ def decoded(body: bytes | memoryview, path: Path, place: int) -> AnyRecord:
 
 
 def _first(window: _Window, path: Path) -> int | None:
-    """Offset of the first record; None if there is none yet."""
+    """Return the offset of the first record, or None if there is none yet."""
     version = bytes(window.read(0, len(VERSION)))
     if version in (VERSION, VERSION_WITHOUT_MARKS):
         return len(version)
@@ -261,16 +261,16 @@ class _Window:
         self._data, self._begin = memoryview(b""), 0
 
     def read(self, at: int, count: int) -> memoryview:
-        """Up to ``count`` bytes at an offset; fewer at the end of the file."""
+        """Read ``count`` bytes at an offset; fewer at the end of the file."""
         start = at - self._begin
         if start < 0 or start + count > len(self._data):
             self._data, self._begin, start = memoryview(os.pread(self.file, max(count, self.chunk), at)), at, 0
         return self._data[start : start + count]
 
     def whole(self, at: int) -> tuple[int, memoryview] | None:
-        """End and body of the record at an offset; None if there is no complete record."""
+        """Return the end and body of the record at an offset, or None if there is no complete record."""
         head = self.read(at, HEAD.size)
-        for skipped in (4, 0) if head[:4] == MARK else (0, 4):  # a damaged mark loses nothing
+        for skipped in (4, 0) if head[:4] == MARK else (0, 4):  # tried both ways, so that a damaged mark loses nothing
             if len(head) < skipped + LENGTH.size:
                 continue
             length, checksum = LENGTH.unpack_from(head, skipped)
@@ -283,7 +283,7 @@ class _Window:
         return None
 
     def next_whole(self, at: int) -> int | None:
-        """Offset of the next complete record.
+        """Return the offset of the next complete record, or None.
 
         The bytes read are bounded by a small multiple of the file size, even if many bytes look like the start of a record.
         """
@@ -311,7 +311,7 @@ class _Window:
         return None
 
     def _is_record(self, at: int) -> bool:
-        """True if the bytes after a mark begin like a record."""
+        """Return whether the bytes after a mark begin like a record."""
         return _KIND.match(bytes(self.read(at + HEAD.size, _LONGEST_KIND))) is not None
 
     def _length(self, at: int) -> int:
@@ -322,23 +322,23 @@ class _Window:
 
 # -- the files that hold given tasks ------------------------------------------------------------------------------------
 
-_BEGIN = b"\xa5begin"  # its tag, packed
+_BEGIN = b"\xa5begin"  # packed tag of ``Begin``
 _decode = msgspec.msgpack.Decoder(Begin).decode
 
 
 class TaskFiles:
-    """Index from tasks to the files that hold their records. Each file is scanned once, and later only what was appended.
+    """Index from tasks to the files that hold their records. Each file is scanned once; later only appended bytes are scanned.
 
-    It serves a process that asks again and again while others write; a run that resumes reads its journal only once.
+    Use it in a process that reads repeatedly while others write. A run that resumes reads its journal only once and does not need it.
     """
 
     def __init__(self) -> None:
-        self._seen: dict[
-            Path, tuple[int, set[int]]
-        ] = {}  # the byte up to which each was looked through, and ordinals that begin in it
+        self._seen: dict[Path, tuple[int, set[int]]] = {}  # bytes scanned, and the ordinals that begin in the file
 
     def of(self, directory: str | Path, is_open: Callable[[int], bool]) -> list[Path]:
-        """Files with records of the wanted training tasks: for each process, the first file that begins an episode of one and all later ones.
+        """Return the files that may hold records of the selected training tasks.
+
+        For each process, these are the first file in which an episode of such a task begins, and all later files.
 
         Args:
             directory: directory of the journal.

@@ -1,4 +1,4 @@
-"""What a journal holds: one class for each kind of record, and how records and their values are packed.
+"""The contents of a journal: one class for each kind of record, and functions that pack records and their values.
 
 A file begins with ``VERSION``. Each record follows as a mark, its length, its checksum (``frame``) and a MessagePack array. Token ids are
 packed as int32, log-probabilities as float32 if that loses nothing and as float64 otherwise. A call is a delta: its prompt is the first
@@ -36,7 +36,7 @@ def frame(body: bytes) -> bytes:
 
 
 class Record(msgspec.Struct, array_like=True, omit_defaults=False, gc=False):
-    """Base of the records; a new field goes to the end, with a default."""
+    """Base class of the records. A new field goes to the end and needs a default."""
 
 
 class Arguments(Record, tag="arguments"):
@@ -47,14 +47,14 @@ class Arguments(Record, tag="arguments"):
 
 
 class Begin(Record, tag="begin"):
-    """An episode begins: one attempt of one sample."""
+    """Beginning of an episode: one attempt of one sample."""
 
     episode: int  # unique among those of this writer
     ordinal: int
     index: int
     attempt: int
     is_eval: bool
-    version: int  # of the weights when it began
+    version: int  # of the weights when the episode began
     workflow: str
     samples_asked: int
     task: bytes | None  # the row, packed; None if it cannot be packed (``task_error``)
@@ -69,8 +69,8 @@ class ModelCall(Record, tag="call"):
     index: int  # number among the calls of the episode, including refused ones
     conversation: int
     turn: int
-    base: int  # index of the call with whose prompt and output this prompt begins; -1 for none
-    kept: int  # number of tokens shared with it
+    base: int  # index of the earlier call whose prompt and output this prompt begins with; -1 if none
+    kept: int  # number of tokens shared with that call
     added: bytes
     output: bytes
     logprobs: bytes
@@ -111,7 +111,7 @@ class Row(Record):
     base: int
     kept: int
     added: bytes
-    mask: list[int]  # begin and end of each run of trained tokens
+    mask: list[int]  # begin and end of each stretch of trained tokens
     reward: float
     truncated: bool
     digest: bytes  # digest of ids, mask, log-probabilities and versions
@@ -138,7 +138,7 @@ class GroupEnd(Record, tag="group"):
     reason: str
     samples: int
     time: float
-    version: int | None = None  # of the weights when it was admitted
+    version: int | None = None  # of the weights when the group was admitted
 
 
 class Trained(Record, tag="trained"):
@@ -155,7 +155,7 @@ class Trained(Record, tag="trained"):
 
 
 class Published(Record, tag="published"):
-    """Publication of weights, with the audit of the step."""
+    """Publication of weights, including the audit of the step."""
 
     step: int
     version: int
@@ -191,7 +191,7 @@ class Resumed(Record, tag="resumed"):
     version: int
     frontier: int
     episodes: int  # episodes that continue from the journal
-    tokens: int  # tokens sampled in them before
+    tokens: int  # tokens already sampled in these episodes
     time: float
 
 
@@ -253,7 +253,7 @@ def pack_value(value: Any, encoder: msgspec.msgpack.Encoder = _VALUES) -> bytes:
     """Pack None, numbers, strings, bytes, lists, tuples, dicts, and numbers and arrays of NumPy and torch.
 
     Raises:
-        TypeError: the value contains another type, or a string that is not valid Unicode (half of a surrogate pair).
+        TypeError: the value contains another type, or a string that is not valid Unicode (a lone surrogate).
         OverflowError: the value contains an integer of more than 64 bits.
     """
     try:
@@ -268,7 +268,7 @@ def unpack_value(packed: bytes) -> Any:
 
 
 def unpack_floats(packed: bytes, count: int) -> np.ndarray:
-    """Unpack ``count`` float32 or float64 values; the length tells which."""
+    """Unpack ``count`` float32 or float64 values; the number of bytes tells which."""
     return np.frombuffer(packed, dtype="<f4" if len(packed) == 4 * count else "<f8").astype(np.float64)
 
 
@@ -288,7 +288,7 @@ def unpack_versions(packed: int | bytes, count: int) -> np.ndarray:
 
 
 def tokens_in(packed: bytes) -> int:
-    """Number of packed tokens."""
+    """Return the number of packed tokens."""
     return len(packed) // TOKEN_TYPE.itemsize
 
 
@@ -300,7 +300,7 @@ _WITH_PALETTE = ("P", "PA")  # modes
 
 @dataclass(frozen=True)
 class ImageDigest:
-    """Digest in place of an image of a task."""
+    """Digest that replaces an image of a task."""
 
     mode: str
     width: int
@@ -314,7 +314,7 @@ class ImageDigest:
 
 
 def digest_of(image: Any) -> ImageDigest:
-    """Digest of a PIL image; equal for equal pixels and, in palette modes, equal palettes.
+    """Compute the digest of a PIL image; it is equal for equal pixels and, in palette modes, equal palettes.
 
     Raises:
         TypeError: the image cannot be read.
@@ -327,7 +327,7 @@ def digest_of(image: Any) -> ImageDigest:
 
 
 def pack_task(task: dict[str, Any]) -> bytes:
-    """Pack a row of a dataset, with a digest in place of each image.
+    """Pack a row of a dataset; each image is replaced by a digest.
 
     Raises:
         TypeError, OverflowError: as for ``pack_value``.
@@ -336,7 +336,7 @@ def pack_task(task: dict[str, Any]) -> bytes:
 
 
 def unpack_task(packed: bytes) -> dict[str, Any]:
-    """Unpack ``pack_task``; tuples and arrays become lists, images ``ImageDigest``."""
+    """Unpack ``pack_task``; tuples and arrays become lists, and images become ``ImageDigest``."""
     return _DECODER.decode(packed)
 
 

@@ -1,11 +1,11 @@
 """Write a journal: the files of one process, and the calls, results and rows of each episode.
 
-A record (``records``) is one ``write``, so a killed process loses none; files are fsynced every ``fsync_seconds``, so a power failure
-loses at most that much.
+Each record (see ``records``) is written by one ``write`` call, so a killed process loses no record; files are fsynced every
+``fsync_seconds``, so a power failure loses at most that much.
 
-``000003-0000.journal`` is the first file of the fourth process that wrote to this journal. A process starts its next file at the end of
-an episode or a checkpoint once the current one is large. Each file begins with a list of the existing files, so that files removed or
-truncated later are noticed. Old files are removed only if ``keep`` is set.
+``000003-0000.journal`` is the first file of the fourth process that wrote to this journal. Once its file is large, a process starts the
+next one at the end of an episode or at a checkpoint. Each file begins with a list of the existing files, so that files removed or truncated
+later are noticed. Old files are removed only if ``keep`` is set.
 """
 
 from __future__ import annotations
@@ -66,14 +66,14 @@ class Journal:
     Args:
         directory: directory of the journal, created with access for its user only.
         config: when to flush, rotate and remove files.
-        secrets: secret strings of the config; they are replaced by ``***`` in every text of a record.
+        secrets: secret strings of the config; they are replaced by ``***`` in every string of a record.
     """
 
     def __init__(self, directory: str | Path, config: JournalConfig | None = None, secrets: Iterable[str] = ()) -> None:
         self.directory = Path(directory)
         self.config = config or JournalConfig()
         self.writer = -1  # number of this process among those that wrote here
-        self.size = 0  # of the current file
+        self.size = 0  # bytes of the current file
         self.failure: JournalError | None = None  # the first failed write; later records may be missing
         self._secrets = [secret.encode() for secret in secrets if len(secret) >= _SMALLEST_REDACTED]
         self._segment = -1
@@ -84,7 +84,7 @@ class Journal:
         self.next_episode: Callable[[], int] = itertools.count().__next__  # reserves a number for an episode
         self._first: dict[int, int] = {}  # ordinal of a training task -> file in which its first episode begins
         self._checkpoints: list[tuple[int, int]] = []  # frontier of each, and the first file needed to resume from it
-        #: The highest ordinal of earlier processes' episodes that this one continues; their files are needed until then.
+        #: Highest ordinal of the episodes that this process continues; files of earlier processes are needed until it is done.
         self.goes_on_to = -1
         self._arguments: dict[bytes, int] = {}  # the latest generation arguments in the current file
         self._next_arguments = 0
@@ -122,7 +122,7 @@ class Journal:
             self._unflushed.set()
 
     def arguments(self, gconfig: object) -> int:
-        """Number of these generation arguments; they are written first if the current file does not have them.
+        """Return the number of these generation arguments, after writing them if the current file does not have them.
 
         Args:
             gconfig: a dataclass.
@@ -156,7 +156,7 @@ class Journal:
         self.size += len(packed)
 
     def _cannot_be_written(self, error: OSError) -> JournalError:
-        """Error for a failed write; also stored in ``failure``, because the caller's code may swallow the exception."""
+        """Make the error for a failed write; also store it in ``failure``, because the caller's code may swallow the exception."""
         failure = JournalError(
             f"The journal in {self.directory} cannot be written ({error}), so the episodes' answers would be lost with this "
             f"process: {remedy_of(error)}, then start the run again, which goes on from its last checkpoint."
@@ -165,7 +165,7 @@ class Journal:
         return failure
 
     def redacted(self, packed: bytes) -> bytes:
-        """Packed values with secrets redacted, as in a record."""
+        """Redact secrets in packed values, as in a record."""
         found = [secret for secret in self._secrets if secret in packed]
         return encode(_without(msgspec.msgpack.decode(packed), found)) if found else packed
 
@@ -204,7 +204,7 @@ class Journal:
             self._flusher.start()
 
     def _sizes(self, without: Iterable[Path] = ()) -> dict[str, int]:
-        """Sizes of the journal's files; for files of other processes a lower bound."""
+        """Return the sizes of the journal's files; for files of other processes they are lower bounds."""
         sizes = {}
         for path in journal_files(self.directory):
             if path not in without:
@@ -255,7 +255,7 @@ class Journal:
                     os.close(file)
 
     def checkpoint(self, step: int, frontier: int) -> None:
-        """Flush the journal before a recovery checkpoint becomes visible; ends large files and removes old ones.
+        """Flush the journal before a recovery checkpoint becomes visible; end a large file and remove old files.
 
         Raises:
             JournalError: the disk failed.
@@ -291,7 +291,7 @@ class Journal:
             path.unlink()
 
     def close(self) -> None:
-        """Flush and close. Later records are not written. Idempotent."""
+        """Flush and close the journal; later records are ignored. Idempotent."""
         self._flush_or_say()
         with self._lock:
             if self._file is not None:
@@ -325,7 +325,7 @@ def _without(value: object, secrets: list[bytes]) -> object:
 
 
 def _as_unicode(value: Any) -> Any:
-    """Replace halves of surrogate pairs in strings, also in lists, by ``?``."""
+    """Replace lone surrogates with ``?`` in a string, or in the strings of a list."""
     if isinstance(value, list):
         return [_as_unicode(item) for item in value]
     return value.encode("utf-8", "replace").decode() if isinstance(value, str) else value
@@ -337,12 +337,12 @@ _WIDTH = TOKEN_TYPE.itemsize
 
 
 class EpisodeWriter:
-    """The journal of one running episode, and the recorded episode that answers its calls, if it runs again. Thread-safe.
+    """Writes the journal of one running episode; if the episode runs again, ``past`` answers its calls. Thread-safe.
 
     Args:
         journal: journal to write to. None writes nothing, as in a replay.
         past: earlier run of the same episode; it answers durable calls and model requests.
-        is_replay: calls that the past does not contain are errors instead of being made.
+        is_replay: raise an error for calls that the past does not contain, instead of making them.
     """
 
     def __init__(self, journal: Journal | None, past: RecordedEpisode | None = None, *, is_replay: bool = False) -> None:
@@ -378,17 +378,17 @@ class EpisodeWriter:
         """Restore the recorded states of environments before the first new call."""
         waiting, self.to_restore = self.to_restore, {}
         for environment, restore in waiting.items():
-            if environment not in self._restored:  # later answers, concurrent with new calls, have an earlier state
+            if environment not in self._restored:  # answers that come later, concurrently with new calls, have an older state
                 self._restored.add(environment)
                 restore()
 
     def begin(self, **facts: Any) -> None:
-        """Write the begin of the episode; ``facts`` are the fields of ``Begin``."""
+        """Write the beginning of the episode; ``facts`` are the fields of ``Begin``."""
         if self._journal is not None:
             self._journal.write(Begin(episode=self._number, time=time.time(), **facts))
 
     def call(self, record: RequestRecord) -> None:
-        """Write an answered model request, also if it was answered from the past: an episode in the journal is complete by itself."""
+        """Write an answered model request, even if the past answered it, so that each episode in the journal is complete by itself."""
         journal = self._journal
         if journal is None or self._is_closed:
             return
@@ -423,7 +423,7 @@ class EpisodeWriter:
             self._written(call, record.prompt, record.output_bytes)
 
     def refused(self, request: Any, place: tuple[int, int], error: Exception) -> None:
-        """Write a model request that was refused because its prompt leaves no room; a replay refuses it again."""
+        """Write a model request that was rejected because its prompt leaves no room; a replay rejects it again."""
         if self._journal is None or self._is_closed:
             return
         kept = None if self.past is None else self.past.call_at(place)
@@ -443,7 +443,11 @@ class EpisodeWriter:
         self._journal.write(call)
 
     def _delta(self, prompt: TokenPrefix, conversation: int) -> tuple[int, int, bytes]:
-        """The call whose prompt and output share the longest prefix with ``prompt``, its length, and the remaining tokens."""
+        """Find an earlier call whose prompt and output begin like ``prompt``.
+
+        Returns:
+            Index of the call (-1 if none), length of the common prefix, and the remaining tokens.
+        """
         best, kept, last = -1, 0, self._last.get(conversation, -1)
         if last >= 0 and prompt.continues(*self._calls[last]):
             before, output = self._calls[last]
@@ -471,14 +475,14 @@ class EpisodeWriter:
         self._is_closed = True
 
     def end(self, outcome: str, reason: str = "", rows: Trajectory | None = None, traceback: str = "") -> None:
-        """Write the end of the episode with its complete ``rows``."""
+        """Write the end of the episode and its complete ``rows``."""
         if self._journal is not None:
             entries = [] if rows is None else rows_of(rows, self._calls)
             self._journal.write(End(self._number, outcome, reason, entries, time.time(), traceback))
 
 
 def _shared(ids: np.ndarray, prompt: TokenPrefix, output: bytes) -> int:
-    """Length of the common prefix of tokens with the prompt and output of an earlier call."""
+    """Return the length of the common prefix of ``ids`` and an earlier call's prompt and output."""
     shared = common_length(prompt.array, ids)
     if shared < prompt.length:
         return shared
@@ -491,7 +495,7 @@ def _packable(metadata: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def rows_of(rows: Trajectory, calls: list[tuple[TokenPrefix, bytes]]) -> list[Row]:
-    """Rows of a complete trajectory as deltas of their last calls."""
+    """Encode each row of a complete trajectory as a delta of its last call."""
     rewards, truncated = rows["rewards"].tolist(), rows["truncated"].tolist()
     entries = []
     for row, (ids, mask, digest) in enumerate(_packed_rows(rows)):
@@ -501,7 +505,7 @@ def rows_of(rows: Trajectory, calls: list[tuple[TokenPrefix, bytes]]) -> list[Ro
 
 
 def _edges(mask: bytes) -> list[int]:
-    """Begin and end of each run of ones."""
+    """Return begin and end of each stretch of ones."""
     edges, wanted, at = [], b"\1", mask.find(b"\1")
     while at >= 0:
         edges.append(at)
@@ -513,7 +517,7 @@ def _edges(mask: bytes) -> list[int]:
 
 
 def _last_call(ids: bytes, calls: list[tuple[TokenPrefix, bytes]]) -> tuple[int, int]:
-    """The call whose prompt and output share the longest prefix with a row, and its length."""
+    """Return the call whose prompt and output share the longest prefix with a row, and the length of that prefix."""
     base, kept, length = -1, 0, tokens_in(ids)
     for index in range(len(calls) - 1, -1, -1):
         prompt, output = calls[index]
@@ -532,7 +536,7 @@ def _last_call(ids: bytes, calls: list[tuple[TokenPrefix, bytes]]) -> tuple[int,
 
 
 def row_digests(rows: Trajectory) -> list[bytes]:
-    """Digest of each row's ids, mask, log-probabilities and versions."""
+    """Compute a digest of each row's ids, mask, log-probabilities and versions."""
     return [digest for _, _, digest in _packed_rows(rows)]
 
 

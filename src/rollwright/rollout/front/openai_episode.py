@@ -37,7 +37,7 @@ from rollwright.inference.server.openai_answer import CHAT, OpenAICall
 from rollwright.inference.server.prompts import Prompts, template_messages, tools_of
 from rollwright.rollout.sample_engine import SampleEngine, answer_of
 
-#: Names of the journal's records of a run, besides its tokens.
+#: Names of the journal's records of a run, in addition to the records of its tokens.
 _CALL, _REWARD = "front.call", "front.reward"
 
 
@@ -52,8 +52,8 @@ class Reward(Body):
 class OpenAIEpisode(OpenAIProtocol):
     """The calls made with one API key.
 
-    Made by ``OpenAIFront.episode``; ``base_url, api_key = front.episode(engine)`` is enough for an agent that takes these two.
-    Leave its ``with`` block, or ``close`` it, when the agent has ended; the key is refused from then on.
+    Created by ``OpenAIFront.episode``; ``base_url, api_key = front.episode(engine)`` is enough for an agent that takes these two.
+    When the agent has ended, leave the ``with`` block or call ``close``; the key is rejected from then on.
 
     Attributes:
         base_url: base URL for OpenAI clients.
@@ -84,7 +84,7 @@ class OpenAIEpisode(OpenAIProtocol):
         base_url, api_key: address of the front and key of this run.
         gconfig: defaults of the generation arguments.
         template_kwargs: passed to the chat template.
-        context_length: most tokens of a prompt and its answer. None uses the engine's limit.
+        context_length: maximum tokens of a prompt and its answer. None uses the engine's limit.
         images: image reader, shared by all runs of a front. None creates one.
         journal: records calls and rewards if the engine does not. None disables this.
         """
@@ -121,19 +121,25 @@ class OpenAIEpisode(OpenAIProtocol):
         self.close()
 
     def close(self) -> None:
-        """Refuse the key from now on; records are kept. Idempotent."""
+        """Reject the key from now on; records are kept. Idempotent."""
         self._was_closed = True
 
     # -- for agents ----------------------------------------------------------------------------------------------------
 
     def client(self) -> Any:
-        """An ``openai.OpenAI`` client of this run, with ``model_path``. Use it in threads, not on the rollout's event loop."""
+        """Make an ``openai.OpenAI`` client of this run. Use it in threads, not on the rollout's event loop.
+
+        The client also has the attribute ``model_path``.
+        """
         from rollwright.workflows.openai_clients import RunClient
 
         return RunClient(self.base_url, self.api_key, self.model_name, forbidden_loop=self._sample and self._sample.loop)
 
     def async_client(self) -> Any:
-        """An ``openai.AsyncOpenAI`` client of this run, with ``model_path``. Works on any event loop."""
+        """Make an ``openai.AsyncOpenAI`` client of this run; it works on any event loop.
+
+        The client also has the attribute ``model_path``.
+        """
         from rollwright.workflows.openai_clients import AsyncRunClient
 
         return AsyncRunClient(self.base_url, self.api_key, self.model_name)
@@ -147,7 +153,7 @@ class OpenAIEpisode(OpenAIProtocol):
 
     @property
     def records(self) -> list[RequestRecord]:
-        """The records of these calls."""
+        """The records of the finished calls."""
         return [record for record in self.recorder.records if record.metadata.get("call") in self._turn_of_call]
 
     def set_reward(self, reward: float, *, call: str | None = None, turn: int | None = None) -> None:
@@ -188,11 +194,11 @@ class OpenAIEpisode(OpenAIProtocol):
             self._journal.result(_REWARD, 0, "recorded", time.time(), value=pack_value(given))
 
     def reward_of(self, call: str) -> float | None:
-        """The reward of a call. None if it has none."""
+        """Return the reward of a call, or None if it has none."""
         return self._call_rewards.get(call)
 
     async def take_reward(self, request: Request) -> dict[str, Any]:
-        """``POST /v1/rewards``."""
+        """Answer ``POST /v1/rewards``."""
         body = await Reward.read(request)
         try:
             self.set_reward(body.reward, call=body.call, turn=body.turn)
@@ -208,7 +214,7 @@ class OpenAIEpisode(OpenAIProtocol):
         return self._run_reward
 
     def call_rewards(self) -> dict[int, float]:
-        """Rewards of calls and turns by the index of their record."""
+        """Return the rewards of calls and turns by the index of the call's record."""
         records = self.records
         last_of_turn = {record.metadata["user_turn"]: record for record in records}
         rewards = {record.index: self._call_rewards.get(record.metadata["call"], 0.0) for record in records}
@@ -217,7 +223,7 @@ class OpenAIEpisode(OpenAIProtocol):
         return {index: reward for index, reward in rewards.items() if reward}
 
     def experiences(self, reward: float | None = None) -> list[Experience]:
-        """The run as experiences: calls that extend one another are one sequence, branches are several.
+        """Convert the run to experiences: calls that extend one another become one sequence, branches become several.
 
         Args:
             reward: reward of the run. None uses the value of ``set_reward``.
@@ -233,7 +239,7 @@ class OpenAIEpisode(OpenAIProtocol):
     def _render(
         self, messages: list[dict[str, Any]], tools: list[Any] | None, fields: dict[str, Any], variables: dict[str, Any]
     ) -> list[int]:
-        """The tokens of the conversation so far, followed by the encoding of the added messages."""
+        """Return the tokens of the conversation so far, followed by the encoding of the added messages."""
         if fields.get("continue_final_message") or fields.get("add_generation_prompt") is False:
             return super()._render(messages, tools, fields, variables)
         return self._conversation(variables).encode(messages, tools)
@@ -279,7 +285,10 @@ class OpenAIEpisode(OpenAIProtocol):
         return call
 
     def _conversation_of(self, prompt: list[int]) -> str | None:
-        """Id of the conversation that a prompt continues; no other prompt can continue it then. None if it starts a new one."""
+        """Return the id of the conversation that a prompt continues, or None if it starts a new one.
+
+        No second prompt can continue the conversation from the same tokens.
+        """
         found = [end for end in self._open_ends if prompt[: len(end[0])] == end[0]]
         if not found:
             return None
@@ -327,7 +336,7 @@ class OpenAIEpisode(OpenAIProtocol):
             past: recorded episodes of the run, one for each process that served it, in order.
 
         Raises:
-            ReplayError: its messages have other tokens now, because the tokenizer or chat template has changed.
+            ReplayError: the messages encode to other tokens now, because the tokenizer or chat template has changed.
         """
         journal, self._journal = self._journal, None
         for episode in past:

@@ -1,7 +1,7 @@
 """The OpenAI front: an HTTP server in front of any inference engine that records agents of any framework.
 
 Each agent gets a ``base_url`` and an API key, and needs no change and no library of ours. Requests with its key are answered by the engine
-of its run and recorded token for token. Unknown keys, and keys of runs that have ended, are refused with 401.
+of its run and recorded token for token. Unknown keys, and keys of runs that have ended, are rejected with 401.
 
 The routes: ``/v1/models``, ``/v1/completions``, ``/v1/chat/completions``, ``/v1/responses`` and ``/v1/messages``
 (tools, streams), and ``POST /v1/rewards`` for agents that score themselves. ``OpenAIAgentWorkflow`` makes a workflow of an agent.
@@ -75,7 +75,7 @@ class OpenAIFront:
         """Args:
         tokenizer: the policy's tokenizer, with its chat template.
         model_name: name of the policy in requests.
-        host: interface to bind. One that is reachable from other machines lets agents run there; only their keys protect it.
+        host: interface to bind. If other machines can reach it, agents can run there, and only their keys protect the server.
         port: port to listen on; 0 selects a free one.
         processor: the model's image processor or its directory. None uses the one in the tokenizer's directory, if any.
         image_hosts: hosts that images may be fetched from; other images have to be ``data:`` URLs.
@@ -109,7 +109,7 @@ class OpenAIFront:
             engine: usually the engine that a workflow gets, which is bound to its sample.
             gconfig: defaults of the generation arguments.
             template_kwargs: passed to the chat template.
-            context_length: most tokens of a prompt and its answer. None uses the engine's limit.
+            context_length: maximum tokens of a prompt and its answer. None uses the engine's limit.
             journal: records the run's calls if the engine does not, so that ``OpenAIEpisode.restore`` can continue it.
             api_key: key of a run that continues. None makes a new one.
 
@@ -137,7 +137,7 @@ class OpenAIFront:
 
     @contextlib.contextmanager
     def holding_calls(self) -> Iterator[None]:
-        """Answer calls with 503 (ask again) instead of 401 while runs are being restored."""
+        """Answer calls with 503 (retry) instead of 401 inside the context, while runs are being restored."""
         self._holds_calls = True
         try:
             yield
@@ -175,7 +175,7 @@ class OpenAIFront:
         self.close()
 
     def episode_of(self, api_key: str | None) -> OpenAIEpisode:
-        """The run of a key.
+        """Return the run of a key.
 
         Raises:
             RequestError: the key is unknown or its run has ended (401), or runs are being restored (503).
@@ -196,7 +196,7 @@ class OpenAIFront:
 
 
 def _application(front: OpenAIFront, settings: ServiceSettings) -> FastAPI:
-    """The routes. They hold the front weakly, so that the server ends when the front is collected."""
+    """Make the server's application. Its routes hold the front weakly, so that the server ends when the front is collected."""
     held = weakref.ref(front)
 
     def route(serve: Callable[[Any, Request], Awaitable[Any]]) -> Callable[[Request], Awaitable[Any]]:
@@ -226,8 +226,8 @@ def _application(front: OpenAIFront, settings: ServiceSettings) -> FastAPI:
 class OpenAIAgentWorkflow(RolloutWorkflow):
     """Runs ``agent(data, base_url=…, api_key=…)`` and trains on its calls to the policy.
 
-    The agent uses any OpenAI client or framework, here or in a process that it starts. It returns its reward: a number for the
-    run; ``{call id: number}`` for single calls, with the ids of the responses; or None if it sent its rewards with
+    The agent uses any OpenAI client or framework, in this process or in one that it starts. It returns its reward: a number for
+    the run; ``{call id: number}`` for single calls, identified by the ids of their responses; or None if it sent its rewards with
     ``POST {base_url}/rewards``.
 
     If the conversation exceeds the context, the client gets status 400 with ``code: context_length_exceeded``. Earlier calls are
@@ -268,7 +268,7 @@ class OpenAIAgentWorkflow(RolloutWorkflow):
         self.threads = AbandonableThreads(limit=16)
 
     async def arun_episode(self, engine: InferenceEngine, data: dict[str, Any]) -> list[Experience]:
-        """Run the agent once; returns one experience for each sequence of calls that extend one another."""
+        """Run the agent once; return one experience for each sequence of calls that extend one another."""
         with await asyncio.to_thread(self.front.episode, engine, gconfig=self.gconfig) as episode:
             try:
                 reward = await self._run(episode, data)

@@ -4,8 +4,8 @@ Invariants:
 
 * an episode is leased to one worker at a time; if the worker is lost, the episode is leased again as the same attempt, and continues from
   what the lost worker wrote to the journal;
-* its rows come back packed and stay in this process, so a worker that is lost later takes no rows with it;
-* workers only ask servers that this process has in service, and ask nothing while weights change.
+* its rows come back packed and stay in this process, so losing the worker later loses no rows;
+* workers send requests only to servers that this process has in service, and none while weights change.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ class RolloutWorkers:
     """The workers of a run, each a ``RolloutWorker`` in a process of its own.
 
     Args:
-        processes: of the workers; they may still be starting.
+        processes: processes of the workers; they may still be starting.
         timeout: seconds that a worker may take to start.
         drain_timeout: seconds that requests in flight may take to be answered.
         journal: directory of the workers' journals. Without it, an episode that is leased again starts from the beginning.
@@ -63,16 +63,14 @@ class RolloutWorkers:
             processes, purpose="running an episode", timeout=timeout, failed=self.fail, take_in=self._take_in
         )
         self._lock = self.supervisor.lock
-        self._sending = (
-            threading.Lock()
-        )  # so that the order in which workers get instructions is the order in which they were given
+        self._sending = threading.Lock()  # so that workers get instructions in the order in which they were given
         self._serving: tuple[list[str], int] = [], 0  # servers in service, and their version
         self._is_held = False
-        self._leases: set[Future[Any]] = set()  # of episodes that workers run
+        self._leases: set[Future[Any]] = set()  # answers of the episodes that workers run
         self._failure: RollwrightError | None = None
         self._journal, self._task_files, self._file_lock = journal, TaskFiles(), threading.Lock()
         self._wanted: set[int] = set()  # ordinals of lost episodes that the next reading of the journal has to find
-        self._recovered = PastEpisodes()  # by the latest reading
+        self._recovered = PastEpisodes()  # found by the latest reading
         self._reading = asyncio.Lock()
 
     def wait_started(self) -> None:
@@ -94,7 +92,7 @@ class RolloutWorkers:
             process = await self._process_of(name.ordinal)
             start, answer = process.started, process.call("run", *lease, past)
             self._leases.add(answer)
-            if self._failure is not None:  # it came while this lease was made
+            if self._failure is not None:  # the failure came while this lease was made
                 self.fail(self._failure)
             try:
                 data, metrics = await asyncio.wrap_future(answer)
@@ -119,7 +117,7 @@ class RolloutWorkers:
             return rows
 
     async def _recorded(self, name: SampleName) -> RecordedEpisode | None:
-        """What the journal has of an episode. One reading serves all episodes that were lost together."""
+        """Return what the journal has of an episode, if anything. One reading serves all episodes that were lost together."""
         if self._journal is None or name.is_eval:  # an evaluation starts from the beginning
             return None
         self._wanted.add(name.ordinal)
@@ -150,21 +148,21 @@ class RolloutWorkers:
         raise self._failure
 
     def add(self, process: Process) -> None:
-        """Add a worker, which runs episodes when it has started, however long it waits for room."""
+        """Add a worker. It runs episodes once it has started, however long it waits for resources."""
         self.supervisor.add(process)
 
     def _lose(self, process: Process, start: Future[None]) -> None:
         self.supervisor.lost(process, start, "lost before it had run an episode")
 
     def fail(self, failure: RollwrightError) -> None:
-        """Run no more episodes: those that workers run, and later ones, fail with this cause."""
+        """Run no more episodes: the running ones, and later ones, fail with this error."""
         self._failure, self.supervisor.running = failure, []
         for answer in list(self._leases):
             with contextlib.suppress(concurrent.futures.InvalidStateError):
                 answer.set_exception(failure)
 
     def close(self) -> None:
-        """Restart no worker from now on; they are ended by whoever placed them."""
+        """Stop restarting workers. Whoever placed them is responsible for ending them."""
         self.supervisor.close()
 
     # -- all workers -----------------------------------------------------------------------------------------------------
@@ -182,7 +180,7 @@ class RolloutWorkers:
         self._send_to_all()
 
     def use_servers(self, addresses: Sequence[str], version: int) -> None:
-        """Ask these servers from now on. Observations from before the latest publication are ignored."""
+        """Send requests to these servers from now on; ignored if ``version`` is older than the latest publication."""
         with self._lock:
             if version < self._serving[1]:
                 return
@@ -192,7 +190,7 @@ class RolloutWorkers:
         self._send_to_all()
 
     def _take_in(self, process: Process) -> None:
-        """Send the current instruction to a worker that has started, and use it unless the instruction changed meanwhile."""
+        """Send the current instruction to a worker that has started, and admit the worker; repeat if the instruction changed meanwhile."""
         is_current = False
         while not is_current:
             with self._lock:
@@ -215,7 +213,7 @@ class RolloutWorkers:
     def _send(
         self, processes: Sequence[Process], is_held: bool, serving: tuple[list[str], int]
     ) -> list[tuple[Process, LostProcessError]]:
-        """Have workers hold, or use these servers; returns those that were lost."""
+        """Make workers hold, or use these servers; return the workers that were lost."""
         method, timeout = ("hold", self._drain_timeout) if is_held else ("release", self._timeout)
         arguments = () if is_held else serving
         lost = list[tuple[Process, LostProcessError]]()
@@ -236,13 +234,13 @@ class DistributedRolloutEngine(RemoteEngine):
 
     Args:
         config: the ``rollout`` section.
-        client: of the servers; it pauses and resumes them, and follows what the first rank publishes.
+        client: client of the servers; it pauses and resumes them, and adopts the versions that the first rank publishes.
         pool: the workers.
         publisher: returns what the first rank has published (``ServerWeights.publisher``).
-        seed: of the run.
+        seed: the run's seed.
 
     Attributes:
-        grow: called when the first servers and workers run; places those that may join later, and returns them.
+        grow: called when the first servers and workers run; places the servers and workers that may join later, and returns both.
     """
 
     grow: Callable[[], tuple[list[Process], list[Process]]] | None = None
@@ -281,12 +279,12 @@ class DistributedRolloutEngine(RemoteEngine):
         super().destroy()
 
     def pause(self) -> None:
-        """See ``RolloutEngine.pause``. Workers send no requests, either."""
+        """See ``RolloutEngine.pause``. Workers stop sending requests as well."""
         self.pool.hold()
         super().pause()
 
     def resume(self) -> None:
-        """See ``RolloutEngine.resume``. The version becomes that of the servers, because a rank may have published."""
+        """See ``RolloutEngine.resume``. Adopts the version of the servers, because a rank may have published."""
         if self._pauses == 1:
             self._servers.weights.adopt_version()
         super().resume()

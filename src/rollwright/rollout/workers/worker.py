@@ -41,7 +41,7 @@ class RolloutWorker:
         config: limits of episodes (the ``rollout`` section).
         workflow: class, instance, registered name or import path.
         workflow_kwargs: arguments of the workflow's constructor.
-        group_size: samples of a task, which the workflow must not make itself.
+        group_size: samples of a task; if more than 1, the workflow runs with ``n_samples=1``.
         seed: the run's seed.
         journal: records the episodes. None disables recording.
         evaluation: workflow of the evaluation and its constructor's arguments. None uses the same workflow.
@@ -79,8 +79,8 @@ class RolloutWorker:
         Args:
             name: fields of its ``SampleName``.
             task: the row, packed by ``pack_value``.
-            samples_asked: number of samples that the workflow is asked for.
-            past: earlier run of the episode, from which it continues.
+            samples_asked: number of samples requested from the workflow.
+            past: earlier run of the episode, to continue from.
 
         Raises:
             ReplayError: the episode does not run as its past did.
@@ -102,7 +102,10 @@ class RolloutWorker:
         self._thread.loop.call_soon_threadsafe(self._cut, SampleName(*name))
 
     def hold(self) -> None:
-        """Send no requests, because weights are about to change. With ``on_weight_update: wait``, return when all are answered."""
+        """Send no requests from now on, because weights are about to change.
+
+        With ``on_weight_update: wait``, return when the requests in flight are answered.
+        """
         if isinstance(self.engine, RemoteInferenceEngine):
             self.engine.weights.hold(drained=self._drains)
 
@@ -112,7 +115,7 @@ class RolloutWorker:
             self.engine.weights.follow(addresses, version)
 
     def close(self) -> None:
-        """Cancel what runs, and end the engine. Idempotent."""
+        """Cancel running episodes, and destroy the engine. Idempotent."""
         self._thread.stop(lambda: self._episodes.stop(RolloutError("the worker was closed.")))
         self.engine.destroy()
         if self._journal is not None:
