@@ -1,1 +1,1 @@
-"""Environments of agents: the retrieval service, the shop and the encyclopedia."""
+"""Environments for agents: retrieval over a corpus, and a shop."""

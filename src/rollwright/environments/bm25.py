@@ -1,7 +1,8 @@
-"""BM25 over a corpus. bm25s builds and stores the index; it is memory-mapped, and searched by a compiled loop.
+"""BM25 search over a corpus. bm25s builds and stores the index, which is memory-mapped and searched by a compiled loop.
 
-The index of ``corpus.jsonl`` is stored in ``corpus.jsonl.index/<hash>/`` beside it, or in the user's cache directory if that directory is
-not writable. The hash covers the file's content and the code that converts text to terms; if either changes, the index is rebuilt.
+The index of ``corpus.jsonl`` is stored in ``corpus.jsonl.index/<hash>/`` next to the file, or in the user's cache directory if the file's
+directory is not writable. The hash covers the file's content and the code that converts text to terms; if either changes, the index is
+rebuilt.
 """
 
 from __future__ import annotations
@@ -34,7 +35,7 @@ _FORMAT = "1"
 
 
 class BM25Retriever:
-    """Lucene's BM25 (k1 1.5, b 0.75) over title and contents. Rows without any query term are not returned."""
+    """Lucene's BM25 (k1 1.5, b 0.75). Rows that contain no query term are not returned."""
 
     name = "bm25"
 
@@ -65,14 +66,14 @@ class BM25Retriever:
 
 
 def open_index(corpus_path: str | Path, index_root: str | Path | None = None) -> tuple[Corpus, BM25Retriever]:
-    """Open a corpus file with its index, which is built and stored if there is none for this content.
+    """Open a corpus file and its index, which is built and stored if there is none for the file's content.
 
     Args:
         corpus_path: JSON-lines file with ``contents`` and, optionally, ``wikipedia_title`` or ``title``, ``url`` and ``id``.
-        index_root: directory of the indexes. None uses the corpus's directory, or the cache directory if that is not writable.
+        index_root: directory of the indexes. None uses the corpus's directory, or the cache directory if the former is not writable.
 
     Raises:
-        DataError: the file cannot be read or a row is unusable (with file and line).
+        DataError: the file cannot be read, or a row is unusable (the message has file and line).
     """
     bm25s = _bm25s()
     path = Path(corpus_path)
@@ -87,7 +88,7 @@ def open_index(corpus_path: str | Path, index_root: str | Path | None = None) ->
 
 
 def _build(path: Path, folder: Path) -> None:
-    """Build into a temporary folder and rename it, so that a reader sees a complete index or none."""
+    """Build an index in a temporary folder and rename the folder, so that a reader sees a complete index or none."""
     logger.info("building the index of %s", path)
     corpus = Corpus.from_file(path)
     index, vocabulary, _ = _index(corpus.texts(), str(path))
@@ -106,7 +107,7 @@ def _build(path: Path, folder: Path) -> None:
             (draft / complete.name).write_text(json.dumps(facts))
     except OSError:
         if not complete.exists():
-            raise  # otherwise another process finished the same index first
+            raise  # if the file exists, another process has finished the same index first
     for other in folder.parent.iterdir():  # indexes of earlier content of this file
         if other != folder and (other / "complete.json").exists():
             shutil.rmtree(other, ignore_errors=True)
@@ -139,7 +140,7 @@ def _index(texts: Iterable[str], source: str) -> tuple[Any, dict[str, int], int]
 def _bm25s() -> Any:
     try:
         import bm25s
-        import numba  # noqa: F401  (the search loop is compiled)
+        import numba  # noqa: F401  (compiles the search loop)
     except ModuleNotFoundError as error:
         raise DataError(f"BM25 search needs the package {error.name}: pip install 'rollwright[retrieval]'.") from error
     return bm25s
@@ -158,7 +159,7 @@ STOP_WORDS = frozenset(
 
 
 def fold(text: str) -> str:
-    """Lower case without diacritics: ``"Röntgen"`` becomes ``"rontgen"``."""
+    """Convert to lower case without diacritics: ``"Röntgen"`` becomes ``"rontgen"``."""
     text = text.lower()
     if text.isascii():
         return text
@@ -166,7 +167,7 @@ def fold(text: str) -> str:
 
 
 def stem(word: str) -> str:
-    """Merge a plural with its singular, and nothing more (Harman's S-stemmer, JASIS 42(1), 1991)."""
+    """Convert a plural to its singular, and change nothing else (Harman's S-stemmer, JASIS 42(1), 1991)."""
     if len(word) < 4 or not word.endswith("s"):
         return word
     if word.endswith("ies") and word[-4] not in "ae":
@@ -179,9 +180,9 @@ def stem(word: str) -> str:
 
 
 def terms(text: str) -> list[str]:
-    """The index terms of a text, in order, with repetitions.
+    """Return the index terms of a text, in order, with repetitions.
 
-    Text that consists of function words only keeps them, so that "The Who" can be found.
+    Stop words are dropped, unless the text has no other words, so that "The Who" can be found.
     """
     words = re.findall(r"\w+", fold(text))
     return [stem(word) for word in words if word not in STOP_WORDS] or words
@@ -192,7 +193,7 @@ def terms(text: str) -> list[str]:
 
 @functools.cache
 def _compiled() -> Any:
-    """Compiled inner loop of search. It releases the GIL, so that searches do not block the event loop."""
+    """Compile the inner loop of search, which releases the GIL, so that searches do not block the event loop."""
     from numba import njit
 
     return njit(nogil=True, cache=True)(_top_rows)
@@ -209,20 +210,20 @@ def _top_rows(
     best_rows: np.ndarray,
     best_scores: np.ndarray,
 ) -> int:
-    """Sum the posting lists of a query's terms and find the best rows; ties go to the lower row.
+    """Sum the posting lists of a query's terms and find the best rows; ties go to the lower row number.
 
-    Only rows that contain a term are visited and reset, so the cost of a query depends on its posting lists and not on the corpus.
+    Only rows that contain a term are visited and reset, so the cost of a query depends on its posting lists and not on the corpus size.
 
     Args:
         weights: BM25 weight of each posting.
-        rows: row of each posting.
+        rows: row number of each posting.
         starts: index of each term's first posting.
         term_ids: the query's terms, ``[Q]``.
         topk: maximum number of results.
         scores: scratch memory, ``[N]`` float32, all zero before and after.
         touched: scratch memory, ``[N]`` int32.
-        best_rows: output, ``[topk]``.
-        best_scores: output, ``[topk]``.
+        best_rows: output, ``[topk]`` row numbers, best first.
+        best_scores: output, ``[topk]`` scores.
 
     Returns:
         Number of results.

@@ -1,7 +1,7 @@
 """A memory-mapped corpus of documents in JSON lines; a row is parsed when it is needed.
 
-Rows are served as they are in the file, byte for byte. Only a row with ``title`` and without ``wikipedia_title``, the name that search agents
-read, gets that as well.
+Rows are served byte for byte as they are in the file, with one exception: a row that has a ``title`` but no ``wikipedia_title``, the key
+that search agents read, also gets the latter.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ import numpy as np
 
 from rollwright.errors import DataError
 
-#: Attributes of a corpus that locate its rows; each is saved in a separate file.
+#: Attributes of a corpus that locate its rows. Each is saved in a separate file.
 _LAYOUT = ("spans", "titled", "url_keys", "url_rows")
 
 
@@ -56,7 +56,7 @@ def _url_key(url: str) -> int:
 
 
 def file_digest(path: Path) -> str:
-    """Content hash of a file (BLAKE2b, 128 bits, hexadecimal)."""
+    """Compute the content hash of a file (BLAKE2b, 128 bits, hexadecimal)."""
     with _opened(path) as file:
         return hashlib.file_digest(file, lambda: hashlib.blake2b(digest_size=16)).hexdigest()
 
@@ -74,20 +74,20 @@ class SearchHits:
     scores: np.ndarray
 
     def first(self, count: int) -> SearchHits:
-        """The best ``count`` results."""
+        """Return the best ``count`` hits."""
         return SearchHits(self.rows[:count], self.scores[:count])
 
 
 @dataclass(repr=False, eq=False)
 class Corpus:
-    """Documents, by number and by address.
+    """Documents, accessible by row number and by URL.
 
     Attributes:
         buffer: all rows, as JSON lines.
-        spans: int64 ``[N, 2]``, where each row starts and ends in ``buffer``.
-        titled: bool ``[N]``, true where ``wikipedia_title`` must be added from ``title``.
-        url_keys: int64 ``[U]``, sorted hashes of the rows' addresses.
-        url_rows: int64 ``[U]``, the row of each.
+        spans: int64 ``[N, 2]``, start and end of each row in ``buffer``.
+        titled: bool ``[N]``, True if ``wikipedia_title`` must be added from ``title``.
+        url_keys: int64 ``[U]``, sorted hashes of the rows' URLs.
+        url_rows: int64 ``[U]``, row number for each hash.
         name: name of the corpus in error messages and ``/health``.
     """
 
@@ -105,10 +105,10 @@ class Corpus:
 
     @classmethod
     def from_file(cls, path: str | Path) -> Corpus:
-        """Read every row of a JSON-lines file once, checking it; the file is then mapped, not loaded.
+        """Map a JSON-lines file into memory and check every row once.
 
         Raises:
-            DataError: the file cannot be read, is empty, or a row is unusable (with file and line).
+            DataError: the file cannot be read or has no rows, or a row is unusable (the message has file and line).
         """
         return cls._scan(_map_file(Path(path)), str(path))
 
@@ -145,7 +145,7 @@ class Corpus:
 
     @classmethod
     def with_layout(cls, path: Path, folder: Path) -> Corpus:
-        """Map ``path`` by a layout that ``save_layout`` wrote for the same content."""
+        """Map the file ``path``, using the layout that ``save_layout`` has written to ``folder`` for the same content."""
         arrays = [np.load(folder / f"{name}.npy", mmap_mode="r").view(np.ndarray) for name in _LAYOUT]
         return cls(_map_file(path), *arrays, name=str(path))
 
@@ -153,7 +153,7 @@ class Corpus:
         return len(self.spans)
 
     def document(self, index: int) -> dict[str, Any]:
-        """Row ``index``, with ``wikipedia_title`` if the corpus has titles."""
+        """Return row ``index``, with ``wikipedia_title`` if the row has a title."""
         start, end = self.spans[index]
         row = json.loads(self.buffer[start:end])
         if self.titled[index]:
@@ -161,16 +161,16 @@ class Corpus:
         return row
 
     def document_json(self, index: int) -> bytes:
-        """Row ``index`` as JSON text; the file's own bytes if nothing has to be added."""
+        """Return row ``index`` as UTF-8 JSON: the bytes of the file, unless ``wikipedia_title`` has to be added."""
         if self.titled[index]:
             return json.dumps(self.document(index), ensure_ascii=False).encode()
         start, end = self.spans[index]
         return self.buffer[start:end]
 
     def page(self, url: str) -> dict[str, str] | None:
-        """``{"url", "contents"}`` of the document at an address; None if there is none.
+        """Return ``{"url", "contents"}`` of the document that has a URL, or None if there is none.
 
-        If several rows share an address (passages of one page), their contents are joined in order.
+        If several rows share the URL (passages of one page), their contents are joined in order.
         """
         key = _url_key(url)
         first, last = np.searchsorted(self.url_keys, [key, key + 1])
@@ -179,7 +179,7 @@ class Corpus:
         return {"url": url, "contents": "\n\n".join(contents)} if contents else None
 
     def texts(self) -> Iterator[str]:
-        """Title and contents of each row, for the index."""
+        """Yield title and contents of each row, for the index."""
         for index in range(len(self)):
             row = self.document(index)
             title = row.get("wikipedia_title")

@@ -1,6 +1,6 @@
 """The ``Retriever`` protocol, and the search tools of agents: one over HTTP and one in this process.
 
-``Retriever`` maps queries to row numbers and scores, with a lexical index (``bm25``) or a dense one.
+A ``Retriever`` maps queries to row numbers and scores, by a lexical index (``bm25``) or a dense one.
 """
 
 from __future__ import annotations
@@ -29,28 +29,28 @@ class Retriever(Protocol):
     name: str
 
     def search(self, queries: list[str], topk: int) -> list[SearchHits]:
-        """The ``topk`` best rows for each query; fewer if fewer match."""
+        """Return the ``topk`` best rows for each query, or fewer if fewer match."""
         ...
 
 
 class ToolError(RollwrightError):
-    """A tool call failed for a reason that the agent should read: bad arguments, a refusal, an unreachable service."""
+    """A tool call failed for a reason that the agent should read: bad arguments, a rejected request, an unreachable service."""
 
 
 class SearchTool(Protocol):
     """Search tool of an agent. Both methods raise ``ToolError`` with a message that the model can read."""
 
     async def search(self, query: str, topk: int) -> list[dict[str, Any]]:
-        """The ``topk`` best documents: corpus rows with ``wikipedia_title`` and ``contents``."""
+        """Return the ``topk`` best documents: corpus rows that have ``wikipedia_title`` and ``contents``."""
         ...
 
     async def access(self, url: str) -> dict[str, str] | None:
-        """``{"url", "contents"}`` of a page; None if the page is unknown."""
+        """Return ``{"url", "contents"}`` of a page, or None if the page is unknown."""
 
 
 @dataclass(frozen=True)
 class LocalSearchTool:
-    """A corpus and its index in this process."""
+    """A search tool over a corpus and its index in this process."""
 
     corpus: Corpus
     retriever: Retriever
@@ -69,12 +69,12 @@ class LocalSearchTool:
 
 
 class RetrievalClient:
-    """A retrieval service (``rollwright retrieve``, or any with the same API) over HTTP.
+    """A search tool that calls a retrieval service (``rollwright retrieve``, or any service that has the same API) over HTTP.
 
     Args:
         address: ``host:port`` or a URL.
-        timeout: time limit of a request in seconds, including connecting.
-        api_key: key to send as a bearer token. None sends none.
+        timeout: timeout of a request in seconds, for connecting, reading and writing each.
+        api_key: key to send as a bearer token. If None, no key is sent.
     """
 
     def __init__(self, address: str, timeout: float = 60.0, api_key: str | None = None) -> None:
@@ -94,7 +94,7 @@ class RetrievalClient:
     async def _post(self, path: str, body: dict[str, Any]) -> Any:
         import httpx2
 
-        # An HTTP client belongs to the event loop on which it was first used, and workflows may run on several.
+        # An HTTP client belongs to the event loop on which it was first used, and workflows may run on several loops.
         loop = asyncio.get_running_loop()
         client = self._clients.get(loop)
         if client is None:
@@ -103,7 +103,7 @@ class RetrievalClient:
                 timeout=self.timeout,
                 headers=self._headers,
                 limits=httpx2.Limits(max_connections=256, max_keepalive_connections=64),
-                trust_env=False,  # the service is not behind the environment's proxy
+                trust_env=False,  # requests to the service do not use the environment's proxy
             )
             self._clients[loop] = client
         try:
@@ -131,7 +131,7 @@ SEARCH_TOOLS["service"] = RetrievalClient
 
 @SEARCH_TOOLS.register("corpus")
 def corpus_tool(corpus: str | Path) -> LocalSearchTool:
-    """Search a corpus of JSON lines in this process."""
+    """Build a tool that searches a JSON-lines corpus in this process."""
     return LocalSearchTool(*open_index(Path(corpus)))
 
 
@@ -142,8 +142,8 @@ def make_search_tool(spec: Any) -> SearchTool:
         spec: one of:
 
             * a tool, which is returned unchanged;
-            * ``"host:port"`` or a URL of a service, which gets the key in ``ROLLWRIGHT_API_KEY``, if any;
-            * ``{"service": address, "api_key": key}``, a service with its own key;
+            * ``"host:port"`` or the URL of a service, which is sent the key in ``ROLLWRIGHT_API_KEY``, if any;
+            * ``{"service": address, "api_key": key}``, a service that has its own key;
             * ``{"corpus": file}``, an index in this process;
             * ``{name: arguments}``, a tool in ``SEARCH_TOOLS``.
 

@@ -1,12 +1,12 @@
 """The retrieval service: ``/retrieve``, ``/access`` and ``/health`` over HTTP.
 
 * ``POST /retrieve {"queries": [str], "topk": int | null, "return_scores": bool}`` returns ``{"result": [[document, ...], ...]}``;
-  with scores, each item is ``{"document": document, "score": float}``.
+  if ``return_scores`` is true, each item is ``{"document": document, "score": float}``.
 * ``POST /access {"urls": [str]}`` returns ``{"result": [{"url", "contents"} | null, ...]}``.
 * ``GET /health`` describes the corpus.
 
-Requests are parsed on the event loop and searched in threads. Queries that arrive during a search are searched together in the next one.
-All errors are ``{"error": {"message": ...}}`` with a status of 400 or above.
+Requests are parsed on the event loop, and queries are searched in threads. Queries that arrive during a search form the next batch.
+Every error is ``{"error": {"message": ...}}`` with a status of 400 or above.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ _BATCH_QUERIES = 64
 
 
 class Retrieve(Body):
-    """``/retrieve``."""
+    """Body of ``/retrieve``."""
 
     queries: Annotated[list[Annotated[str, Field(max_length=MAX_QUERY_CHARACTERS)]], Field(max_length=MAX_QUERIES)] = Field(
         description=f"a list of at most {MAX_QUERIES} texts of at most {MAX_QUERY_CHARACTERS} characters"
@@ -49,7 +49,7 @@ class Retrieve(Body):
 
 
 class Access(Body):
-    """``/access``."""
+    """Body of ``/access``."""
 
     urls: Annotated[list[str], Field(max_length=MAX_QUERIES)] = Field(description=f"a list of at most {MAX_QUERIES} texts")
 
@@ -64,7 +64,7 @@ class _Waiting:
 class QueryBatcher:
     """Searches in threads. Requests that arrive while all threads are busy form the next batch.
 
-    An idle thread searches at once what has arrived, without waiting for more.
+    An idle thread searches the queries that have arrived at once, without waiting for more.
 
     Args:
         retriever: the index.
@@ -80,7 +80,7 @@ class QueryBatcher:
         self._waiting_queries = 0
 
     async def search(self, queries: list[str], topk: int) -> list[SearchHits]:
-        """The hits of each query, best first."""
+        """Return the hits of each query, best first."""
         if not queries:
             return []
         if self._waiting_queries + len(queries) > MAX_WAITING_QUERIES:
@@ -96,7 +96,7 @@ class QueryBatcher:
         return await item.result
 
     def close(self) -> None:
-        """Stop the threads; waiting requests are dropped."""
+        """Stop the threads and drop waiting requests."""
         self._executor.shutdown(wait=False, cancel_futures=True)
 
     async def _search_waiting(self) -> None:
@@ -107,7 +107,7 @@ class QueryBatcher:
             try:
                 hits = iter(await loop.run_in_executor(self._executor, self._retriever.search, queries, topk))
                 outcomes: list[Any] = [[next(hits).first(item.topk) for _ in item.queries] for item in batch]
-            except BaseException as error:  # reported to every request of the batch, whatever it is
+            except BaseException as error:  # every request of the batch reports it
                 outcomes = [error] * len(batch)
             for item, outcome in zip(batch, outcomes, strict=True):
                 if item.result.done():
@@ -137,7 +137,7 @@ def create_app(
 
     Args:
         corpus: the documents.
-        retriever: an index over them.
+        retriever: an index over the documents.
         settings: address, key and limits.
         pages: corpus for ``/access``. None uses ``corpus``.
         threads: number of concurrent searches.

@@ -1,7 +1,7 @@
 """Sequence generation and log-probabilities for notebooks and experiments, on the built-in engine and the training code.
 
-``SequenceProcessor`` is the interface. ``generation`` and ``scoring`` do the work, ``batches`` has the results, ``models`` unwraps models
-and estimates batch sizes, ``shards`` writes very large experiments to disk.
+``SequenceProcessor`` is the interface. ``generation`` and ``scoring`` do the work, ``batches`` defines the results, ``models`` unwraps
+models and estimates batch sizes, and ``shards`` writes very large experiments to disk.
 """
 
 from rollwright.data.datasets import DATASET_REGISTRY

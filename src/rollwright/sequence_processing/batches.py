@@ -1,4 +1,7 @@
-"""Results of generation and scoring, and how processes gather their shares. Axes: ``B`` prompts, ``G`` responses to each, ``L`` padded length."""
+"""Results of generation and scoring, and their gathering across processes.
+
+Axes: ``B`` prompts, ``G`` responses to each prompt, ``L`` padded length.
+"""
 
 from __future__ import annotations
 
@@ -20,18 +23,18 @@ _REASONS = ("stop", "length", "abort")
 
 @dataclass
 class BatchedSequences:
-    """Prompts with their responses, right-padded.
+    """Prompts and their responses, right-padded.
 
-    ``sequences[b, g, p : p + n]`` is the response, for ``p = prompt_lens[b]`` and ``n = gen_lens[b][g]``. It includes the end
-    token, or the tokens of the stop string, that ended it; ``gen_lens`` counts them.
+    Response ``g`` to prompt ``b`` is ``sequences[b, g, p : p + n]`` with ``p = prompt_lens[b]`` and ``n = gen_lens[b][g]``. It includes the
+    end token, or the tokens of the stop string, that ended it; ``gen_lens`` counts these tokens, too.
 
     Attributes:
-        sequences: ``[B, G, L]`` int64, prompt and response, then the pad token.
-        prompt_lens: ``[B]`` tokens of each prompt.
-        gen_lens: ``[B][G]`` tokens of each response.
-        attention_masks: ``[B, G, L]`` int64, 1 for tokens of prompt or response.
-        responses_text: ``[B][G]`` decoded responses, without special tokens.
-        stop_reasons: ``[B][G]`` ``"stop"``, or ``"length"`` if a limit cut the response; empty if not known.
+        sequences: ``[B, G, L]`` int64, prompt and response, then pad tokens.
+        prompt_lens: ``[B]``, number of tokens of each prompt.
+        gen_lens: ``[B][G]``, number of tokens of each response.
+        attention_masks: ``[B, G, L]`` int64, 1 for tokens of prompt or response, else 0.
+        responses_text: ``[B][G]``, decoded responses without special tokens.
+        stop_reasons: ``[B][G]``, ``"stop"``, or ``"length"`` if a limit cut the response. The list is empty if the reasons are unknown.
     """
 
     sequences: Tensor
@@ -51,13 +54,13 @@ class BatchedSequences:
         device: torch.device | str = "cpu",
         stop_reasons: list[list[str]] | None = None,
     ) -> BatchedSequences:
-        """Pad token lists.
+        """Build a batch from lists of tokens.
 
         Args:
-            prompts: ``[B]`` ids.
-            responses: ``[B][G]`` ids.
-            texts: ``[B][G]`` decoded responses.
-            pad_id: padding token.
+            prompts: ``[B]``, token ids of each prompt.
+            responses: ``[B][G]``, token ids of each response.
+            texts: ``[B][G]``, decoded responses.
+            pad_id: id of the pad token.
             device: device of the tensors.
             stop_reasons: see the attribute.
         """
@@ -83,18 +86,19 @@ class BatchedSequences:
         return len(self.prompt_lens)
 
     def prompt(self, b: int) -> Tensor:
-        """The ids of prompt ``b``."""
+        """Return the token ids of prompt ``b``."""
         return self.sequences[b, 0, : self.prompt_lens[b]]
 
     def response(self, b: int, g: int) -> Tensor:
-        """The ids of response ``g`` to prompt ``b``."""
+        """Return the token ids of response ``g`` to prompt ``b``."""
         start = self.prompt_lens[b]
         return self.sequences[b, g, start : start + self.gen_lens[b][g]]
 
     def share_changed(self, other: BatchedSequences) -> float:
-        """The share of responses that differ from ``other``'s in any token.
+        """Return the share of responses that differ from those of ``other`` in any token.
 
-        With one seed, two batch sizes compute the same logits up to rounding. If two tokens are nearly tied, the sample may flip.
+        With the same seed, logits at different batch sizes are equal up to rounding, which may change a sampled token if two tokens are
+        nearly tied.
 
         Raises:
             ConfigError: the numbers of prompts or responses differ.
@@ -111,13 +115,13 @@ class BatchedSequences:
 
 @dataclass
 class LogprobResults:
-    """Log-probabilities of responses; every response's arrays have its ``gen_lens`` entries, in nats.
+    """Log-probabilities and entropies of responses, in nats, with one entry for each response token.
 
     Attributes:
-        logprobs: ``[B][G]`` tensors of float32 (float64 for a float64 model): log-probability of each response token at the
-            sampling temperature, before top-p. With ``with_grad=True`` gradients flow through them to the model.
-        entropies: ``[B][G]`` arrays: entropy of the distribution that each token was drawn from.
-        sequence_logprobs: ``[B][G]`` sums of ``logprobs``.
+        logprobs: ``[B][G]``, one float32 tensor (float64 for a float64 model) per response: log-probability of each token at the sampling
+            temperature, before top-p. With ``with_grad=True`` gradients flow through these tensors to the model.
+        entropies: ``[B][G]``, one array per response: entropy of the softmax at each token, at the same temperature and before top-p.
+        sequence_logprobs: ``[B][G]``, sums of ``logprobs``.
     """
 
     logprobs: list[list[Tensor]]
@@ -126,7 +130,7 @@ class LogprobResults:
 
     @classmethod
     def from_tensors(cls, logprobs: Sequence[Tensor], entropies: Sequence[Tensor], group: int) -> LogprobResults:
-        """Split into one tensor of log-probabilities and one of entropies for each response, in the order of the prompts."""
+        """Group one tensor of log-probabilities and one of entropies per response, in the order of the prompts, as ``[B][G]``."""
         return cls(
             logprobs=grouped(logprobs, group),
             entropies=grouped([entropy_T.cpu().numpy() for entropy_T in entropies], group),
@@ -147,7 +151,7 @@ def decoded(
     tokenizer: Any,
     device: torch.device,
 ) -> BatchedSequences:
-    """Combine prompts with their ``group`` responses each, given prompt by prompt, and the responses' text."""
+    """Decode the responses, ``group`` for each prompt in order, and combine them with the prompts."""
     rows = grouped(responses, group)
     texts = [tokenizer.batch_decode(row, skip_special_tokens=True) for row in rows]
     return BatchedSequences.from_tokens(prompts, rows, texts, tokenizer.pad_token_id, device, grouped(stop_reasons, group))
@@ -157,7 +161,7 @@ def decoded(
 
 
 def own_share(count: int) -> range:
-    """Indices of this process's prompts: contiguous, in rank order, with sizes that differ by at most one."""
+    """Return the indices of this process's prompts. Shares are contiguous, in rank order, and differ in size by at most one."""
     return range(count * rank() // world_size(), count * (rank() + 1) // world_size())
 
 
@@ -173,10 +177,10 @@ def gathered(
 
     Args:
         prompts: ids of all prompts, the same on every process.
-        group: number of responses to each.
-        mine: this process's share; None if it has no prompt.
-        tokenizer: decodes responses and names the pad token.
-        device, dtype: of the log-probabilities.
+        group: number of responses to each prompt.
+        mine: results of this process's share, or None if the share is empty.
+        tokenizer: decodes responses and defines the pad token.
+        device, dtype: device and type of the log-probabilities.
     """
     lengths, tokens, reasons, logprobs, entropies = (gathered_rows(part)[0] for part in _flat(mine, device, dtype))
     sizes = lengths.tolist()
@@ -186,7 +190,7 @@ def gathered(
 
 
 def _flat(mine: tuple[BatchedSequences, LogprobResults] | None, device: torch.device, dtype: torch.dtype) -> tuple[Tensor, ...]:
-    """Flatten lengths, tokens, stop reasons, log-probabilities and entropies to one dimension each."""
+    """Return lengths, tokens, stop reasons, log-probabilities and entropies as one-dimensional tensors."""
     if mine is None:
         return tuple(torch.zeros(0, dtype=kind, device=device) for kind in (*[torch.int64] * 3, dtype, dtype))
     sequences, results = mine

@@ -1,6 +1,6 @@
 """Generates responses on the built-in engine: sampling settings, prompts, and the requests.
 
-The engine exists for one call; if memory runs out, a new one continues with half the batch size.
+Each call creates an engine; if memory runs out, a new engine continues with half the batch size.
 """
 
 from __future__ import annotations
@@ -37,21 +37,21 @@ Prompt = str | list[int] | list[dict[str, Any]]
 class GenerationConfig:
     """Sampling settings and batch sizes.
 
-    Log-probabilities and entropies are those of the softmax of ``logits / temperature``, before ``top_p``;
-    ``temperature=1.0`` gives the untempered ones. Greedy decoding counts as temperature 1.
+    Log-probabilities and entropies are those of the softmax of ``logits / temperature``, before ``top_p``. Greedy decoding counts as
+    temperature 1.
 
     Attributes:
         temperature: softmax temperature; 0 means greedy.
-        top_p: sample from the smallest set of tokens with this probability.
+        top_p: sample from the smallest set of tokens that has this total probability.
         max_new_tokens: maximum number of tokens of a response, including the end token.
-        do_sample: False takes the most likely token.
-        gen_batch_size: sequences decoded at once; when one ends, the next takes its place. ``"auto"`` chooses by free memory.
-        tf_batch_size: sequences in one teacher-forced forward pass. ``"auto"`` chooses by free memory.
-        stop_after_answer: end a response after ``</answer>``, which it includes.
-        stop: other strings that end a response, which includes them.
+        do_sample: if False, take the most likely token.
+        gen_batch_size: number of sequences decoded at once; when one ends, the next one starts. ``"auto"`` chooses by free memory.
+        tf_batch_size: number of sequences in one teacher-forced forward pass. ``"auto"`` chooses by free memory.
+        stop_after_answer: end a response after ``</answer>``; the response includes this tag.
+        stop: other strings that end a response; the response includes them.
         enable_thinking: passed to the chat template for prompts that are conversations.
-        deterministic: the same seed gives the same bits on one machine: batch sizes must be numbers, and running out of
-            memory is an error instead of a reason to halve them.
+        deterministic: return the same bits for the same seed on one machine. Batch sizes must then be numbers, and running out of memory
+            is an error instead of halving the batch size.
 
     Raises:
         ConfigError: a value is out of its range; the message names it.
@@ -92,7 +92,7 @@ class GenerationConfig:
         return self.temperature if self.do_sample and self.temperature > 0 else 1.0
 
     def hyperparameters(self) -> GenerationHyperparameters:
-        """The settings as generation arguments of an engine."""
+        """Return the settings as generation arguments of an engine."""
         stop = ([ANSWER_END] if self.stop_after_answer else []) + list(self.stop or [])
         return GenerationHyperparameters(
             max_new_tokens=self.max_new_tokens,
@@ -107,7 +107,7 @@ class GenerationConfig:
 
 
 def dataset_prompts(name: str, split: str, count: int | None, seed: int | None, **kwargs: Any) -> list[str]:
-    """Prompts of a dataset; see ``SequenceProcessor.sample_prompts``."""
+    """Return prompts of a dataset; see ``SequenceProcessor.sample_prompts``."""
     if name in DATASET_REGISTRY:
         prompts = [example.prompt for example in DATASET_REGISTRY.examples(name, split, **kwargs)]
     elif Path(name).expanduser().exists() or Path(name).suffix in ENDINGS or any(mark in name for mark in "/:~"):
@@ -126,10 +126,12 @@ def dataset_prompts(name: str, split: str, count: int | None, seed: int | None, 
 
 
 def encoded(prompts: Sequence[Prompt], tokenizer: Any, enable_thinking: bool = False) -> list[list[int]]:
-    """Token ids of each prompt. Text gets the tokenizer's special tokens; ``enable_thinking`` is passed to the chat template.
+    """Return the token ids of each prompt.
+
+    Strings get the tokenizer's special tokens; conversations use the chat template, which gets ``enable_thinking``.
 
     Raises:
-        ConfigError: one text instead of a list of them, nothing at all, or a prompt without tokens.
+        ConfigError: ``prompts`` is a single prompt or empty, or a prompt has no tokens.
     """
     if isinstance(prompts, (str, dict)) or (prompts and isinstance(prompts[0], int)):
         raise ConfigError(f"prompts is one {type(prompts).__name__}: give a list of prompts, [prompt] for a single one.")
@@ -154,7 +156,7 @@ def _ids_of(prompt: Prompt, tokenizer: Any, enable_thinking: bool) -> list[int]:
 
 
 def context_of(model: Any) -> int | None:
-    """Maximum number of tokens of the model's context. None if there is no limit."""
+    """Return the context length of the model in tokens, or None if there is no limit."""
     return getattr(model.config.get_text_config(), "max_position_embeddings", None)
 
 
@@ -178,15 +180,15 @@ def generate(
     deterministic: bool = False,
     advance: Callable[[int], None] = lambda steps: None,
 ) -> list[ModelResponse]:
-    """Sample every request, ``batch_size`` at once, on the model's own weights.
+    """Sample every request, ``batch_size`` at once, with the model's own weights.
 
     Args:
         model: the Hugging Face model, in evaluation mode.
-        tokenizer: decodes for stop strings and names the end token.
-        requests: what to sample.
-        batch_size: sequences decoded at once; ``"auto"`` chooses by free memory.
-        deterministic: compute with torch's number of threads, and raise if memory runs out. Otherwise the engine measures the fastest
-            number, and generation continues with half the batch size after running out of memory.
+        tokenizer: decodes for stop strings and defines the end token.
+        requests: the requests to sample.
+        batch_size: number of sequences decoded at once; ``"auto"`` chooses by free memory.
+        deterministic: compute with torch's number of threads, and raise if memory runs out. Otherwise the engine uses the number of
+            threads that it measures as fastest, and generation continues with half the batch size if memory runs out.
         advance: called with the number of newly finished responses.
 
     Returns:
@@ -218,7 +220,7 @@ def _attempt(
     threads: int | None,
     advance: Callable[[int], None],
 ) -> None:
-    """Fill in ``responses`` as far as possible, then raise the error that stopped it."""
+    """Store the responses that succeed in ``responses``, then raise the first error, if any."""
     with BuiltinEngine(
         model,
         tokenizer,
@@ -242,14 +244,14 @@ def _attempt(
 class StopAfterAnswer(LogitsProcessor):
     """A logits processor that forces the end token once a row's newest token has completed the closing answer tag.
 
-    ``SequenceProcessor`` needs no logits processor: its engine ends a response with the tag itself
-    (``GenerationConfig.stop_after_answer``), so that it has only tokens that the policy sampled. This class is the
-    same rule for ``model.generate(logits_processor=[StopAfterAnswer(tokenizer)])``, in which a row can end only with an end
-    token, so one more token follows the tag.
+    ``SequenceProcessor`` does not need it: its engine ends a response at the tag (``GenerationConfig.stop_after_answer``), so the response
+    has only tokens that the policy sampled. This class applies the same rule in
+    ``model.generate(logits_processor=[StopAfterAnswer(tokenizer)])``, where a row can end only with an end token, so one more token follows
+    the tag.
 
     Args:
-        tokenizer: decodes the newest tokens and names the end token.
-        tag: the text after which a row ends.
+        tokenizer: decodes the newest tokens and defines the end token.
+        tag: the string after which a row ends.
 
     Raises:
         ConfigError: the tokenizer has no end token.
@@ -267,7 +269,7 @@ class StopAfterAnswer(LogitsProcessor):
         return self._tokenizer.decode(tail).count(self.tag) > self._tokenizer.decode(tail[:-1]).count(self.tag)
 
     def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
-        """Mask all but the end token in the scores ``[B, V]`` of rows of ``input_ids [B, L]`` that end with the tag."""
+        """Mask all tokens but the end token in ``scores`` ``[B, V]`` of the rows in ``input_ids`` ``[B, L]`` that end with the tag."""
         ended = [index for index, tokens in enumerate(input_ids.tolist()) if self._ends_with_tag(tokens)]
         if ended:
             scores = scores.clone()

@@ -1,10 +1,10 @@
-"""Finds the module to sample and the one to score inside the wrappers of training, and estimates batch sizes from free memory.
+"""Unwraps models for sampling and scoring, and estimates batch sizes from free memory.
 
-* DDP and ``torch.compile`` wrappers are removed; gradients then stay on this process, unreduced.
-* A ``PeftModel`` is used as it is: its adapters stay in place, and the engine runs it with the model's own forward. Nothing is
-  merged, because a merged weight rounds differently and a merged copy would not follow the training.
-* An FSDP model has a shard of its parameters on each process. For generation and for scoring without gradients it is gathered
-  into a plain copy on every process during the call; gradients go through the wrapped model itself.
+* DDP and ``torch.compile`` wrappers are removed, so gradients stay on this process and are not reduced.
+* The adapters of a ``PeftModel`` stay in place, and the engine runs the model's own forward. They are not merged, because merged weights
+  round differently and a merged copy would not follow the training.
+* An FSDP model has a shard of its parameters on each process. For generation and for scoring without gradients, each process gathers a
+  plain copy of the model during the call; for scoring with gradients, the wrapped model itself is used.
 """
 
 from __future__ import annotations
@@ -24,16 +24,16 @@ from rollwright.training.fsdp import is_sharded
 
 logger = getLogger(__name__)
 
-_LAYOUT_STEP = 64  # the engine's cache lays rows out in such steps
-_USED_SHARE = 0.5  # of free memory: the rest is for what the estimates leave out
-_MOST_SEQUENCES = {"cpu": 256, "cuda": 1024}  # beyond these a batch is no faster
+_LAYOUT_STEP = 64  # the length of a row in the engine's cache is a multiple of this
+_USED_SHARE = 0.5  # share of free memory to use; the rest is for everything that the estimates leave out
+_MOST_SEQUENCES = {"cpu": 256, "cuda": 1024}  # larger batches are no faster
 
 
 def unwrapped(model: nn.Module) -> Any:
-    """The Hugging Face model inside DDP, FSDP, ``torch.compile`` and PEFT wrappers.
+    """Return the Hugging Face model inside DDP, FSDP, ``torch.compile`` and PEFT wrappers.
 
     Raises:
-        ConfigError: the adapter is a learned prompt, which is not part of the model, or this is not a Hugging Face model.
+        ConfigError: the adapter is a learned prompt, which is outside the model, or this is not a Hugging Face model.
     """
     from torch.distributed.fsdp import FullyShardedDataParallel
 
@@ -57,7 +57,7 @@ def unwrapped(model: nn.Module) -> Any:
 
 
 class _WholeForward(nn.Module):
-    """Exposes only a model's own forward, so that its FSDP hooks run."""
+    """Wraps a sharded model so that scoring calls the model's whole forward, which runs its FSDP hooks."""
 
     def __init__(self, model: nn.Module) -> None:
         super().__init__()
@@ -69,7 +69,7 @@ class _WholeForward(nn.Module):
 
 
 def module_with_gradients(model: nn.Module) -> nn.Module:
-    """The module to score so that gradients reach the caller's parameters."""
+    """Return the module to score with if gradients must reach the caller's parameters."""
     return _WholeForward(model) if is_sharded(model) else unwrapped(model)
 
 
@@ -90,18 +90,18 @@ def plain_model(model: nn.Module) -> Iterator[Any]:
                 "An FSDP model with adapters cannot be gathered: generate with the PeftModel before it is sharded."
             )
         weights = get_model_state_dict(model, options=StateDictOptions(full_state_dict=True))
-        plain = next(cls for cls in type(inner).__mro__ if not issubclass(cls, FSDPModule))  # FSDP2's own class is in front
+        plain = next(cls for cls in type(inner).__mro__ if not issubclass(cls, FSDPModule))  # FSDP2's own class is first
         inner = plain._from_config(inner.config, dtype=inner.dtype)
         inner.to(next(iter(weights.values())).device)  # type: ignore[union-attr]
         inner.load_state_dict(weights)
-        del weights  # not held beside the copy
+        del weights  # frees the gathered tensors during the call
     with evaluation_mode(inner):
         yield inner
 
 
 @contextmanager
 def evaluation_mode(model: nn.Module) -> Iterator[None]:
-    """Disable dropout inside the context, so that log-probabilities are those of the sampled distribution."""
+    """Disable dropout inside the context, so that scores belong to the distribution that was sampled from."""
     training = [module for module in model.modules() if module.training]
     for module in training:
         module.training = False
@@ -116,7 +116,7 @@ def evaluation_mode(model: nn.Module) -> Iterator[None]:
 
 
 def is_out_of_memory(error: BaseException | None) -> bool:
-    """True if ``error`` or its cause is an out-of-memory error."""
+    """Return whether ``error`` or one of its causes is an out-of-memory error."""
     while error is not None:
         is_of_cpu = isinstance(error, RuntimeError) and "can't allocate memory" in str(error)
         if is_of_cpu or isinstance(error, (torch.OutOfMemoryError, MemoryError)):
@@ -126,7 +126,7 @@ def is_out_of_memory(error: BaseException | None) -> bool:
 
 
 def free_bytes(device: torch.device) -> int:
-    """Free memory of a device, including its allocator's unused memory."""
+    """Return the free memory of a device in bytes, including unused memory of torch's allocator."""
     if device.type == "cuda":
         unused = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
         return torch.cuda.mem_get_info(device)[0] + unused
@@ -139,7 +139,7 @@ def free_bytes(device: torch.device) -> int:
 
 
 def cache_bytes(model: Any, rows: int, length: int) -> int | None:
-    """Bytes of a cache for ``rows`` sequences of ``length`` tokens; None if the configuration does not tell."""
+    """Return the size in bytes of a cache for ``rows`` sequences of ``length`` tokens, or None if the configuration does not tell it."""
     config = model.config.get_text_config()
     layers, heads = getattr(config, "num_hidden_layers", None), getattr(config, "num_attention_heads", None)
     if layers is None or heads is None or hasattr(config, "kv_lora_rank"):
@@ -150,11 +150,11 @@ def cache_bytes(model: Any, rows: int, length: int) -> int | None:
 
 
 def generation_batch_size(model: Any, sequences: int, length: int) -> int:
-    """Number of sequences of ``length`` tokens to decode at once, whose caches and logits take half of the free memory.
+    """Estimate how many sequences to decode at once, such that their caches and logits take at most half of the free memory.
 
     Args:
         model: the Hugging Face model.
-        sequences: number of sequences.
+        sequences: number of sequences to generate.
         length: maximum number of tokens of a sequence, including its prompt.
     """
     config, device = model.config.get_text_config(), model.device
@@ -164,12 +164,12 @@ def generation_batch_size(model: Any, sequences: int, length: int) -> int:
 
 
 def scoring_batch_size(model: Any, sequences: int, length: int, with_grad: bool) -> int:
-    """Number of sequences of ``length`` tokens for one teacher-forced pass, estimated from its simultaneous activations.
+    """Estimate how many sequences to score in one teacher-forced pass, such that activations take at most half of the free memory.
 
     Args:
         model: the Hugging Face model.
-        sequences: how many there are.
-        length: tokens of the longest.
+        sequences: number of sequences to score.
+        length: number of tokens of the longest sequence.
         with_grad: True if every layer's activations are kept for the backward pass.
     """
     config = model.config.get_text_config()
@@ -186,13 +186,13 @@ def _fitting(device: torch.device, sequences: int, each: int) -> int:
 
 
 def halved_after(error: BaseException, size: int, what: str, may_halve: bool) -> int:
-    """Return the batch size to continue with after ``error``: half of ``size`` if memory ran out. Frees the failed attempt's memory.
+    """Return half of ``size`` if ``error`` says that memory ran out, and free the failed attempt's memory; otherwise raise ``error``.
 
     Args:
         error: the error of a batch.
         size: size of that batch.
         what: name of the setting, for the log.
-        may_halve: False raises every error.
+        may_halve: if False, raise every error.
 
     Raises:
         BaseException: ``error``, if a smaller batch would not help or is not allowed.
@@ -202,7 +202,7 @@ def halved_after(error: BaseException, size: int, what: str, may_halve: bool) ->
     logger.warning("Out of memory at %s=%d (%s): going on with %d.", what, size, str(error)[:120], size // 2)
     held: BaseException | None = error
     while held is not None:
-        held.__traceback__, held = None, held.__cause__  # its frames hold the tensors of the failed step
+        held.__traceback__, held = None, held.__cause__  # the traceback's frames hold the tensors of the failed step
     gc.collect()
     if torch.cuda.is_available():
         torch.cuda.empty_cache()

@@ -33,15 +33,15 @@ from rollwright.training.parallel import from_first_rank, world_size
 class SequenceProcessor:
     """Generates responses with a model in memory, and scores them.
 
-    Generation runs on the built-in engine, which shares the model's weights: each call samples from the current weights. Dropout is off
-    in both, whatever mode the model is in.
+    Generation runs on the built-in engine, which shares the model's weights, so each call samples from the current weights. Dropout is
+    off in generation and scoring, even if the model is in training mode.
 
     Args:
-        model: a Hugging Face causal language model, as it is or inside DDP, FSDP, ``torch.compile`` or PEFT; see
+        model: a Hugging Face causal language model, possibly inside DDP, FSDP, ``torch.compile`` or PEFT wrappers; see
             ``sequence_processing.models``.
-        tokenizer: its tokenizer. If it has no pad token, the end token becomes its pad token.
+        tokenizer: the model's tokenizer. If it has no pad token, its end token becomes the pad token.
         config: sampling settings and batch sizes.
-        progress: show progress bars. None shows them on a terminal and in a notebook only.
+        progress: whether to show progress bars. None shows them only on a terminal and in a notebook.
 
     Raises:
         ConfigError: the model is not a Hugging Face model, or the tokenizer has neither a pad nor an end token.
@@ -85,26 +85,26 @@ class SequenceProcessor:
         """Generate ``G`` responses to each prompt and score them.
 
         Args:
-            prompts: texts, token ids or conversations; or else ``dataset_name``.
+            prompts: strings, token ids or conversations. If None, prompts come from ``dataset_name``.
             G: number of responses to each prompt.
             dataset_name: registered dataset, or the path of a file; see ``sample_prompts``.
             split: split of the dataset.
-            num_prompts: number of prompts to draw from it; None for all.
-            seed: seed of the draw and of the sampling. With a seed, a call repeats bit for bit at the same batch sizes; at another
-                gen_batch_size rounding may change a few responses (``BatchedSequences.share_changed``). None draws one
+            num_prompts: number of prompts to draw from the dataset. None uses all.
+            seed: seed for drawing prompts and for sampling. With a seed, a call at the same batch sizes returns the same bits; with another
+                ``gen_batch_size``, rounding may change a few responses (``BatchedSequences.share_changed``). None draws a sampling seed
                 from torch's global generator.
-            with_grad: gradients flow through the log-probabilities.
-            gen_batch_size, tf_batch_size: override the config's.
+            with_grad: let gradients flow through the log-probabilities.
+            gen_batch_size, tf_batch_size: override the batch sizes of the config.
             dataset_kwargs: arguments of the dataset's builder.
-            across_processes: under torchrun, give each process a share of the prompts, and every process all results.
-                Otherwise each process works on its own arguments.
+            across_processes: under torchrun, divide the prompts among the processes and return all results on every process. If False,
+                each process works on its own arguments.
 
         Returns:
             The sequences, and their log-probabilities at the sampling temperature.
 
         Raises:
-            ConfigError: neither or both of prompts and dataset_name, or an argument out of its range.
-            DataError: an unknown dataset or split.
+            ConfigError: neither or both of ``prompts`` and ``dataset_name`` are given, or an argument is out of its range.
+            DataError: the dataset or split is unknown.
             PromptTooLongError: a prompt fills the model's context.
         """
         chosen = self._chosen(prompts, G, dataset_name, split, num_prompts, seed, dataset_kwargs)
@@ -116,7 +116,7 @@ class SequenceProcessor:
                 raise ConfigError(
                     "with_grad keeps a graph on its process: leave across_processes off and give each its prompts."
                 )
-            check_lengths(ids, self._inner)  # on every process, so that none waits for one that was refused
+            check_lengths(ids, self._inner)  # on every process, so that no process waits for another that has raised
             shared_seed, own = from_first_rank(lambda: first_seed), own_share(len(ids))
             with plain_model(self.model) as model:
                 part = ids[own.start : own.stop]
@@ -133,9 +133,9 @@ class SequenceProcessor:
         seed: int | None = None,
         gen_batch_size: BatchSize | None = None,
     ) -> BatchedSequences:
-        """Generate ``G`` responses to each prompt; arguments and errors as for ``generate_with_logprobs``.
+        """Generate ``G`` responses to each prompt. Arguments and errors are those of ``generate_with_logprobs``.
 
-        Without prompts, the batch is empty.
+        An empty list of prompts returns an empty batch.
         """
         if isinstance(prompts, list | tuple) and not prompts:
             return BatchedSequences.from_tokens([], [], [], self.tokenizer.pad_token_id or 0, self.device)
@@ -153,12 +153,12 @@ class SequenceProcessor:
         tf_batch_size: BatchSize | None = None,
         temperature: float | None = None,
     ) -> LogprobResults:
-        """Score responses that were generated before, by this model or another.
+        """Score existing responses, which may come from this model or another.
 
         Args:
-            sequences: prompts and responses; empty responses give empty arrays.
-            with_grad: gradients flow through the log-probabilities to the model's parameters.
-            tf_batch_size: overrides the config's.
+            sequences: prompts and responses; the results for empty responses are empty arrays.
+            with_grad: let gradients flow through the log-probabilities to the model's parameters.
+            tf_batch_size: overrides the batch size of the config.
             temperature: temperature of the softmax. None uses the config's sampling temperature.
 
         Raises:
@@ -183,14 +183,14 @@ class SequenceProcessor:
         Args:
             dataset_name: a name in ``DATASET_REGISTRY``, the path of a ``.jsonl``, ``.json`` or ``.parquet`` file or of a
                 directory of them, ``reasoning_gym:NAME``, ``module:builder``, or ``owner/name`` at Hugging Face.
-            split: its split.
-            num_prompts: number of prompts. None returns all, in the dataset's order.
+            split: split of the dataset.
+            num_prompts: number of prompts. None returns all prompts in the dataset's order.
             seed: the same seed draws the same prompts.
             **dataset_kwargs: arguments of the dataset's builder, such as ``path="data/gsm8k"``.
 
         Raises:
-            DataError: an unknown dataset (with the known names) or split.
-            ConfigError: more prompts than there are.
+            DataError: the dataset (the message lists the known names) or the split is unknown.
+            ConfigError: ``num_prompts`` is not between 1 and the number of prompts.
         """
         return dataset_prompts(dataset_name, split, num_prompts, seed, **dataset_kwargs)
 
@@ -209,11 +209,11 @@ class SequenceProcessor:
         dataset_kwargs: dict[str, Any] | None = None,
         **options: Any,
     ) -> ShardedExperiment:
-        """Generate and score shard by shard. Each shard is written to a file when it is complete; only one is in memory at a time.
+        """Generate and score shard by shard. Each complete shard is written to a file; only one shard is in memory at a time.
 
-        Arguments and errors are those of ``generate_with_logprobs``, and ``options`` those of
-        ``sequence_processing.shards.ShardOptions``: ``prompts_per_shard``, ``file_format``, ``resume``, ``sinks``, … Under
-        torchrun the shards are distributed over the processes.
+        Arguments and errors are those of ``generate_with_logprobs``. ``options`` are the fields of
+        ``sequence_processing.shards.ShardOptions``: ``prompts_per_shard``, ``file_format``, ``resume``, ``sinks``, … Under torchrun the
+        shards are distributed over the processes.
 
         Returns:
             A ``ShardedExperiment``, whose ``rows()`` reads the files back.
@@ -253,7 +253,7 @@ class SequenceProcessor:
         seed: int | None = None,
         dataset_kwargs: dict[str, Any] | None = None,
     ) -> Sequence[Prompt]:
-        """The explicit prompts, or those of the dataset; see ``generate_with_logprobs``."""
+        """Return ``prompts`` or, if None, those of the dataset; see ``generate_with_logprobs``."""
         if isinstance(G, bool) or not isinstance(G, int) or G < 1:
             raise ConfigError(f"G is {G!r}: give the number of responses to each prompt, from 1 on.")
         if prompts is not None and dataset_name is not None:
@@ -267,7 +267,7 @@ class SequenceProcessor:
         return self.sample_prompts(dataset_name, split, num_prompts, seed, **(dataset_kwargs or {}))
 
     def _config(self, gen_batch_size: BatchSize | None = None, tf_batch_size: BatchSize | None = None) -> GenerationConfig:
-        """The validated config of a call, with its own batch sizes if given."""
+        """Return the validated config of a call, which may override batch sizes."""
         sizes = {"gen_batch_size": gen_batch_size, "tf_batch_size": tf_batch_size}
         return dataclasses.replace(self.config, **{name: size for name, size in sizes.items() if size is not None})
 
@@ -281,7 +281,7 @@ class SequenceProcessor:
         first_prompt: int = 0,
         with_grad: bool = False,
     ) -> tuple[BatchedSequences, LogprobResults]:
-        """A part of an experiment, drawn as it would be within the whole; ``first_prompt`` is the number of its first prompt."""
+        """Generate and score a part of an experiment, with the same seeds as in the whole; ``first_prompt`` is the part's offset."""
         sequences = self._generate(model, prompts, group, seed, config, first_prompt)
         module = module_with_gradients(self.model) if with_grad else model
         return sequences, self._score(module, sequences, with_grad, config)
@@ -301,7 +301,7 @@ class SequenceProcessor:
         reasons: list[str] = ["length"] * total
         if config.max_new_tokens > 0:
             gconfig = config.hyperparameters()
-            requests = [  # a seed for each: what it draws depends on nothing else that is generated, nor in how many batches
+            requests = [  # each has its own seed, so its tokens depend neither on other requests nor on the batch size
                 ModelRequest(ids, gconfig, seed=request_seed(seed, SampleName(first_prompt + b, g), 0, 0))
                 for b, ids in enumerate(prompts)
                 for g in range(group)

@@ -1,7 +1,7 @@
-"""Teacher forcing: log-probabilities and entropies of responses, at most ``tf_batch_size`` sequences in a forward pass.
+"""Teacher forcing: computes log-probabilities and entropies of responses, at most ``tf_batch_size`` sequences per forward pass.
 
-The training code's ``TokenScorer`` computes them: only hidden states before response tokens go through the output layer, in chunks, so
-there is never a ``[B, L, V]`` tensor of log-probabilities.
+The training code's ``TokenScorer`` does the computation. Only hidden states before response tokens go through the output layer, in chunks,
+so there is never a ``[B, L, V]`` tensor of log-probabilities.
 """
 
 from __future__ import annotations
@@ -19,10 +19,10 @@ from rollwright.sequence_processing.generation import BatchSize
 from rollwright.sequence_processing.models import evaluation_mode, halved_after, scoring_batch_size
 from rollwright.training.logprobs import TokenScorer
 
-#: Logits computed at a time, in entries: each takes several float32 tensors of this size while it is worked on.
+#: Number of logits computed at a time. Several float32 tensors of this size exist meanwhile.
 _CHUNK_ENTRIES = {"cpu": 1 << 21, "cuda": 1 << 25}
 
-#: A batch ends before a row that fills less than this share of its longest, once it has a few rows.
+#: Once a batch has ``_FEW_ROWS`` rows, it ends before a row that is shorter than this share of the longest row.
 _LEAST_FILLED, _FEW_ROWS = 0.8, 8
 
 
@@ -40,14 +40,14 @@ def score(
     """Score every response.
 
     Args:
-        module: a Hugging Face causal model, or a wrapper of one.
+        module: a Hugging Face causal model, possibly wrapped.
         sequences: the sequences to score.
-        inner: the Hugging Face model inside, for its sizes.
+        inner: the unwrapped Hugging Face model, for its sizes.
         temperature: divisor of the logits.
-        batch_size: sequences in a forward pass; ``"auto"`` chooses by free memory.
-        with_grad: keep the graph. With several batches, each is recomputed in the backward pass, so that only one batch's activations
-            are in memory.
-        may_halve: after running out of memory, continue with half the batch size. False raises the error.
+        batch_size: number of sequences per forward pass; ``"auto"`` chooses by free memory.
+        with_grad: keep the graph. If there are several batches, each is recomputed in the backward pass, so that only one batch's
+            activations are in memory.
+        may_halve: continue with half the batch size if memory runs out. If False, raise the error.
         advance: called with the number of newly scored sequences.
     """
     prompts, group, length = sequences.sequences.shape
@@ -57,7 +57,7 @@ def score(
     device = next(module.parameters()).device
     rows = [(b, g) for b in range(prompts) for g in range(group) if sequences.gen_lens[b][g]]
     lengths = {(b, g): sequences.prompt_lens[b] + sequences.gen_lens[b][g] for b, g in rows}
-    rows.sort(key=lengths.__getitem__, reverse=True)  # if memory does not do, that shows at once
+    rows.sort(key=lengths.__getitem__, reverse=True)  # if memory does not suffice, the first batch fails
     groups = dict(zip(rows, frequency_groups(inner.config, [lengths[row] for row in rows]), strict=True))
     scorer = TokenScorer(module, chunk_bytes=4 * max(16 * vocabulary, _CHUNK_ENTRIES.get(device.type, 1 << 21)))
     dtype = torch.promote_types(next(module.parameters()).dtype, torch.float32)
@@ -82,8 +82,10 @@ def score(
 def _of_like_length(
     rows: list[tuple[int, int]], lengths: dict[tuple[int, int], int], groups: dict[tuple[int, int], int]
 ) -> list[tuple[int, int]]:
-    """Number of leading rows that can be computed together with little padding. Padding costs as much as any token, and lengths vary
-    widely."""
+    """Return the leading rows that can be computed together with little padding, which costs as much as tokens.
+
+    All of these rows use the same rotary frequencies (``frequency_groups``).
+    """
     least, group = lengths[rows[0]] * _LEAST_FILLED, groups[rows[0]]
     is_short = ((index >= _FEW_ROWS and lengths[row] < least) or groups[row] != group for index, row in enumerate(rows))
     count = next((index for index, ends in enumerate(is_short) if ends), len(rows))
@@ -99,7 +101,7 @@ def _score_batch(
     with_grad: bool,
     recompute: bool,
 ) -> tuple[Tensor, Tensor]:
-    """Log-probabilities and entropies of the batch's response tokens, row by row."""
+    """Compute log-probabilities and entropies of the batch's response tokens, ``[T]`` each, row after row."""
     b_B, g_B = (torch.tensor(column) for column in zip(*batch, strict=True))
     start_B = torch.tensor([sequences.prompt_lens[b] for b, _ in batch])
     end_B = start_B + torch.tensor([sequences.gen_lens[b][g] for b, g in batch])
@@ -114,7 +116,7 @@ def _score_batch(
     }
 
     def compute(inputs: dict[str, Tensor], wanted_BL: Tensor) -> tuple[Tensor, Tensor]:
-        with evaluation_mode(scorer.model):  # also when it runs again in the backward pass
+        with evaluation_mode(scorer.model):  # also when the checkpoint recomputes it in the backward pass
             logprobs_BL, entropy_BL = scorer(inputs, wanted_BL, with_entropy=True)
         return logprobs_BL[wanted_BL], entropy_BL[wanted_BL].detach()
 

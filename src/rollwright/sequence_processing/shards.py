@@ -1,11 +1,11 @@
-"""Very large experiments: shard by shard to Parquet or JSONL files, resumable, on one process or several.
+"""Very large experiments: written shard by shard to Parquet or JSONL files, resumable, on one or several processes.
 
 Invariants:
 
-* a shard's file appears under its name when it is complete, and is never written again;
-* a shard's content depends only on the experiment (prompts, seed, config, weights), not on interruptions or the number of processes, up
-  to the rounding of batches;
-* a directory has one experiment, identified by ``experiment.json``; another one is refused.
+* a shard's file appears under its name only when it is complete, and is never written again;
+* a shard's content depends only on the experiment (prompts, seed, config, weights), not on interruptions or the number of processes,
+  except that the batch size may change rounding;
+* a directory has one experiment, identified by ``experiment.json``; running another experiment there is an error.
 """
 
 from __future__ import annotations
@@ -41,16 +41,16 @@ MANIFEST, METRICS = "experiment.json", "metrics.jsonl"
 
 @dataclasses.dataclass
 class ShardOptions:
-    """How an experiment is divided and stored.
+    """Options for dividing and storing an experiment.
 
     Attributes:
-        prompts_per_shard: prompts of a file. Its sequences should be several times ``gen_batch_size``, or the end of each
-            shard decodes a small batch.
+        prompts_per_shard: number of prompts per file. A shard should have several times ``gen_batch_size`` sequences, because the end of
+            each shard decodes a small batch.
         file_format: ``parquet`` or ``jsonl``.
         resume: continue the experiment in the directory.
         sinks: destinations of each shard's metrics besides ``metrics.jsonl``: tensorboard, wandb, trackio, mlflow.
-        project, run_name: names at those sinks. By default the run has the directory's name.
-        gen_batch_size, tf_batch_size: override the config's.
+        project, run_name: project and run names in these sinks. The default run name is the directory's name.
+        gen_batch_size, tf_batch_size: override the batch sizes of the config.
     """
 
     prompts_per_shard: int = 64
@@ -74,15 +74,15 @@ class ShardedExperiment:
     """A finished experiment on disk.
 
     Attributes:
-        directory: its directory.
-        files: its shards, in the order of the prompts.
+        directory: directory of the experiment.
+        files: files of the shards, in the order of the prompts.
     """
 
     directory: Path
     files: list[Path]
 
     def rows(self) -> Iterator[dict[str, Any]]:
-        """Yield every response with its prompt, log-probabilities and entropies; one shard is in memory at a time."""
+        """Yield a row for every response, including its prompt, log-probabilities and entropies, reading one shard at a time."""
         for file in self.files:
             yield from read_rows(file)
 
@@ -104,21 +104,22 @@ def run_experiment(
     """Run the part of an experiment that is not on disk yet.
 
     Args:
-        directory: directory of its files.
-        options: how it is divided and stored.
-        prompts: the prompts as given by the caller.
-        ids: tokens of each prompt.
-        group: number of responses to each.
-        seed: None draws one for all processes.
-        generation: settings that determine the results.
-        model, tokenizer: generate and score.
-        produce: generates and scores the prompts of a slice, with a seed.
-        show_progress: None shows progress bars on a terminal and in a notebook only.
+        directory: directory of the files.
+        options: how the experiment is divided and stored.
+        prompts: the prompts as passed by the caller.
+        ids: token ids of each prompt.
+        group: number of responses to each prompt.
+        seed: seed of the experiment. None draws one for all processes.
+        generation: settings of ``GenerationConfig``, recorded in the manifest.
+        model: the model, whose weights the manifest identifies.
+        tokenizer: decodes prompts that are not strings.
+        produce: generates and scores the prompts in a slice with a seed.
+        show_progress: whether to show progress bars. None shows them only on a terminal and in a notebook.
 
     Raises:
-        CheckpointError: the directory has another experiment, or the same one without ``resume``.
+        CheckpointError: the directory has other files or another experiment, or has this experiment and ``resume`` is off.
     """
-    sizes = ("gen_batch_size", "tf_batch_size", "deterministic")  # they decide results only by rounding
+    sizes = ("gen_batch_size", "tf_batch_size", "deterministic")  # settings that change results only by rounding
     manifest = {
         "prompts": len(ids),
         "prompts_digest": hashlib.blake2b(json.dumps(ids).encode(), digest_size=16).hexdigest(),
@@ -164,7 +165,7 @@ def run_experiment(
 
 
 def _weights_digest(model: nn.Module) -> str:
-    """A few numbers of every parameter, which reveal a model that was trained further or replaced."""
+    """Return a digest of a few numbers of every parameter, which detects a model that was trained further or replaced."""
     digest = hashlib.blake2b(digest_size=16)
     for parameter in unwrapped(model).parameters():
         digest.update(full_tensor(parameter.detach()).flatten()[:16].float().cpu().numpy().tobytes())
@@ -172,7 +173,7 @@ def _weights_digest(model: nn.Module) -> str:
 
 
 def _claim(directory: Path, wanted: dict[str, Any], drawn: int, is_given: bool, resume: bool) -> int:
-    """Create or check the directory, and return the experiment's seed: given, drawn, or that of the resumed experiment."""
+    """Create or check the directory, and return the seed: that of the resumed experiment, or else ``drawn``."""
     file = directory / MANIFEST
     if not file.exists():
         if directory.exists() and any(directory.iterdir()):
@@ -237,7 +238,7 @@ def _write_jsonl(path: Path, rows: list[dict[str, Any]]) -> None:
 
 
 def _means(rows: list[dict[str, Any]]) -> dict[str, float]:
-    """Means over responses and over their tokens."""
+    """Compute means over responses and over their tokens."""
     lengths = np.array([len(row["response_ids"]) for row in rows], dtype=float)
     totals = np.array([row["sequence_logprob"] for row in rows])
     entropies = np.array([float(np.sum(row["entropies"])) for row in rows])
@@ -254,12 +255,12 @@ def _means(rows: list[dict[str, Any]]) -> dict[str, float]:
 
 
 def prompt_table(experiment: ShardedExperiment) -> list[dict[str, Any]]:
-    """Means over each prompt's responses.
+    """Compute means over each prompt's responses.
 
     Returns:
-        Rows with the prompt's number and text, the number of its responses, their mean length in tokens, the share that a limit
-        cut, the mean of the token entropies and the variance between the responses' mean entropies, and the mean
-        log-probability of a token and of a response, in nats.
+        One row per prompt: the prompt's index and text, the number of responses, their mean length in tokens, the share of responses
+        that a limit cut, the mean of the token entropies, the variance of the responses' mean entropies, and the mean log-probability of
+        a token and of a response, in nats.
     """
     rows = []
     for index, group in itertools.groupby(experiment.rows(), key=lambda row: row["prompt_index"]):

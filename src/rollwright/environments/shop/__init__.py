@@ -1,7 +1,7 @@
-"""A shop for agents: search, look, choose options, buy; rewarded by how well the purchase fits the instruction.
+"""A shop for agents, who search, look, choose options and buy. The reward says how well the purchase fits the instruction.
 
-It follows the interface that WebShop (Yao et al., arXiv 2207.01206) made known, with code and a seeded catalogue of its own.
-Scores are not comparable with WebShop's; ``WebShopPackageSession`` wraps the real one for those who have it.
+The interface follows WebShop (Yao et al., arXiv 2207.01206), but code and seeded catalogue are our own, so scores are not comparable with
+WebShop's. ``WebShopPackageSession`` wraps the real WebShop, if it is installed.
 """
 
 from rollwright.environments.shop.catalogue import Catalogue, Goal, Product, make_catalogue

@@ -1,4 +1,4 @@
-"""Products and customers' instructions of the shop, both generated from a seed."""
+"""Products and customer goals of the shop, both generated from a seed."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from functools import cached_property
 
 from rollwright.errors import DataError
 
-#: department -> aisle -> product types.
+#: Product types by department and aisle.
 DEPARTMENTS = {
     "home": {"kitchen": ["mug", "kettle", "teapot"], "bedroom": ["lamp", "pillow", "blanket"]},
     "clothing": {"tops": ["shirt", "jacket", "sweater"], "accessories": ["scarf", "belt", "hat"]},
@@ -28,11 +28,11 @@ class Product:
     Attributes:
         id: text to click in the results.
         title: name in the results.
-        kind: product type, the last part of its category.
+        kind: product type, the last part of the category.
         category: department, aisle and kind.
-        attributes: properties, some of which a customer asks for.
-        options: option -> its values, such as ``{"color": ("red", "blue")}``.
-        price: in dollars.
+        attributes: properties that a customer may ask for.
+        options: values by option name, such as ``{"color": ("red", "blue")}``.
+        price: price in dollars.
     """
 
     id: str
@@ -49,7 +49,7 @@ class Product:
 
 @dataclass(frozen=True)
 class Goal:
-    """A customer's wish. ``product`` fulfils it; others may do so as well."""
+    """What a customer wants. ``product`` meets the goal, and other products may meet it, too."""
 
     instruction: str
     product: Product
@@ -70,12 +70,12 @@ class Catalogue:
         return {product.id: product for product in self.products}
 
     def product(self, product_id: str) -> Product | None:
-        """The product with an id, ignoring case; None if there is none."""
+        """Return the product with an id, ignoring case, or None if there is none."""
         return self._by_id.get(product_id.lower())
 
 
 def make_catalogue(seed: int = 1, products: int = 1000, goals: int = 500) -> Catalogue:
-    """Generate a catalogue; the same arguments yield the same one.
+    """Generate a catalogue. The same arguments return an equal catalogue.
 
     Args:
         seed: seed of everything in the catalogue.

@@ -1,9 +1,9 @@
 """A shop: search over a catalogue, sessions in which an agent searches, looks, chooses and buys, and the reward of a purchase.
 
-A shop is one catalogue and one index, read-only, shared by all its sessions. A session holds a page name, a query, a page number, a
-product and chosen options; everything else is the shop's. ``WebShopPackageSession`` is the same interface over the real WebShop, for
-users who have installed it. Nothing of WebShop comes with Rollwright: it needs Python 3.8 to 3.10, Java and its data, and is licensed
-for academic use only; install it from https://github.com/princeton-nlp/WebShop into the environment that runs the workflow.
+A shop consists of a catalogue and an index, which are read-only and shared by all its sessions. A session stores only a page name, a query
+with its results, a page number, a product and the chosen options. ``WebShopPackageSession`` offers the same interface to the real WebShop,
+if it is installed. Rollwright contains no part of WebShop, which needs Python 3.8 to 3.10, Java and its own data, and is licensed for
+academic use only; install it from https://github.com/princeton-nlp/WebShop into the environment that runs the workflow.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ class Shop:
 
     Args:
         catalogue: products and goals.
-        page_size: results on a page.
+        page_size: number of results per page.
     """
 
     def __init__(self, catalogue: Catalogue, page_size: int = 10) -> None:
@@ -38,16 +38,16 @@ class Shop:
         self._index = BM25Retriever.build(f"{product.title}\n{product.description}" for product in catalogue.products)
 
     def search(self, query: str) -> list[Product]:
-        """The best products for a query, at most ``MAX_RESULTS``."""
+        """Return the best products for a query, at most ``MAX_RESULTS``."""
         [hits] = self._index.search([query], MAX_RESULTS)
         return [self.catalogue.products[row] for row in hits.rows.tolist()]
 
     def session(self, session_id: int, *, rich: bool = False) -> ShopSession:
-        """A fresh session for goal ``session_id``.
+        """Create a session for goal ``session_id``.
 
         Args:
-            session_id: which of the catalogue's goals.
-            rich: mark buttons in observations.
+            session_id: index of the goal in the catalogue.
+            rich: whether to mark buttons in observations.
 
         Raises:
             DataError: there is no such goal.
@@ -61,7 +61,7 @@ class Shop:
 
 @lru_cache(maxsize=8)
 def shop(seed: int = 1, products: int = 1000, goals: int = 500, page_size: int = 10) -> Shop:
-    """Open the shop of a seed. The same arguments return the same object, so that sessions share its index."""
+    """Return the shop generated from a seed. The same arguments return the same object, so that sessions share its index."""
     return Shop(make_catalogue(seed, products, goals), page_size)
 
 
@@ -75,9 +75,9 @@ class StepResult(NamedTuple):
 
 
 def parse_shop_action(text: str) -> tuple[str, str] | None:
-    """``("search", words)`` or ``("click", target)`` from ``search[words]`` or ``click[target]``; None for anything else.
+    """Parse ``search[words]`` to ``("search", words)`` and ``click[target]`` to ``("click", target)``; return None for other text.
 
-    The argument is lower-cased.
+    Words and targets are converted to lower case.
     """
     match = _ACTION.fullmatch(text.strip())
     if match is None or not match[2].strip():
@@ -90,9 +90,10 @@ class ShopSession:
     """One visit to a shop, created by ``shop.session(...)``.
 
     Attributes:
+        shop: the shop.
         goal: the customer's goal.
-        rich: mark buttons in observations.
-        done: True after the purchase; no further actions are possible.
+        rich: whether to mark buttons in observations.
+        done: True after the purchase, when no further actions are possible.
         options: chosen values by option name.
     """
 
@@ -108,25 +109,25 @@ class ShopSession:
     _results: list[Product] = field(default_factory=list, repr=False)
 
     def get_available_actions(self) -> dict[str, Any]:
-        """``{"has_search_bar": bool, "clickables": [str]}``, targets in lower case."""
+        """Return ``{"has_search_bar": bool, "clickables": [str]}``, with targets in lower case."""
         buttons = [text.lower() for kind, text in self._fields() if kind in ("button", "clicked")]
         searching = self.page == "search" and not self.done
         return {"has_search_bar": searching, "clickables": ["search"] * searching + buttons}
 
     def observation(self) -> str:
-        """The page as text: its fields joined by `` [SEP] ``, or one per line with marked buttons if ``rich``."""
+        """Return the page as text: its fields joined by `` [SEP] `` or, if ``rich``, one per line with marked buttons."""
         if not self.rich:
             return SEPARATOR.join(text for _, text in self._fields())
         marks = {"button": "[button] {} [button_]", "clicked": "[clicked button] {} [clicked button_]", "text": "{}"}
         return "\n".join(marks[kind].format(text) for kind, text in self._fields())
 
     def step(self, action: str) -> StepResult:
-        """Do ``search[words]`` or ``click[target]``.
+        """Perform ``search[words]`` or ``click[target]``.
 
         A malformed or unavailable action changes nothing and has reward 0; ``info["valid"]`` is then False.
 
         Returns:
-            The observation after it, the reward (only a purchase has one), whether the session is over, and ``info``.
+            The observation after the action, the reward (0 except for a purchase), whether the session is over, and ``info``.
         """
         kind, argument = parse_shop_action(action) or ("", "")
         available = self.get_available_actions()
@@ -165,7 +166,7 @@ class ShopSession:
         return 0.0
 
     def _fields(self) -> list[tuple[str, str]]:
-        """Kind (text, button or clicked) and text of each field of the page, from top to bottom."""
+        """Return kind (``text``, ``button`` or ``clicked``) and text of each field of the page, from top to bottom."""
         if self.done:
             return [("text", "Thank you for shopping with us!")]
         fields = [("text", f"Instruction: {self.goal.instruction}")]
@@ -203,7 +204,7 @@ class ShopSession:
 
 
 def type_score(bought: Product, wanted: Product) -> float:
-    """1 for the same kind of product; 0.5 for the same aisle and a title word in common; 0.1 for one of the two; else 0."""
+    """Return 1 for the same kind of product, 0.5 for the same aisle and a common title word, 0.1 for one of these two, else 0."""
     if bought.kind == wanted.kind:
         return 1.0
     same_aisle = bought.category[:2] == wanted.category[:2]
@@ -212,14 +213,15 @@ def type_score(bought: Product, wanted: Product) -> float:
 
 
 def purchase_reward(bought: Product, chosen: dict[str, str], goal: Goal) -> float:
-    """``type · (attribute hits + option hits + [price ≤ limit]) / (attributes + options + 1)``, from 0 to 1.
+    """Return ``type · (attribute hits + option hits + [price ≤ limit]) / (attributes + options + 1)``, from 0 to 1.
 
-    An option is hit if the goal's value was chosen under its name, so there are never more hits than the goal has options.
+    ``type`` is the ``type_score``. An option is a hit if the goal's value was chosen for it, so there are at most as many hits as the goal
+    has options.
 
     Args:
-        bought: the product.
-        chosen: option name -> value, as chosen before buying.
-        goal: what was wanted.
+        bought: the purchased product.
+        chosen: chosen values by option name.
+        goal: the customer's goal.
     """
     text = set(terms(f"{bought.title} {bought.description}")) | set(bought.attributes)
     hits = sum(attribute in text for attribute in goal.attributes)
@@ -232,9 +234,9 @@ class WebShopPackageSession:
     """One session of ``web_agent_site.envs.WebAgentTextEnv``.
 
     Args:
-        session_id: the goal, as the environment's ``reset(session=...)`` takes it.
-        rich: mark buttons in observations (``text_rich``).
-        environment: environment to use. None creates one with ``options``.
+        session_id: the goal, as ``session`` of the environment's ``reset``.
+        rich: whether to mark buttons in observations (``text_rich``).
+        environment: environment to use. None creates an environment from ``options``.
         options: arguments of ``WebAgentTextEnv``, such as ``num_products``.
 
     Raises:
@@ -256,14 +258,14 @@ class WebShopPackageSession:
         self.done = False
 
     def observation(self) -> str:
-        """The page as text."""
+        """Return the page as text."""
         return self.environment.observation
 
     def get_available_actions(self) -> dict[str, Any]:
-        """``{"has_search_bar", "clickables"}``."""
+        """Return ``{"has_search_bar": bool, "clickables": [str]}``."""
         return self.environment.get_available_actions()
 
     def step(self, action: str) -> StepResult:
-        """Do an action; its reward is the environment's."""
+        """Perform an action in the environment."""
         observation, reward, self.done, info = self.environment.step(action)
         return StepResult(observation, float(reward), bool(self.done), info or {})

@@ -1,4 +1,4 @@
-"""Tasks of the shop, worked episodes by a scripted clerk, and a small vocabulary for both."""
+"""Tasks of the shop, demonstration episodes by a scripted clerk, and a small vocabulary for both."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from rollwright.environments.shop.catalogue import Goal, Product
 from rollwright.environments.shop.shop import BACK, BUY, NEXT, PREVIOUS, SUB_PAGES, Shop, purchase_reward, shop
 from rollwright.errors import DataError
 
-#: Share of a catalogue's goals, from its end, that are held out.
+#: Share of a catalogue's goals, at its end, that is held out.
 HELD_OUT_SHARE = 0.2
 
 
@@ -25,17 +25,17 @@ def tasks(
     careless: float = 0.0,
     pages: bool = False,
 ) -> list[dict[str, Any]]:
-    """Sessions of one shop as a taskset; train has the first four fifths of the goals, valid and test share the rest.
+    """Return sessions of one shop as a taskset. Train has the first four fifths of the goals; valid and test share the rest.
 
     Args:
         split: train, valid or test.
-        size: number of tasks. None gives all of the split.
-        seed, products, goals, page_size: arguments of the shop; the workflow needs the same ones.
-        worked: add ``segments``, a worked episode, for supervised training.
-        careless: share of the clerk's words, products and options that are drawn at random. A model that learns from such a clerk
-            knows the shop but not yet its job.
-        pages: train on the shop's pages as well as on the clerk's actions. Pages repeat much of the page before, from which a
-            small model learns to copy words sooner than from the few copied words of the actions.
+        size: number of tasks. None returns all tasks of the split.
+        seed, products, goals, page_size: arguments of the shop; the workflow needs the same values.
+        worked: add ``segments``, a demonstration episode by a scripted clerk, for supervised training.
+        careless: probability that the clerk draws the search words, the product or an option at random. A model that learns from such
+            demonstrations knows the shop but does not yet choose well.
+        pages: train on the shop's pages as well as on the clerk's actions. A page repeats much of the page before it, so a small model
+            learns to copy words faster than from the few copied words in the actions.
 
     Raises:
         DataError: there is no such split, or it has fewer tasks than ``size``.
@@ -69,12 +69,12 @@ def tasks(
 
 
 def worked_steps(shop: Shop, session_id: int, careless: float = 0.0) -> list[tuple[str, str]]:
-    """The clerk's ``(observation, action)`` pairs: search, pick the best product of the first page, choose options, buy.
+    """Return ``(observation, action)`` pairs of a clerk who searches, picks the first page's best product, chooses options and buys.
 
     Args:
         shop: the shop.
         session_id: session of the customer.
-        careless: probability that a choice is made at random.
+        careless: probability that each choice is made at random.
     """
     session = shop.session(session_id)
     goal = session.goal
@@ -123,7 +123,7 @@ def _thought(action: str) -> str:
 
 
 def vocabulary() -> list[str]:
-    """Strings that should be single tokens of a small model: the catalogue's words, buttons, fields and tags."""
+    """Return strings that should be single tokens of a small model: the catalogue's words, buttons, fields and tags."""
     kinds = [kind for aisles in goods.DEPARTMENTS.values() for kinds in aisles.values() for kind in kinds]
     words = [*kinds, *goods.ATTRIBUTES, *goods.COLORS, *goods.SIZES, *goods.BRANDS, "color", "size"]
     fields = [
