@@ -39,7 +39,7 @@ class InteractionWithTokenLogpReward:
     Attributes:
         interaction_id: id of the completion or response.
         model_response: what the engine sampled, and the prompt.
-        reward: reward of the call. None if it has none.
+        reward: reward of the call, or None if it was not rewarded.
     """
 
     interaction_id: str
@@ -79,7 +79,7 @@ class ArealOpenAI(AsyncRunClient):
         engine: engine that answers, usually the workflow's.
         tokenizer: the policy's tokenizer, or its path.
         tool_call_parser: how the model writes tool calls. Used only if its chat template does not show a form.
-        reasoning_parser: name of a parser of ``<think>``; others are refused.
+        reasoning_parser: name of a parser of ``<think>``; other names are an error.
         engine_max_tokens: maximum number of tokens of a prompt and its answer. None uses the engine's limit.
         chat_template_type: ``hf`` or ``concat``; both continue a conversation from the sampled tokens.
         client_arguments: arguments of ``AsyncOpenAI``; ``base_url`` and ``api_key`` are replaced.
@@ -117,7 +117,7 @@ class ArealOpenAI(AsyncRunClient):
     # -- rewards -------------------------------------------------------------------------------------------------------
 
     def get_interaction(self, id: str) -> InteractionWithTokenLogpReward | None:
-        """A finished call by its id, with its tokens. None if there is no such call."""
+        """Return a finished call by its id, with its tokens, or None if there is no such call."""
         record = next((record for record in self.episode.records if record.metadata["call"] == id), None)
         if record is None:
             return None
@@ -148,17 +148,17 @@ class ArealOpenAI(AsyncRunClient):
         """Reward the newest call.
 
         Raises:
-            WorkflowError: there was no call.
+            WorkflowError: no call was made.
         """
         if not self.episode.calls:
             raise WorkflowError("the client made no call that could be rewarded: await chat.completions.create(…) first.")
         self.set_reward(self.episode.calls[-1], reward)
 
     def apply_reward_discount(self, turn_discount: float = 1.0) -> None:
-        """From the newest call to the first: add the next call's reward, times ``turn_discount``, to each call's own (or to 0).
+        """Add the next call's discounted reward to each call's own (0 if it has none), from the newest call to the first.
 
         Raises:
-            WorkflowError: it was done already.
+            WorkflowError: the rewards are already discounted.
         """
         if self._is_discounted:
             raise WorkflowError("the rewards of this client are discounted already: call apply_reward_discount once.")
@@ -168,11 +168,11 @@ class ArealOpenAI(AsyncRunClient):
             self.set_reward(call, later)
 
     def export_interactions(self, style: Literal["concat", "individual"] = "concat") -> dict[str, Experience]:
-        """The calls as experiences, by id; return them from ``arun_episode``.
+        """Export the calls as experiences by id, to be returned from ``arun_episode``.
 
         Args:
-            style: ``individual`` gives one experience for each call, with its reward, and trains only its own answer. ``concat``
-                joins calls that extend one another, under the id and with the reward of the last.
+            style: ``individual`` makes one experience for each call, with the call's reward, and trains only the call's answer.
+                ``concat`` joins calls that extend one another; the experience has the id and reward of the last call.
 
         Raises:
             WorkflowError: no call was rewarded. If only some were, the others have reward 0.

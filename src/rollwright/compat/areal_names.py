@@ -1,4 +1,4 @@
-"""Functions under AReaL's names and with its arguments, if those of this project differ."""
+"""Functions with AReaL's names and arguments, if those of this project differ."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ logger = logging.getLogger("compat")
 
 
 def load_hf_tokenizer(model_name_or_path: str, fast_tokenizer: bool = True, padding_side: str | None = None) -> Any:
-    """``load_tokenizer`` with AReaL's arguments. Code that comes with a tokenizer is not run.
+    """Call ``load_tokenizer`` with AReaL's arguments. Code that comes with a tokenizer is not run.
 
     Raises:
         ConfigError: the tokenizer is not found, or a slow one is requested.
@@ -34,7 +34,7 @@ def load_hf_tokenizer(model_name_or_path: str, fast_tokenizer: bool = True, padd
 def load_hf_processor_and_tokenizer(
     model_name_or_path: str, fast_tokenizer: bool = True, padding_side: str | None = None
 ) -> tuple[Any, Any]:
-    """Load processor and tokenizer of a directory or name; the processor is None if the model takes no images."""
+    """Load the processor and tokenizer by directory or name; the processor is None if the model takes no images."""
     tokenizer = load_hf_tokenizer(model_name_or_path, fast_tokenizer, padding_side)
     try:
         return load_processor(model_name_or_path, tokenizer), tokenizer
@@ -53,11 +53,11 @@ def get_custom_dataset(
     world_size: int = 1,
     **section: Any,
 ) -> list[Row]:
-    """``get_dataset`` with AReaL's arguments.
+    """Call ``get_dataset`` with AReaL's arguments.
 
     Args:
         split: overrides the section's split.
-        dataset_config: the section. None makes one of ``section`` (``path``, ``type``, ``max_length``, …).
+        dataset_config: the section. None makes one from ``section`` (``path``, ``type``, ``max_length``, …).
         tokenizer, processor: count a prompt's tokens if ``max_length`` is set.
         rank, world_size: select the rows of one of several processes.
         **section: keys of a dataset section; they override those of ``dataset_config``.

@@ -1,7 +1,7 @@
-"""Config files and key names of other systems: names of AReaL's keys, and Trinity-RFT's files, translated key by key.
+"""Accepts AReaL's key names, and translates Trinity-RFT's config files key by key.
 
-Every key that a file of Trinity-RFT may hold is in one of the tables of ``trinity_keys``: what it becomes here, or the one value at which
-it asks for what happens here anyway. A key in no table is refused by name.
+The tables in ``trinity_keys`` list every supported key of a Trinity-RFT file. Each key either maps to keys here, or is accepted only at
+values that match the fixed behaviour here. Any other key is rejected with an error that names it.
 """
 
 from __future__ import annotations
@@ -29,9 +29,9 @@ from rollwright.config.source import ConfigDialect, Document, KeyPath, Origins, 
 from rollwright.errors import ConfigError
 
 INPUT = ("buffer", "explorer_input")
-#: Where tasksets are written there, and whether it is a list of them.
+#: Keys of ``INPUT`` that hold tasksets, and whether each holds a list of them.
 _PLACES = {"taskset": False, "task_set": False, "tasksets": True, "eval_tasksets": True}
-#: Keys of a taskset that hold keys themselves, and the section that these are in here.
+#: Sections of a Trinity-RFT taskset, and the section that their keys belong to here.
 _SECTIONS = {
     "format": "format",
     "rollout_args": "gconfig",
@@ -44,7 +44,7 @@ KL_COEFFICIENT = 0.001
 
 
 class AReaL(ConfigDialect):
-    """AReaL's keys. Its files have this project's shape, so only names differ."""
+    """AReaL's keys. Its files have the same structure as this project's, so only names differ."""
 
     system: ClassVar[str] = "AReaL"
     #: Only names whose meaning is the same.
@@ -102,15 +102,15 @@ class Work:
         self.places_of_tasksets: dict[str, str] = {}  # by their section
 
     def place(self, key: str) -> str:
-        """Place where a key is written."""
+        """Return where a key is written."""
         return self.origins.of(undotted(key))
 
     def fault(self, key: str, message: str) -> ConfigError:
-        """The error about a key, with its place."""
+        """Return the error about a key, with its location."""
         return ConfigError(f"{self.place(key)}: {key} {message}")
 
     def put(self, key: str, *pairs: tuple[str, Any]) -> None:
-        """Set the keys that a foreign key becomes, add a note for the user, and remember how it was written."""
+        """Set the keys that a foreign key translates to, add a note for the user, and record how the key was written."""
         for target, value in pairs:
             parts: Any = undotted(target)
             node: Any = self.data
@@ -132,7 +132,7 @@ def _take(work: Work, path: KeyPath, value: Any) -> None:
     key = dotted(path)
     try:
         if value in ({}, []):
-            value = None  # an empty section says as little as null
+            value = None  # an empty section counts as null
         if section := next((name for name in REFUSED if key == name or key.startswith(f"{name}.")), None):
             if value is not None:
                 work.faults.append(str(work.fault(section, REFUSED[section])))
@@ -204,10 +204,10 @@ def _leaves(value: Any, path: KeyPath = ()) -> list[tuple[KeyPath, Any]]:
 
 
 def _take_taskset_key(work: Work, path: KeyPath, value: Any) -> None:
-    """Translate one key below ``buffer.explorer_input``, of a taskset.
+    """Translate one key of a taskset, below ``buffer.explorer_input``.
 
     Raises:
-        ConfigError: it cannot be honoured, or has another shape.
+        ConfigError: the key is not supported, or its value has the wrong type.
     """
     section, several = str(path[2]), _PLACES[str(path[2])]
     if several and (len(path) == 3 or not isinstance(path[3], int)):
@@ -280,11 +280,11 @@ def _finish_tasksets(work: Work) -> None:
         work.notes.append("explorer: there are no eval_tasksets, so nothing is evaluated, at whatever interval")
 
 
-# --- keys that decide something together -------------------------------------------------------------------------
+# --- keys that are translated together ---------------------------------------------------------------------------
 
 
 def _name(work: Work) -> None:
-    """Make the group of runs, a directory of its own in Trinity-RFT, a part of the run's name."""
+    """Add the group of runs, which is a directory in Trinity-RFT, to the name of the trial."""
     group, name = work.together.get("group"), work.together.get("name", "trial")
     if group:
         work.put("group", ("trial_name", f"{group}-{name}"))
@@ -381,7 +381,7 @@ def _batch_of_experiences(work: Work) -> None:
 
 
 def _synchronisation(work: Work) -> None:
-    """Weights move every ``interval`` steps, and explorers are ``offset`` batches further ahead."""
+    """Translate the synchronisation of weights every ``interval`` steps, with explorers ``offset`` batches further ahead."""
     interval_key, offset_key = "synchronizer.sync_interval", "synchronizer.sync_offset"
     if not {interval_key, offset_key} & work.together.keys():
         return

@@ -65,10 +65,10 @@ def trace_perf(name: str, *, category: str | None = None) -> Callable[[Callable[
     return decorate
 
 
-#: Decorator: a span over a phase of an episode.
+#: Another name for ``trace_perf``, for a phase of an episode.
 trace_session = trace_perf
 
 
 def session_context() -> Callable[[Callable[..., Any]], Callable[..., Any]]:
-    """Return a decorator for a function that makes one sample: a span named ``session``. Samples run by the executor do not need it."""
+    """Return a decorator that records a span named ``session`` over a function that makes one sample. The executor's samples need none."""
     return trace_perf("session")

@@ -1,4 +1,4 @@
-"""Names of other systems that this project does not have, and what to write instead. Those that it has are public names."""
+"""Names of other systems that Rollwright does not provide, and what to write instead. Names that it provides are public."""
 
 from __future__ import annotations
 
@@ -83,6 +83,6 @@ TRINITY: dict[str, str] = {
 
 
 def replacement(name: str) -> str:
-    """The end of a message about a missing name: ``which SYSTEM has: ADVICE``; empty for other names."""
+    """Return the end of a message about a missing name, ``which SYSTEM has: ADVICE``; empty for other names."""
     systems = {"AReaL": AREAL, "Trinity-RFT": TRINITY}
     return next((f"which {system} has: {table[name]}" for system, table in systems.items() if name in table), "")

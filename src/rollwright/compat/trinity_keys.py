@@ -1,4 +1,4 @@
-"""Tables of the keys of Trinity-RFT's files: the keys that they become, or the values that are already the behaviour."""
+"""Tables of the keys in Trinity-RFT's files: the keys that they map to, or the values that match the behaviour here."""
 
 from __future__ import annotations
 
@@ -67,7 +67,7 @@ def _policy_loss(name: str, importance_level: str = "token") -> Pairs:
     return [("actor.policy_loss", name), ("actor.importance_level", importance_level)]
 
 
-#: Own keys of each ``advantage_fn`` and ``policy_loss_fn``. They win over ``algorithm_type``.
+#: Own keys that each ``advantage_fn`` and ``policy_loss_fn`` sets. They override ``algorithm_type``.
 ADVANTAGES: dict[str, Pairs] = {
     "grpo": _advantage("group", "group"),
     "grpo_advantage": _advantage("group", "group"),
@@ -105,7 +105,7 @@ CONVERTED: dict[str, Callable[[Any], Pairs]] = {
     "explorer.auxiliary_models": lambda models: [("auxiliary_models", _auxiliary_models(models))],
 }
 
-#: Foreign key -> values that ask for what is always done.
+#: Foreign key -> values that match what is always done here.
 ALREADY_SO: dict[str, tuple[Any, ...]] = {
     "algorithm.kl_penalty_fn": ("none",),
     "algorithm.kl_loss_fn_args.adaptive": (False,),
@@ -180,7 +180,7 @@ TASKSET_DEFAULTS = {
     "buffer.explorer_input.default_reward_fn_type": ("", "reward_fn"),
     "buffer.explorer_input.default_eval_workflow_type": ("evaluation ", "workflow"),
 }
-#: Prefix of sections that are refused as a whole, and why.
+#: Sections that are rejected as a whole, and why.
 REFUSED: dict[str, str] = {
     "trainer.trainer_config": "holds the keys of another trainer (veRL), which does not train here; use algorithm and trainer, or "
     "the actor section of this project's own form",
@@ -214,7 +214,7 @@ def choice(value: Any, *choices: str) -> str:
 
 
 def hint(path: KeyPath, known: Sequence[KeyPath]) -> str:
-    """Advice about a refused key: the known key that differs by one misspelt word, or to remove it."""
+    """Return advice about a rejected key: the known key that differs in one misspelt word, or to remove the key."""
     for at, word in enumerate(path):
         alike = {
             str(other[at]): dotted(other)
@@ -227,7 +227,7 @@ def hint(path: KeyPath, known: Sequence[KeyPath]) -> str:
 
 
 def _operators(listed: Any) -> list[dict[str, Any]]:
-    """Operators as ``store.operators`` has them."""
+    """Convert operators to the form of ``store.operators``."""
     known = {"name": str, "args": dict | None}
     if not isinstance(listed, list) or not all(
         isinstance(each, dict) and all(isinstance(value, known.get(key, ())) for key, value in each.items()) for each in listed

@@ -1,4 +1,4 @@
-"""Class decorators and functions by Trinity-RFT's names, and the workers of both systems that compare answers.
+"""Class decorators and functions under Trinity-RFT's names, and both systems' workers that compare answers.
 
 Reward processes import this file, so it loads no torch.
 """
@@ -51,11 +51,11 @@ def build_mm_message(prompt: str, images: Sequence[Any] | None = None, videos: S
 class MathVerifyWorker:
     """Compares answers with math-verify, as AReaL's reward functions call it.
 
-    Call it from a function that ``AsyncRewardWrapper`` runs, which kills it at its time limit.
+    Call it from a reward function run by ``AsyncRewardWrapper``, which kills the call at its time limit.
     """
 
     def verify(self, response: str, ground_truth: str) -> float:
-        """Return 1 if the answer of ``response`` equals ``ground_truth``, else 0; as ``accuracy_reward``."""
+        """Return 1 if the answer of ``response`` equals ``ground_truth``, else 0, like ``accuracy_reward``."""
         return accuracy(response, ground_truth)
 
 

@@ -28,26 +28,26 @@ class WorkflowContext:
 
 
 def get() -> WorkflowContext:
-    """The context of the episode that the current asyncio task belongs to."""
+    """Return the context of the episode that the current asyncio task belongs to."""
     sample = CURRENT_SAMPLE.get()
     return WorkflowContext() if sample is None else WorkflowContext(sample.name.is_eval, sample.name.ordinal)
 
 
 def stat_scope() -> str:
-    """Scope of an episode's metrics: ``rollout``. In an evaluation, they are named ``eval/rollout/…``."""
+    """Return the scope of an episode's metrics, ``rollout``. In an evaluation, they are named ``eval/rollout/…``."""
     return "rollout"
 
 
 async def get_httpx_client() -> Any:
-    """An ``httpx.AsyncClient`` that the episodes of one event loop share; it is closed when the loop ends.
+    """Return an ``httpx.AsyncClient`` that the episodes of one event loop share; it is closed when the loop ends.
 
-    It comes from httpx if that is installed, because clients of openai before version 3 accept no other; otherwise from its successor httpx2.
+    The client is from httpx if that is installed, because openai before version 3 accepts no other; otherwise, from its successor httpx2.
     """
     return await _shared(_httpx_client)
 
 
 async def get_aiohttp_session() -> Any:
-    """An ``aiohttp.ClientSession`` that the episodes of one event loop share; it is closed when the loop ends."""
+    """Return an ``aiohttp.ClientSession`` that the episodes of one event loop share; it is closed when the loop ends."""
     return await _shared(_aiohttp_session)
 
 

@@ -1,9 +1,9 @@
 """Everything a run can be configured with: dataclasses, read from YAML and overrides, validated by pydantic. No torch.
 
-``source`` reads a file and merges ``key=value`` overrides; ``interpolation`` resolves ``${…}``; ``validation`` makes the
-dataclasses, ``schema`` their JSON Schema; ``rules`` is the table of combinations that are refused, and ``faults`` walks it; ``plan``
-describes what stages do; ``loading`` is the pipeline. A field carries ``metadata={"help": ..., "ge": ..., "le": ..., "choices": ...,
-"registry": ...}``. An unknown key is refused with the nearest known name.
+``source`` reads a file; ``overrides`` applies ``key=value`` arguments; ``interpolation`` resolves ``${…}``; ``validation`` builds the
+dataclasses, and ``schema`` their JSON Schema; ``rules`` is the table of rejected combinations, and ``faults`` applies it; ``plan``
+describes what stages do; ``loading`` is the pipeline. A field has ``metadata={"help": ..., "ge": ..., "le": ..., "choices": ...,
+"registry": ...}``. An unknown key is an error that suggests the nearest known name.
 """
 
 from __future__ import annotations
@@ -16,10 +16,10 @@ Value = TypeVar("Value")
 
 
 def key(default: Value, text: str, **limits: Any) -> Value:
-    """A field with its default, its help and further metadata, such as ``ge`` or ``choices``."""
+    """Make a dataclass field with a default, a help text and further metadata, such as ``ge`` or ``choices``."""
     return field(default=default, metadata={"help": text, **limits})
 
 
 def key_from(factory: Callable[[], Value], text: str, **limits: Any) -> Value:
-    """A field whose default is made by ``factory`` for each instance; otherwise as :func:`key`."""
+    """Make a field like :func:`key`, whose default is created by ``factory`` for each instance."""
     return field(default_factory=factory, metadata={"help": text, **limits})

@@ -1,8 +1,8 @@
 """Faults of a config, and the tables of rules that find them.
 
-A ``Rule`` is one line of a table: the keys that it looks at, when it applies, and what it finds. ``faults_of`` walks a table over a
-config, ``refuse`` over the stages of a run. ``rules.RULES`` holds what can be checked without torch; ``trainers.checks.unknown_names`` and
-``trainers.checks.missing_inputs`` have the tables of names and of files.
+A ``Rule`` is one line of a table: the keys that it checks, when it applies, and how it finds faults. ``faults_in`` applies a table to a
+config, ``refuse_faults`` to the stages of a run. ``rules.RULES`` holds the rules that need no torch; the tables that check names and
+files are in ``trainers.checks.unknown_names`` and ``trainers.checks.missing_inputs``.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ class Faults:
     root: type | None = None
 
     def add(self, path: KeyPath, message: str) -> None:
-        """Add a fault of the value at ``path``."""
+        """Add a fault about the value at ``path``."""
         place, name = self.origins.of(path), f"{self.origins.name(path)}: " if path else ""
         line = place.rpartition(":")[2]
         self.found.append((int(line) if line.isdigit() else 0, path, f"{place}: {name}{message}"))
@@ -57,12 +57,12 @@ class Faults:
 
 @dataclass(frozen=True)
 class Look:
-    """What a rule looks at: one key of one section.
+    """One key of one section, as a rule checks it.
 
     Attributes:
         section: the config or section.
-        path: the key, as seen from the section.
-        value: its value.
+        path: the key, relative to the section.
+        value: value of the key.
         earlier: configs of the stages that run before this one.
     """
 
@@ -78,10 +78,10 @@ class Rule:
 
     Attributes:
         of: class of the configs or sections that have the keys.
-        keys: dotted names as seen from the section; ``*`` matches each element of a list, an empty name the section.
-        find: yields the faults at one key, with paths as seen from the section.
+        keys: dotted names relative to the section; ``*`` matches each element of a list, and an empty name the section itself.
+        find: yields the faults at one key, with paths relative to the section.
         when: whether the rule applies to a section.
-        only_set: look only at keys that the user has set; the name of a section then includes all its keys.
+        only_set: check only keys that the user has set; the name of a section then stands for all its keys.
     """
 
     of: type | UnionType
@@ -95,7 +95,7 @@ Message = str | Callable[[Any], str]
 
 
 def refuse(of: type | UnionType, key: str, when: Callable[[Any], object], message: Message) -> Rule:
-    """A rule that refuses ``key`` if ``when(section)`` is true.
+    """Make a rule that rejects ``key`` if ``when(section)`` is true.
 
     ``message`` is a template in which ``{value}`` is the key's value and ``{config}`` the section, or a function of the section.
     """
@@ -103,12 +103,12 @@ def refuse(of: type | UnionType, key: str, when: Callable[[Any], object], messag
 
 
 def refuse_set(of: type | UnionType, keys: Iterable[str], when: Callable[[Any], object], message: Message) -> Rule:
-    """Like ``refuse``, for each of the keys that the user has set."""
+    """Make a rule like that of ``refuse`` for each of the keys that the user has set."""
     return Rule(of, tuple(keys), lambda look: [(look.path, _written_out(message, look))], when, only_set=True)
 
 
 def unread(of: type | UnionType, keys: Iterable[str], when: Callable[[Any], object], why: Message) -> Rule:
-    """A rule about keys that are set but not read if ``when(section)`` is true."""
+    """Make a rule that rejects keys that are set, because they are not read if ``when(section)`` is true."""
 
     def find(look: Look) -> Iterator[Fault]:
         yield look.path, Unread(f"is set, but not read: {_written_out(why, look)}; take it out, or change that")
@@ -122,7 +122,7 @@ def must_be_found(
     look_up: Callable[[Any, Any], object],
     when: Callable[[Any], object] = lambda section: True,
 ) -> Rule:
-    """A rule that calls ``look_up(section, value)`` for each key with a value; a ``RollwrightError`` is the fault."""
+    """Make a rule that calls ``look_up(section, value)`` for each key that is not None, and reports its ``RollwrightError``."""
 
     def find(look: Look) -> Iterator[Fault]:
         if look.value is not None:
@@ -140,7 +140,7 @@ def found_or_fault(path: KeyPath, look_up: Callable[[], Any]) -> Generator[Fault
 
 
 def faults_in(config: Any, rules: Sequence[Rule], earlier: Sequence[Any] = ()) -> Iterator[Fault]:
-    """Key and message of every fault that the rules find in a config, inner sections first.
+    """Yield the key and message of every fault that the rules find in a config, inner sections first.
 
     A key that is not read for several reasons is reported once, with the first reason.
     """
@@ -157,14 +157,14 @@ def faults_in(config: Any, rules: Sequence[Rule], earlier: Sequence[Any] = ()) -
 
 
 class LoadedStage(Protocol):
-    """A stage of a run: its config, and where that was written."""
+    """A stage of a run: its config, and where its keys were written."""
 
     config: Any
     origins: Origins
 
 
 def refuse_faults(stages: Sequence[LoadedStage], rules: Sequence[Rule]) -> None:
-    """Check all stages of a run by a table of rules.
+    """Check all stages of a run against a table of rules.
 
     Raises:
         ConfigError: lists every fault of every stage with its key, file and line.
@@ -180,7 +180,7 @@ def refuse_faults(stages: Sequence[LoadedStage], rules: Sequence[Rule]) -> None:
 
 
 def has_key(config: Any, path: KeyPath) -> bool:
-    """True if a config has a key, which may be inside of a list; False below a section that is None."""
+    """Return True if a config has a key, which may be inside a list; False if a section above it is None."""
     return any(True for _ in _matches(config, None, path))
 
 
@@ -192,7 +192,7 @@ def reset(config: Any, path: KeyPath) -> None:
 
 
 def sections_of(config: Any, path: KeyPath = ()) -> Iterator[tuple[KeyPath, Any]]:
-    """Every section of a config and the config itself, each with its path, inner ones first."""
+    """Yield every section of a config, and the config itself, each with its path; inner sections come first."""
     if is_dataclass(config):
         for each in fields(config):
             yield from sections_of(getattr(config, each.name), (*path, each.name))
@@ -203,7 +203,7 @@ def sections_of(config: Any, path: KeyPath = ()) -> Iterator[tuple[KeyPath, Any]
 
 
 def _keys_of(rule: Rule, section: Any) -> Iterator[tuple[KeyPath, Any]]:
-    """The keys of a section that a rule looks at, with their values; a key below a section that is None is left out."""
+    """Yield the keys of a section that a rule checks, with their values, except keys below a section that is None."""
     for key in rule.keys:
         for path, value, default in _matches(section, None, undotted(key) if key else ()):
             if not rule.only_set:
@@ -216,7 +216,7 @@ def _keys_of(rule: Rule, section: Any) -> Iterator[tuple[KeyPath, Any]]:
 
 
 def _matches(value: Any, default: Any, key: KeyPath, path: KeyPath = ()) -> Iterator[tuple[KeyPath, Any, Any]]:
-    """Path, value and default of everything that a key matches."""
+    """Yield path, value and default of everything that a key matches."""
     if not key:
         yield path, value, default
         return
@@ -232,12 +232,12 @@ def _matches(value: Any, default: Any, key: KeyPath, path: KeyPath = ()) -> Iter
 
 @functools.cache
 def _unchanged(cls: type) -> Any:
-    """A section with every key at its default."""
+    """Return a section with every key at its default."""
     return cls()
 
 
 def _leaves(value: Any, default: Any, path: KeyPath) -> Iterator[tuple[KeyPath, Any]]:
-    """The keys at or below a path whose value is not the default."""
+    """Yield the keys at or below a path whose value is not the default."""
     if is_dataclass(value) and isinstance(value, type(default)):
         for each in fields(value):
             yield from _leaves(getattr(value, each.name), getattr(default, each.name), (*path, each.name))

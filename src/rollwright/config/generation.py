@@ -20,7 +20,7 @@ _AS_IN_DICTS = {"n_samples": "n", "max_new_tokens": "max_tokens"}
 
 
 def _second_name(name: str) -> Any:
-    """A property that reads and sets another attribute."""
+    """Return a property that reads and sets another attribute."""
     return property(
         lambda instance: getattr(instance, name),
         lambda instance, value: setattr(instance, name, value),
@@ -28,7 +28,7 @@ def _second_name(name: str) -> Any:
     )
 
 
-#: Formats of OpenAI's APIs: their name of ``max_new_tokens``, and the further arguments that they have.
+#: Formats of OpenAI's APIs: their name for ``max_new_tokens``, and the further arguments that they accept.
 _API_FORMATS: dict[str, tuple[str, set[str]]] = {
     "completions": (
         "max_completion_tokens",
@@ -37,7 +37,7 @@ _API_FORMATS: dict[str, tuple[str, set[str]]] = {
     "responses": ("max_output_tokens", set()),
     "openai-agents": ("max_tokens", {"frequency_penalty", "presence_penalty"}),
 }
-#: Arguments that a request to one of our own OpenAI fronts may have if they are not the default.
+#: Arguments that a request to one of our own OpenAI fronts includes if they are not the default.
 _REQUEST_ARGUMENTS = (
     *(
         "n_samples",
@@ -99,7 +99,7 @@ class GenerationHyperparameters:
     # Ported workflows use ``self.rollout_args`` as a dict, so ``**``, ``["n"]`` and ``.get("n")`` work.
 
     def keys(self) -> list[str]:
-        """Names of the arguments, ``n`` and ``max_tokens`` among them."""
+        """Return the argument names, with ``n`` for ``n_samples`` and ``max_tokens`` for ``max_new_tokens``."""
         return [_AS_IN_DICTS.get(name, name) for name in self.__dataclass_fields__]
 
     def __getitem__(self, name: str) -> Any:
@@ -117,11 +117,11 @@ class GenerationHyperparameters:
         return iter(self.keys())
 
     def get(self, name: str, default: Any = None) -> Any:
-        """An argument by name, or ``default`` if there is none of that name."""
+        """Return an argument by name, or ``default`` if there is no argument of that name."""
         return getattr(self, ALIASES.get(name, name)) if name in self else default
 
     def items(self) -> list[tuple[str, Any]]:
-        """Names and values."""
+        """Return names and values."""
         return [(name, self[name]) for name in self]
 
     def copy(self) -> dict[str, Any]:
@@ -145,7 +145,7 @@ class GenerationHyperparameters:
         return 1.0 if self.is_greedy else self.temperature
 
     def new(self, **changes: Any) -> GenerationHyperparameters:
-        """A copy with ``changes``; the aliases ``n``, ``max_tokens`` and ``min_tokens`` are understood.
+        """Return a copy with ``changes``, which may use the aliases ``n``, ``max_tokens`` and ``min_tokens``.
 
         Raises:
             ConfigError: a name is not a generation argument.
@@ -154,7 +154,7 @@ class GenerationHyperparameters:
         changes = {ALIASES.get(key, key): value for key, value in changes.items()}
         if unknown := sorted(changes.keys() - known):
             raise ConfigError(f"GenerationHyperparameters has no {', '.join(unknown)}; it has {', '.join(sorted(known))}.")
-        made = type(self).__new__(type(self))  # neither copy.copy nor dataclasses.replace: every request and record makes one
+        made = type(self).__new__(type(self))  # not copy.copy or dataclasses.replace: runs for every request and record
         vars(made).update(vars(self))
         made.stop = None if self.stop is None else list(self.stop)
         made.stop_token_ids = list(self.stop_token_ids)
@@ -170,14 +170,14 @@ class GenerationHyperparameters:
         return cls().new(**names)
 
     def to_openai_args_dict(self, exclude_args: Sequence[str] | None = None, api_format: str = "completions") -> dict[str, Any]:
-        """Arguments of an OpenAI client's ``create``; arguments that its API lacks go into ``extra_body``.
+        """Return the arguments for an OpenAI client's ``create``; arguments that its API lacks are in ``extra_body``.
 
         Args:
-            exclude_args: our names of what to leave out.
+            exclude_args: names of the fields to leave out, or their aliases.
             api_format: ``completions``, ``responses``, or ``openai-agents`` for a ``ModelSettings``.
 
         Raises:
-            ConfigError: the format is another.
+            ConfigError: the format is unknown.
         """
         if api_format not in _API_FORMATS:
             raise ConfigError(f"to_openai_args_dict(api_format={api_format!r}): it is one of {', '.join(_API_FORMATS)}.")
@@ -199,9 +199,9 @@ class GenerationHyperparameters:
         return arguments
 
     def new_with_stop_and_pad_token_ids(self, tokenizer: Any) -> GenerationHyperparameters:
-        """A copy whose ``stop_token_ids`` also hold the tokenizer's end and pad tokens, if it has them.
+        """Return a copy whose ``stop_token_ids`` also include the tokenizer's end and pad tokens, if it has them.
 
-        A tokenizer as transformers loads it is adapted in place: from here on its ``apply_chat_template(tokenize=True)`` returns ids.
+        A transformers tokenizer is modified in place: its ``apply_chat_template(tokenize=True)`` then returns token ids.
         """
         if any(base.__name__ == "PreTrainedTokenizerBase" for base in type(tokenizer).__mro__):
             returning_ids(tokenizer)
@@ -224,13 +224,13 @@ GenerationHyperparameters.__init__ = _takes_second_names(GenerationHyperparamete
 
 
 class ReturnsIds:
-    """Mixed into a tokenizer's class: ``apply_chat_template(tokenize=True)`` returns token ids, as it says.
+    """Mixin for a tokenizer's class that makes ``apply_chat_template(tokenize=True)`` return token ids.
 
-    transformers 5 returns a ``BatchEncoding`` there, whose ``list()`` is its key names. ``return_dict=True`` still gives it.
+    transformers 5 returns a ``BatchEncoding`` by default, whose ``list()`` is its key names. ``return_dict=True`` still returns one.
     """
 
     def apply_chat_template(self, conversation: Any, *args: Any, return_dict: bool = False, **kwargs: Any) -> Any:
-        """Like the tokenizer's own, with ``return_dict=False`` unless asked for: ``list[int]`` for one conversation."""
+        """Call the tokenizer's own method, by default with ``return_dict=False``, which gives ``list[int]`` for one conversation."""
         return super().apply_chat_template(conversation, *args, return_dict=return_dict, **kwargs)  # type: ignore[misc]
 
     def __reduce__(self) -> Any:
@@ -249,7 +249,7 @@ def _class_returning_ids(base: type) -> type:
 
 
 def returning_ids(tokenizer: Any) -> Any:
-    """The same tokenizer object, whose ``apply_chat_template(tokenize=True)`` returns ids; applying it twice is harmless."""
+    """Make a tokenizer's ``apply_chat_template(tokenize=True)`` return ids, in place, and return the tokenizer."""
     if not isinstance(tokenizer, ReturnsIds):
         tokenizer.__class__ = _class_returning_ids(type(tokenizer))
     return tokenizer

@@ -1,8 +1,8 @@
 """Interpolation: ``${other.key}``, ``${oc.env:VAR,default}`` and ``${run_dir}`` in the values of a config.
 
-The notation is OmegaConf's: ``${a.b.0.c}`` or ``${a.b[0].c}`` is another key, from the top; ``${.c}`` one beside this
-key, ``${..c}`` one beside the mapping that contains it; ``${oc.env:VAR}`` an environment variable, ``${oc.decode:text}`` a text read
-as YAML. They nest, and ``\\${`` is the text ``${``.
+The notation is OmegaConf's: ``${a.b.0.c}`` or ``${a.b[0].c}`` is a key by its full path, ``${.c}`` a sibling of this key, and
+``${..c}`` a sibling of the mapping that contains this key. ``${oc.env:VAR}`` is an environment variable, and ``${oc.decode:text}``
+parses a string as YAML. Interpolations can be nested, and ``\\${`` is a literal ``${``.
 """
 
 from __future__ import annotations
@@ -33,14 +33,14 @@ def resolve(
         data: the keys as written.
         defaults: dataclasses whose defaults an interpolation may refer to if the file does not give the key.
         origins: for messages.
-        around: further keys that interpolations may name.
+        around: further keys that interpolations may refer to.
 
     Returns:
-        The keys of ``data``, and no others, with values in place of interpolations. Text that comes from the environment, or
-        that has a secret's name, is a ``Secret``.
+        ``data`` with values in place of interpolations. A string that comes from the environment, or whose key is named like a
+        secret, is a ``Secret``.
 
     Raises:
-        ConfigError: an interpolation leads nowhere, or an environment variable is not set and has no default.
+        ConfigError: an interpolation refers to nothing, or an environment variable is not set and has no default.
     """
     context: dict[str, Any] = {"run_dir": RUN_DIR}
     for each in [each for cls in defaults for each in dataclasses.fields(cls)]:
@@ -59,10 +59,10 @@ class _Resolver:
     def __init__(self, whole: dict[str, Any], origins: Origins) -> None:
         self.whole = whole
         self.origins = origins
-        self._open: list[KeyPath] = []  # the keys whose text is being resolved, from the outermost on
+        self._open: list[KeyPath] = []  # the keys that are being resolved, outermost first
 
     def value(self, written: Any, path: KeyPath) -> Any:
-        """Resolve what is written at ``path``."""
+        """Resolve the value written at ``path``."""
         if isinstance(written, dict):
             return {key: hidden_by_name(key, self.value(item, (*path, key))) for key, item in written.items()}
         if isinstance(written, list):
@@ -81,8 +81,8 @@ class _Resolver:
             self._open.pop()
 
     def _text(self, text: str) -> Any:
-        """Resolve a text: to any value if it is a single interpolation, else to text with the values filled in."""
-        parts: list[tuple[Any, str]] = []  # value; how it is written
+        """Resolve a string: to any value if it is a single interpolation, else to a string with the values filled in."""
+        parts: list[tuple[Any, str]] = []  # each part's value, and how it is written
         for source, is_interpolation in _split(text):
             value = self._interpolation(source[2:-1]) if is_interpolation else source.replace("\\${", "${")
             if source == text:
@@ -139,7 +139,7 @@ class _Resolver:
         path: KeyPath = ()
         found: Any = None
         for part in (*above, *undotted(bare.replace("[", ".").replace("]", ""))):
-            if isinstance(node, str) and not is_resolved:  # the way leads through another interpolation
+            if isinstance(node, str) and not is_resolved:  # the path goes through another interpolation
                 node, is_resolved = self.value(node, path), True
             inner: dict[Any, Any] = dict(enumerate(node)) if isinstance(node, list) else node if isinstance(node, dict) else {}
             found = next((each for each in inner if str(each) == str(part)), None)
@@ -152,7 +152,7 @@ class _Resolver:
 
 
 def _split(text: str) -> Iterator[tuple[str, bool]]:
-    """The pieces of a text, and whether each is an interpolation."""
+    """Yield the pieces of a string, and whether each is an interpolation."""
     begin = position = 0
     while (at := text.find("${", position)) >= 0:
         if at and text[at - 1] == "\\":
@@ -179,7 +179,7 @@ def _arguments(text: str) -> Iterator[str]:
 
 
 def _outside_brackets(text: str, start: int) -> Iterator[tuple[int, str]]:
-    """Commas and closing braces from ``start`` on that are in no quotes and no brackets opened since."""
+    """Yield position and character of each comma or closing brace after ``start`` that is in no quotes and no bracket opened there."""
     depth, quote = 0, ""
     for place in range(start, len(text)):
         character = text[place]
@@ -196,13 +196,13 @@ def _outside_brackets(text: str, start: int) -> Iterator[tuple[int, str]]:
 
 
 def _written(value: Any) -> str:
-    """An argument as text that reads back to it."""
+    """Write an argument as source text that resolves to the same value."""
     text = value.written if isinstance(value, Secret) else "null" if value is None else str(value)
     return text if re.fullmatch(r"[\w./:-]*|\$\{.*\}", text) else "'" + text.replace("'", r"\'") + "'"
 
 
 def _secret(value: Any, written: str) -> Any:
-    """Replace every text in a value from the environment by a ``Secret``."""
+    """Replace every string in a value from the environment with a ``Secret``."""
     if isinstance(value, dict):
         return {key: _secret(item, HIDDEN) for key, item in value.items()}
     if isinstance(value, list):

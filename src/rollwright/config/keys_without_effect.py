@@ -43,7 +43,7 @@ def has_interval(section: IntervalConfig) -> bool:
 
 
 def always(section: object) -> bool:
-    """True: the rule applies to every section."""
+    """Return True: the rule applies to every section."""
     return True
 
 
@@ -98,7 +98,7 @@ def _deviation_is_the_same(actor: PPOActorConfig) -> bool:
     return (mean, deviation) != ("group", "batch") and not leaves_out
 
 
-#: Keys of the algorithm; those of a loss are its parameters (``algorithms.losses``).
+#: Keys of the algorithm, except those that a policy loss reads as its parameters (``algorithms.losses``).
 _ALGORITHM = (
     unread(PPOActorConfig, ["kl_estimator"], lambda actor: actor.kl_ctl == 0, "kl_ctl is 0, so no KL is taken"),
     unread(

@@ -43,10 +43,10 @@ def merge_overrides(data: dict[str, Any], overrides: Sequence[Override]) -> dict
 
 
 def apply_override(data: dict[str, Any], override: Override) -> None:
-    """Set one override in place. Lists are entered by position, or by the ``name`` of an element.
+    """Apply one override in place. List elements are selected by position or by their ``name``.
 
     Raises:
-        ConfigError: the path leads through something that holds no keys, or beyond a list's end.
+        ConfigError: the path goes through a value without keys, or past the end of a list.
     """
     node: Any = data
     part: Any

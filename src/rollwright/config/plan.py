@@ -19,7 +19,7 @@ def resolved_yaml(stages: Sequence[Stage]) -> str:
 
 
 def run_directory_of(stages: Sequence[Stage]) -> Path:
-    """``<fileroot>/<experiment>/<trial>`` of the first stage that has them."""
+    """Return ``<fileroot>/<experiment>/<trial>`` of the first stage that has these keys, or else the parent of its path."""
     for config in (stage.config for stage in stages):
         if hasattr(config, "experiment_name"):
             return Path(config.cluster.fileroot) / config.experiment_name / config.trial_name
@@ -42,7 +42,7 @@ def in_words(stage: Stage) -> str:
 
 
 def _kl(stage: Stage) -> str:
-    """How the KL to the reference enters, because ``kl_ctl`` has another meaning in ported files."""
+    """Describe how the KL to the reference is used, because ``kl_ctl`` has another meaning in ported files."""
     actor = getattr(stage.config, "actor", None)
     if actor is None or actor.kl_ctl == 0:
         return ""
@@ -88,7 +88,7 @@ def _eval(config: EvalConfig) -> str:
 
 
 def _class(workflow: str | None) -> str:
-    """A workflow as written in the config; a built-in one by its class name alone."""
+    """Return a workflow as written in the config, but only the class name of a built-in one."""
     return workflow.rpartition(".")[2] if workflow and workflow.startswith("rollwright.") else str(workflow)
 
 

@@ -1,7 +1,7 @@
 """Algorithms by name: policy losses, advantage estimators, KL estimators, and the recipes made of them.
 
-A recipe is nothing but defaults, a table of config keys: whatever the user sets wins. ``docs/algorithms.md`` says of each how
-it differs from its paper.
+A recipe is a table of defaults for config keys; whatever the user sets takes precedence. ``docs/algorithms.md`` says how each
+recipe differs from its paper.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ KL_ESTIMATORS: Registry[Callable[..., Any]] = Registry(
     built_in={name: f"rollwright.algorithms.losses:{name}" for name in ("k1", "k2", "k3")},
 )
 
-#: ``optimizer.kind``: called with parameter groups, ``lr`` and ``optimizer.kwargs``; those built in also with ``betas`` and ``eps``.
+#: ``optimizer.kind``: called with parameter groups, ``lr`` and ``optimizer.kwargs``; built-in ones also with ``betas`` and ``eps``.
 OPTIMIZERS: Registry[Callable[..., Any]] = Registry(
     "optimizer",
     variable="OPTIMIZERS",
@@ -60,7 +60,7 @@ class Recipe:
     rollout: dict[str, Any] = field(default_factory=dict)
 
 
-#: ``actor.recipe``; a user adds one by ``RECIPES["name"] = Recipe(…)``.
+#: ``actor.recipe``; a user adds one with ``RECIPES["name"] = Recipe(…)``.
 RECIPES: Registry[Recipe] = Registry("recipe", variable="RECIPES", accepts=lambda entry: isinstance(entry, Recipe))
 
 _APPLIED = "_recipe_applied"
@@ -97,7 +97,7 @@ for _name, _recipe in {
 }.items():
     RECIPES[_name] = _recipe
 
-#: Other names under which the same recipes are known.
+#: Other names of recipes.
 ALIASES = {
     "drgrpo": "dr_grpo",
     "reinforce++": "reinforceplusplus",
@@ -109,10 +109,10 @@ ALIASES = {
 
 
 def find_recipe(name: str) -> Recipe:
-    """The recipe of a name.
+    """Return the recipe with a name.
 
     Raises:
-        ConfigError: the name is unknown (with the list, and the nearest), or needs a critic.
+        ConfigError: the name is unknown, or the algorithm needs a critic or is a stage of its own.
     """
     key = ALIASES.get(name, name.strip().lower().replace("-", "_"))
     key = name if name in RECIPES else ALIASES.get(key, key)
@@ -136,14 +136,14 @@ def find_recipe(name: str) -> Recipe:
 def apply_recipe(config: Any, explicitly_set_keys: Collection[str] | None = None) -> Any:
     """Set the keys of the config's recipe that the user did not set, in place.
 
-    Evaluation generates as many tokens as the run (``gconfig.max_new_tokens``) unless its own limit is set. Applying a recipe twice
-    changes nothing: a config remembers that it was applied.
+    Evaluation gets the run's token limit (``gconfig.max_new_tokens``) unless its own limit is set. Applying a recipe twice has no
+    effect, because the config remembers it.
 
     Args:
         config: an experiment config with an ``actor`` section, or a ``PPOActorConfig`` alone.
         explicitly_set_keys: dotted names of the keys that came from the user (file, overrides), as seen from ``config``,
-            e.g. ``actor.eps_clip`` or ``actor.adv_norm.mean_level``; the name of a section includes all its keys. None, for a
-            config made in Python, uses the keys whose value is not the default.
+            e.g. ``actor.eps_clip`` or ``actor.adv_norm.mean_level``; the name of a section stands for all its keys. If None
+            (for a config made in Python), keys whose value is not the default count as set.
 
     Returns:
         ``config``.
@@ -165,10 +165,10 @@ def apply_recipe(config: Any, explicitly_set_keys: Collection[str] | None = None
 
 
 def defaults_of(config: Any) -> dict[str, Any]:
-    """Dotted keys that a config takes from its recipe or from another key, with their values; the user's own values win.
+    """Return the dotted keys that a config takes from its recipe or from another key, with their values, unless the user sets them.
 
     Args:
-        config: an experiment config, an ``actor`` section, or any other section, which takes none.
+        config: an experiment config, an ``actor`` section, or any other section, for which there are none.
     """
     if hasattr(config, "recipe"):
         return find_recipe(config.recipe).actor
@@ -184,7 +184,7 @@ def defaults_of(config: Any) -> dict[str, Any]:
 
 
 def was_set(config: Any, key: str) -> bool:
-    """True if the value of a dotted key is neither its default nor the one of :func:`defaults_of`."""
+    """True if the value of a dotted key is neither its default nor that of :func:`defaults_of`."""
     values = defaults_of(config)
     return was_changed(config, key) and (key not in values or _value(config, key) != values[key])
 

@@ -16,7 +16,7 @@ DIALECT = "https://json-schema.org/draft/2020-12/schema"
 
 
 class _JsonSchema(GenerateJsonSchema):
-    """Schemas of files: a number or boolean may be an interpolation instead."""
+    """Generates schemas in which a number or boolean may also be an interpolation."""
 
     def field_title_should_be_set(self, schema: Any) -> bool:
         return False
@@ -29,10 +29,10 @@ class _JsonSchema(GenerateJsonSchema):
 
 
 def class_at(path: str) -> type:
-    """The config dataclass at an import path, or of that name in ``rollwright``.
+    """Return the config dataclass at an import path, or with that name in ``rollwright``.
 
     Raises:
-        ConfigError: there is no such module or name, or it is no dataclass.
+        ConfigError: there is no such module or name, or it is not a dataclass.
     """
     cls = import_path(path if "." in path or ":" in path else f"rollwright.{path}", "config class")
     if not is_section(cls):
@@ -51,7 +51,7 @@ def schema_of_files() -> dict[str, Any]:
     _, whole = pydantic.TypeAdapter.json_schemas(inputs, schema_generator=_JsonSchema)  # type: ignore[arg-type]
     definitions, shared, branches = whole["$defs"], {}, []
     for kind, cls in STAGE_CLASSES.items():
-        keys = {  # one that is left out has the shared value, not the class's default
+        keys = {  # a key that is left out has the shared value, not the class's default
             name: {word: value for word, value in schema.items() if word != "default"}
             for name, schema in definitions[cls.__name__]["properties"].items()
         }

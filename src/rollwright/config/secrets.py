@@ -1,10 +1,10 @@
 """Secrets of a config: used in full, and never written, printed or sent.
 
-Three kinds of text are secret: the value of a key that is marked so (``key(None, "…", secret=True)``), a literal in a free mapping
-under a key such as ``api_key``, ``hf_token`` or ``password``, and whatever comes from an environment variable. The last is written
-as its interpolation, ``${oc.env:NAME}``, so that a written config can be run again; the others as ``***``, which is refused when
-it is read. Keys marked ``public`` (paths and names, which the run directory shows anyway) and keys with a fixed choice of values are
-written as they are. The password in a URL is ``***`` everywhere.
+Three kinds of strings are secret: values of keys that are marked as secret (``key(None, "…", secret=True)``), literals in a free-form
+mapping under a key such as ``api_key``, ``hf_token`` or ``password``, and values from environment variables. A value from an
+environment variable is written as its interpolation, ``${oc.env:NAME}``, so that a written config can be run again. The other secrets
+are written as ``***``, which is an error when it is read. Keys marked ``public`` (paths and names, which the run directory shows
+anyway) and keys with a fixed choice of values are written unchanged. The password in a URL is always written as ``***``.
 """
 
 from __future__ import annotations
@@ -27,11 +27,11 @@ _URL_PASSWORD = re.compile(r"(://[^\s:/@]*:)[^\s/@]+@")
 
 
 class Secret(str):
-    """Text that is used like any other, and shown as ``written``.
+    """A string that is used like any other, but shown as ``written``.
 
     Args:
-        value: the text itself.
-        written: text shown in its place: the interpolation that it comes from, or ``***``.
+        value: the string itself.
+        written: what is shown instead: the interpolation that the value comes from, or ``***``.
     """
 
     written: str
@@ -51,12 +51,12 @@ def is_secret_name(key: object) -> bool:
 
 
 def command_line(words: Iterable[str]) -> str:
-    """A command with ``***`` in place of values whose option or key is named like a secret."""
+    """Join the words of a command, with ``***`` in place of values whose option or key is named like a secret."""
     return _SECRET_ARGUMENT.sub(rf"\1{HIDDEN}", " ".join(words))
 
 
 def shown(text: str, metadata: Mapping[str, Any]) -> str:
-    """How a text is written under a key with this metadata."""
+    """Return how a string is written under a key that has this metadata."""
     if metadata.get("public"):
         return str(text)
     if isinstance(text, Secret):
@@ -65,7 +65,7 @@ def shown(text: str, metadata: Mapping[str, Any]) -> str:
 
 
 def hidden_by_name(key: object, value: Any) -> Any:
-    """Return the value, as a ``Secret`` if it is text under a key that is named like a secret."""
+    """Return the value, converted to a ``Secret`` if it is a string and its key is named like a secret."""
     return Secret(value) if type(value) is str and value and is_secret_name(key) else value
 
 
@@ -73,14 +73,15 @@ def hidden_by_name(key: object, value: Any) -> Any:
 
 
 def secrets_of(config: Any, metadata: Mapping[str, Any] | None = None) -> Iterator[str]:
-    """Every text of a config that is written as ``***``."""
+    """Yield every string of a config that is written as ``***``."""
     return (text for text, written in _texts_of(config, metadata or {}) if written == HIDDEN)
 
 
 def hidden_texts(config: Any) -> set[str]:
-    """All texts of a config that must not be written anywhere: those written as ``***`` and those from environment variables.
+    """Return all strings of a config that must never be output: values masked as ``***``, and values from environment variables.
 
-    The latter only from 8 characters on, because a shorter one, such as a number of steps, may occur in other texts by chance.
+    Values from environment variables are included only if they have at least 8 characters, because a shorter one, such as a number of
+    steps, may appear elsewhere by chance.
     """
     texts = _texts_of(config, {})
     return {
@@ -91,7 +92,7 @@ def hidden_texts(config: Any) -> set[str]:
 
 
 def _texts_of(config: Any, metadata: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
-    """Every text of a config, and how it is written."""
+    """Yield every string of a config, and how it is written."""
     if is_dataclass(config):
         for each in fields(config):
             yield from _texts_of(getattr(config, each.name), each.metadata)
@@ -106,7 +107,7 @@ def _texts_of(config: Any, metadata: Mapping[str, Any]) -> Iterator[tuple[str, s
 
 
 def copy_without_secrets(source: Path, target: Path, secrets: set[str]) -> None:
-    """Copy a YAML file with ``***`` in place of values that are secret, and of the passwords in URLs."""
+    """Copy a YAML file with ``***`` in place of secret values and of passwords in URLs."""
     text = source.read_text(encoding="utf-8")
     values = [token for token in yaml.scan(text) if isinstance(token, yaml.ScalarToken) and token.value in secrets]
     for token in reversed(values):

@@ -42,7 +42,7 @@ class BuiltCommand:
     children: Any  # resource usage of this process's ended children at that time
 
 
-#: The newest command for each port, to notice that a server which the user started from it has died.
+#: The latest command for each port, to detect that a server that the user started with it has died.
 BUILT_COMMANDS: dict[int, BuiltCommand] = {}
 
 
@@ -93,17 +93,17 @@ class SGLangConfig(ServerConfig):
         port: int = 30000,
         dist_init_addr: str | None = None,
     ) -> list[str]:
-        """The command line of the server, for ``subprocess.Popen``.
+        """Build the command line of the server, for ``subprocess.Popen``.
 
         Args:
             config: the section of the experiment.
-            tp_size: GPUs that share one copy of the model.
-            base_gpu_id: the first of them.
-            host, port: where it listens.
-            dist_init_addr: ``host:port`` at which several nodes of one server meet.
+            tp_size: number of GPUs that share one copy of the model.
+            base_gpu_id: index of the first GPU.
+            host, port: address on which the server listens.
+            dist_init_addr: ``host:port`` at which the nodes of a multi-node server connect.
 
         Raises:
-            ConfigError: no model is named, or the built-in engine is asked for tensor parallelism.
+            ConfigError: no model is set, or tensor parallelism is requested of the built-in engine.
         """
         if config.implementation == "builtin":
             if tp_size != 1:
@@ -156,17 +156,17 @@ class VLLMConfig(ServerConfig):
     def build_cmd(
         config: VLLMConfig, tp_size: int = 1, base_gpu_id: int = 0, host: str = "127.0.0.1", port: int = 8000
     ) -> list[str]:
-        """The command line of the server, for ``subprocess.Popen``: with the token endpoint, its versions and processed
-        log-probabilities switched on.
+        """Build the command line of the server, for ``subprocess.Popen``, with the token endpoint, its versions and processed
+        log-probabilities enabled.
 
         Args:
             config: the section of the experiment.
-            tp_size: GPUs that share one copy of the model.
-            base_gpu_id: the first of them.
-            host, port: where it listens.
+            tp_size: number of GPUs that share one copy of the model.
+            base_gpu_id: index of the first GPU.
+            host, port: address on which the server listens.
 
         Raises:
-            ConfigError: no model is named, or fewer GPUs are visible.
+            ConfigError: no model is set, or too few GPUs are visible.
         """
         environment = {"VLLM_SERVER_DEV_MODE": "1", **{name: str(value) for name, value in config.env.items()}}
         whole_prompts: dict[str, Any] = {}
@@ -211,21 +211,21 @@ class LocalServerConfig(ServerConfig):
 
     @classmethod
     def like(cls, section: Any, **settings: Any) -> LocalServerConfig:
-        """A server with the settings that another section has under the same names.
+        """Make a config from the settings that another section has under the same names.
 
         Args:
             section: a dataclass, such as the ``rollout`` section, whose built-in engine has the same settings.
-            settings: that it has instead.
+            settings: settings that replace those of the section.
         """
         names = {one.name for one in fields(cls)} & {one.name for one in fields(section)}
         return cls(**{name: getattr(section, name) for name in names} | settings)
 
     @staticmethod
     def build_cmd(config: LocalServerConfig, *, host: str = "127.0.0.1", port: int = 30000) -> list[str]:
-        """The command that serves ``config.model_path`` with the built-in engine.
+        """Build the command that serves ``config.model_path`` with the built-in engine.
 
         Raises:
-            ConfigError: no model is named.
+            ConfigError: no model is set.
         """
         options: dict[str, Any] = {
             "host": host,
@@ -240,13 +240,13 @@ class LocalServerConfig(ServerConfig):
 
 
 def _same_names(config: ServerConfig, *others: str) -> dict[str, Any]:
-    """Settings that have the same name at the server, without ``others``."""
+    """Return the settings that have the same name as the server's option, without ``others``."""
     others += ("model_path", "extra_args")
     return {each.name.replace("_", "-"): getattr(config, each.name) for each in fields(config) if each.name not in others}
 
 
 def _gpus(first: int, count: int) -> list[str]:
-    """GPUs as ``CUDA_VISIBLE_DEVICES`` names them, counted among those that this process sees."""
+    """Return GPU names for ``CUDA_VISIBLE_DEVICES``; ``first`` and ``count`` refer to the GPUs visible to this process."""
     visible = [name.strip() for name in os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",") if name.strip()]
     if visible and first + count > len(visible):
         raise ConfigError(
@@ -263,7 +263,7 @@ def _model(path: str, server: str) -> str:
 
 
 def option_list(options: Mapping[str, Any]) -> list[str]:
-    """Command-line options: underscores become dashes, True a bare flag, lists are repeated, None and False are left out."""
+    """Format command-line options: underscores become dashes, True is a bare flag, lists repeat the option, None and False are omitted."""
     arguments: list[str] = []
     for name, value in options.items():
         flag = "--" + name.replace("_", "-")

@@ -28,13 +28,13 @@ _FastestLoader: Any = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
 
 
 class _Loader(_FastestLoader):
-    """YAML 1.2's reading of plain words: ``1e-5`` is a number; ``yes``, ``0130`` and ``2026-11-21`` are text."""
+    """Reads plain scalars as YAML 1.2 does: ``1e-5`` is a number; ``yes``, ``0130`` and ``2026-11-21`` are strings."""
 
     yaml_implicit_resolvers: ClassVar[dict] = {}
 
 
 class _Dumper(yaml.SafeDumper):
-    """Quotes whatever a reader of YAML 1.1 or 1.2 would take for something else than text."""
+    """Quotes strings that a YAML 1.1 or 1.2 reader would not read as strings."""
 
     def ignore_aliases(self, data: Any) -> bool:
         return True
@@ -54,12 +54,12 @@ _constructor = yaml.constructor.SafeConstructor()
 
 
 def dotted(path: KeyPath) -> str:
-    """The path as users write it: ``actor.optimizer.lr``."""
+    """Return a path as users write it: ``actor.optimizer.lr``."""
     return ".".join(str(part) for part in path)
 
 
 def undotted(key: str) -> KeyPath:
-    """The path that ``dotted`` writes as ``key``."""
+    """Return the path that ``dotted`` writes as ``key``."""
     return tuple(int(part) if part.isdigit() else part for part in key.split("."))
 
 
@@ -75,7 +75,7 @@ class Override:
 
 @dataclass(frozen=True)
 class Written:
-    """Original name and place of a key that was renamed."""
+    """Original name and location of a key that was renamed."""
 
     key: str
     place: str
@@ -85,7 +85,7 @@ class Written:
 class Document:
     """The content of a YAML file before interpolation: containers, line numbers and the file's name.
 
-    ``written`` and ``notes`` belong to translated files: the original names of the keys, and a line for the user about each key.
+    ``written`` and ``notes`` are set for translated files: the original names of the keys, and a message to the user about each key.
     """
 
     data: dict[str, Any]
@@ -99,8 +99,8 @@ class Document:
 class Origins:
     """Where values come from, for messages: a file and line, or an override of the command line.
 
-    ``prefixes`` are the places of the document where a path is looked up; the first match wins, so a stage's own keys come before
-    the shared ones.
+    ``prefixes`` are the positions in the document at which a path is looked up; the first match wins, so a stage's own keys take
+    precedence over the shared ones.
     """
 
     document: Document
@@ -109,7 +109,7 @@ class Origins:
     renamed: dict[KeyPath, Written] = field(default_factory=dict)  # keys that were given under a second name
 
     def of(self, path: KeyPath) -> str:
-        """``file:line`` or the override that set a key; of the nearest parent if the key itself was not written."""
+        """Return the ``file:line`` or the override that set a key, or its nearest parent if the key itself was not written."""
         for above in (path[:length] for length in range(len(path), -1, -1)):
             if override := self._override(above):
                 return f"override {override.text!r}"
@@ -119,12 +119,12 @@ class Origins:
             if lines := [self.document.lines[place] for place in places if place in self.document.lines]:
                 return f"{self.document.file}:{lines[0]}"
             below = [each for each in self.overrides if above and any(each.path[: len(place)] == place for place in places)]
-            if below:  # the last one brought a mapping into being
+            if below:  # the last one created the mapping
                 return f"override {below[-1].text!r}"
         return self.document.file
 
     def name(self, path: KeyPath) -> str:
-        """Name of a key in messages: as it was written, with its own name if that differs."""
+        """Return the name of a key for messages: as it was written, and its name here if that differs."""
         written = self._written(path)
         if written is None or written.key == dotted(path) or self._override(path):
             return dotted(path)
@@ -134,12 +134,12 @@ class Origins:
         return self.renamed.get(path) or self.document.written.get(path)
 
     def directory(self, path: KeyPath) -> Path:
-        """The directory that a path written at ``path`` is relative to: the file's; of an override, the current one."""
+        """Return the base directory of a relative path in the key ``path``: the config file's or, in an override, the current one."""
         overridden = any(self._override(path[:length]) for length in range(1, len(path) + 1))
         return Path() if overridden else Path(self.document.file).parent
 
     def raw(self, path: KeyPath) -> str | None:
-        """The text behind the ``=`` of the override that set this very key; None if there is none."""
+        """Return the text after the ``=`` of the override that set exactly this key, or None."""
         override = self._override(path)
         return override.raw if override else None
 
@@ -155,7 +155,7 @@ class ConfigDialect:
     system: ClassVar[str] = ""
     #: Name of a config dataclass -> (key in the user's file -> field); read with a warning.
     renamed: ClassVar[Mapping[str, Mapping[str, str]]] = {}
-    #: The same for names that are as good as this project's: read without a warning.
+    #: Like ``renamed``, for names that are read without a warning.
     second_names: ClassVar[Mapping[str, Mapping[str, str]]] = {}
 
     def recognises(self, data: dict[str, Any]) -> bool:
@@ -170,14 +170,14 @@ class ConfigDialect:
             origins: where they were written, for messages.
 
         Raises:
-            ConfigError: naming every key that cannot be honoured, with file and line.
+            ConfigError: lists every key that is not supported, with file and line.
         """
         raise NotImplementedError
 
 
 @cache
 def dialects() -> Sequence[type[ConfigDialect]]:
-    """Dialects of the systems whose files and key names are understood."""
+    """Return the dialects of the systems whose files and key names are understood."""
     return import_path("rollwright.compat.dialects:DIALECTS", "table")
 
 
@@ -185,7 +185,7 @@ def read_yaml(file: str | Path) -> Document:
     """Read one YAML mapping from a file.
 
     Raises:
-        ConfigError: the file cannot be read, is not YAML, holds a key twice, or is not a mapping.
+        ConfigError: the file cannot be read, is not YAML, has a duplicate key, or is not a mapping.
     """
     try:
         text = Path(file).read_text(encoding="utf-8")
@@ -199,7 +199,7 @@ def read_yaml(file: str | Path) -> Document:
 
 
 def parse_yaml(text: str, file: str = "<config>") -> Document:
-    """Like ``read_yaml``, from text; ``file`` is the name used in messages."""
+    """Parse one YAML mapping from a string, as ``read_yaml`` does; ``file`` is the name used in messages."""
     try:
         node = yaml.compose(text, Loader=_Loader)
     except yaml.YAMLError as error:
@@ -217,12 +217,12 @@ def parse_yaml(text: str, file: str = "<config>") -> Document:
 
 
 def dump_yaml(data: Any) -> str:
-    """Plain containers as YAML, keys in their order; ``parse_yaml`` reads the same values back."""
+    """Dump plain containers as YAML, with keys in their order; ``parse_yaml`` reads the same values back."""
     return yaml.dump(data, Dumper=_Dumper, sort_keys=False, allow_unicode=True, width=120)
 
 
 def parse_value(raw: str) -> Any:
-    """The value of an override, read as YAML: ``1e-5``, ``true``, ``null``, ``[a, b]``, ``{a: 1}``, text."""
+    """Parse the value of an override as YAML (``1e-5``, ``true``, ``null``, ``[a, b]``, ``{a: 1}``); return invalid YAML unchanged."""
     try:
         node = yaml.compose(raw, Loader=_Loader)
         return None if node is None else _construct(node, (), Document(data={}))
@@ -277,14 +277,14 @@ def _scalar(node: yaml.Node, document: Document) -> Any:
 
 
 def merge(base: Any, over: Any) -> Any:
-    """``over`` onto ``base``: mappings are merged key by key, everything else replaces."""
+    """Merge ``over`` onto ``base``: mappings are merged key by key, anything else is replaced."""
     if isinstance(base, dict) and isinstance(over, dict):
         return {**base, **{key: merge(base[key], value) if key in base else value for key, value in over.items()}}
     return copy.deepcopy(over)
 
 
 def default_of(each: dataclasses.Field) -> Any:
-    """A new default of a field; ``MISSING`` if it has none."""
+    """Return a new default value of a field, or ``MISSING`` if it has none."""
     return each.default if each.default_factory is dataclasses.MISSING else each.default_factory()
 
 
@@ -293,7 +293,7 @@ def plain(value: Any, metadata: Mapping[str, Any] | None = None) -> Any:
 
     Args:
         value: a config, or the value of a key.
-        metadata: the key's.
+        metadata: metadata of the key.
     """
     metadata = metadata or {}
     if dataclasses.is_dataclass(value) and not isinstance(value, type):

@@ -49,7 +49,7 @@ class FormatConfig:
         return {"enable_thinking": self.enable_thinking, **own}
 
 
-#: Where a key is read: in train_dataset and valid_dataset, or in tasksets and eval_tasksets. The others are read in both.
+#: Where a key is read: in train_dataset and valid_dataset, or in tasksets and eval_tasksets. Other keys are read in both.
 _DATASETS, _TASKSETS = {"read_in": "datasets"}, {"read_in": "tasksets"}
 
 
@@ -115,7 +115,7 @@ class TasksetConfig:
 
     @property
     def source(self) -> str:
-        """How messages name the rows: path and split."""
+        """Name of the rows in messages: path and split."""
         return f"{self.path or 'the dataset'} ({self.split})"
 
     @property

@@ -1,4 +1,4 @@
-"""Tokenizers: loading them so that chat templates give ids, and making small ones in Hugging Face form."""
+"""Loads tokenizers so that their chat templates return ids, and builds small tokenizers in Hugging Face format."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def load_tokenizer(path: str | Path | Any, trust_remote_code: bool = False) -> A
     """Load a Hugging Face tokenizer by directory or name.
 
     Args:
-        path: directory or name; a tokenizer object is prepared and returned as it is.
+        path: directory or name; a tokenizer object is prepared and returned.
         trust_remote_code: run code that comes with the tokenizer. Off unless asked for.
 
     Returns:
@@ -46,7 +46,7 @@ def load_tokenizer(path: str | Path | Any, trust_remote_code: bool = False) -> A
         raise ConfigError("no tokenizer is named: set tokenizer_path (or actor.path) to a directory or a Hugging Face name.")
     from transformers import AutoTokenizer
 
-    # Without a network the library tries each file for half a minute, and says so five times, before it looks in its cache.
+    # Without a network, the library retries each file for half a minute, with five warnings, before it uses its cache.
     unreachable = "" if Path(path).expanduser().exists() else unreachable_hub()
     try:
         tokenizer = AutoTokenizer.from_pretrained(
@@ -82,13 +82,13 @@ def build_character_tokenizer(
 
     Args:
         characters: the characters, in the order of their ids; repeated ones count once.
-        path: directory to write it to in Hugging Face form (``tokenizer.json``, chat template). None does not write it.
+        path: directory to save it to in Hugging Face format (``tokenizer.json``, chat template). If None, it is not saved.
         pieces: strings of several characters that are one token each, such as ``"<answer>"``; the longest match wins.
         chat_template: Jinja template; the default knows the roles system, user and assistant.
 
     Returns:
-        A fast tokenizer that ``load_tokenizer`` and ``AutoTokenizer.from_pretrained(path)`` give back alike. Ids 0 to 5 are
-        pad, unknown, end and the three roles; text of known characters survives encoding and decoding unchanged.
+        A fast tokenizer; ``load_tokenizer(path)`` and ``AutoTokenizer.from_pretrained(path)`` load an equal one. Ids 0 to 5 are
+        pad, unknown, end and the three roles. Text of known characters survives encoding and decoding unchanged.
 
     Raises:
         DataError: an entry of ``characters`` is not one character, or a piece is too short or a special token.
