@@ -1,4 +1,4 @@
-"""Tasks made on the spot: arithmetic with worked solutions.
+"""Procedural tasks: arithmetic with worked solutions.
 
 A task belongs to train, valid or test by a hash of the task itself, so no two splits ever share one, whatever their
 sizes and seeds; ``37+58`` and ``58+37`` count as the same task.
@@ -17,12 +17,12 @@ from rollwright.errors import DataError
 #: Share of all tasks that each split gets, in percent.
 SPLIT_SHARES = {"train": 80, "valid": 10, "test": 10}
 
-#: Numbers of tasks below which a split is listed and shuffled instead of drawn one by one.
+#: Maximum number of tasks that are listed and shuffled; of more tasks, a split is drawn one by one.
 LISTABLE = 200_000
 
 
 def split_of(task: str) -> str:
-    """The split that a task belongs to, from a hash of its canonical text."""
+    """Return the split that a task belongs to, from a hash of its canonical text."""
     bucket = int.from_bytes(hashlib.blake2b(task.encode(), digest_size=8).digest(), "big") % 100
     ends = itertools.accumulate(SPLIT_SHARES.values())
     return next(split for split, end in zip(SPLIT_SHARES, ends, strict=True) if bucket < end)
@@ -39,23 +39,23 @@ def arithmetic(
     carries: float | None = None,
     seed: int = 1,
 ) -> list[dict[str, Any]]:
-    """Sums, differences and products of whole numbers, with the solution worked digit by digit from the right.
+    """Make sums, differences and products of whole numbers, with solutions worked digit by digit from the right.
 
     Args:
         split: train, valid or test.
         size: number of tasks. None uses all of the split, at most 10,000.
-        digits: digits of the operands at most.
+        digits: maximum number of digits of the operands.
         min_digits: minimum number of digits of the operands; by default ``digits``.
         operation: ``+``, ``-``, ``*`` or several of them, such as ``+-``.
-        worked: the completion shows its work; otherwise it is the answer alone.
+        worked: True for completions that show the steps; False for the answer alone.
         answer_format: format of the answer at the end of the completion; ``{answer}`` is the number.
         carries: share of the sums in which a column carries into the next one. None leaves it to chance (about half of two-digit
-            sums). Tasks of the kind that is too frequent are left out.
-        seed: which tasks, and in which order.
+            sums). Surplus tasks of the more frequent kind are left out.
+        seed: seed of the choice and order of tasks.
 
     Returns:
         Rows ``{"messages": [user: "37+58="], "answer": "95", "completion": "7+8=15 3+5+1=9 <answer>95</answer>",
-        "query_id": "37+58"}``, every task once.
+        "query_id": "37+58"}``; no task appears twice.
 
     Raises:
         DataError: an argument is out of range, or the split has fewer tasks than ``size``.
@@ -116,7 +116,7 @@ def _with_carries(tasks: list[Task], share: float) -> list[Task]:
 
 
 def _drawn(split: str, size: int, first: int, last: int, operation: str, generator: random.Random) -> list[Task]:
-    """Distinct tasks of a split of a space that is too large to list; terminates as ``size`` is far below the space."""
+    """Draw distinct tasks of a split if there are too many to list; terminates because ``size`` is far smaller than their number."""
     if size > LISTABLE * SPLIT_SHARES[split] // 200:
         raise DataError(f"arithmetic: size {size} is more than a list in memory is good for; use a smaller size.")
     seen: dict[Task, None] = {}
@@ -147,7 +147,7 @@ def _row(task: Task, worked: bool, answer_format: str) -> dict[str, Any]:
 
 
 def _worked_sum(a: int, b: int) -> list[str]:
-    """``37+58`` as ``7+8=15``, ``3+5+1=9``: a digit at a time from the right, the carry written as ``+1``."""
+    """Work a sum digit by digit from the right, with the carry as ``+1``: ``37+58`` gives ``7+8=15``, ``3+5+1=9``."""
     steps, carry = [], 0
     for position in range(len(str(max(a, b)))):
         x, y = a // 10**position % 10, b // 10**position % 10
@@ -157,7 +157,7 @@ def _worked_sum(a: int, b: int) -> list[str]:
 
 
 def _worked_difference(a: int, b: int) -> list[str]:
-    """``52-38`` as ``12-8=4``, ``5-3-1=1``: ten is borrowed if the upper digit is too small, and paid back as ``-1``."""
+    """Work a difference digit by digit from the right, with the borrow as ``-1``: ``52-38`` gives ``12-8=4``, ``5-3-1=1``."""
     steps, borrow = [], 0
     for position in range(len(str(a))):
         x, y = a // 10**position % 10, b // 10**position % 10
@@ -169,7 +169,7 @@ def _worked_difference(a: int, b: int) -> list[str]:
 
 
 def _worked_product(a: int, b: int) -> list[str]:
-    """``37*58`` as ``37*8=296``, ``37*50=1850``, ``296+1850=2146``: a digit of the second factor at a time, then added up."""
+    """Work a product by the second factor's digits, then add up: ``37*58`` gives ``37*8=296``, ``37*50=1850``, ``296+1850=2146``."""
     parts = [(b // 10**position % 10) * 10**position for position in range(len(str(b)))]
     steps = [f"{a}*{part}={a * part}" for part in parts]
     total = a * parts[0]

@@ -54,7 +54,7 @@ def prompt_text(
 
 
 def without_template(tokenizer: Any) -> str:
-    """Error message for a tokenizer without a chat template."""
+    """Return the error message for a tokenizer without a chat template."""
     return (
         f"the tokenizer {getattr(tokenizer, 'name_or_path', '')!r} has no chat template, so messages cannot be rendered: use the "
         "model's chat variant, set tokenizer_path to another tokenizer, or set tokenizer.chat_template and save the tokenizer."
@@ -64,13 +64,13 @@ def without_template(tokenizer: Any) -> str:
 def prompt_ids(
     tokenizer: Any, messages: Messages, tools: Sequence[Any] | None = None, *, enable_thinking: bool = False, **variables: Any
 ) -> list[int]:
-    """Token ids ``[P]`` of ``prompt_text``, with the same arguments and errors."""
+    """Return the token ids ``[P]`` of ``prompt_text``; arguments and errors are the same."""
     text = prompt_text(tokenizer, messages, tools, enable_thinking=enable_thinking, **variables)
     return list(tokenizer.encode(text, add_special_tokens=False))
 
 
 def apply_chat_template(tokenizer: Any, messages: list[dict[str, Any]], *, tokenize: bool = True, **kwargs: Any) -> Any:
-    """Apply the tokenizer's chat template; returns ids as ``list[int]`` with every version of transformers, or text."""
+    """Apply the tokenizer's chat template. Returns a string, or ``list[int]`` (with every version of transformers) if ``tokenize``."""
     return tokenizer.apply_chat_template(messages, tokenize=tokenize, **{"return_dict": False, **kwargs})
 
 
@@ -78,7 +78,7 @@ def apply_chat_template(tokenizer: Any, messages: list[dict[str, Any]], *, token
 
 
 def turn_end(tokenizer: Any, **variables: Any) -> list[int]:
-    """Token ids after a reply, up to and including the token that ends the turn.
+    """Return the token ids that follow a reply, up to and including the token that ends the turn.
 
     They are taken from the template's output between an assistant message and the next user message. Many base models have an
     end-of-document token as ``eos_token`` (``<|endoftext|>``), while their template ends turns with another token (``<|im_end|>``,
@@ -111,7 +111,7 @@ def _turn_end(tokenizer: Any, template: str, eos: int | None, variables: tuple[t
 
 
 def _after_reply(tokenizer: Any, messages: Messages, variables: dict[str, Any]) -> tuple[int, ...]:
-    """Ids from the end of the reply to the first special token, if only white space is between; otherwise empty."""
+    """Return the ids from the end of the reply to the first special token; empty if more than white space is between."""
     try:
         text = render(tokenizer, messages, **variables)
     except Exception:  # a template may reject such conversations with any error
@@ -126,7 +126,7 @@ def _after_reply(tokenizer: Any, messages: Messages, variables: dict[str, Any]) 
 
 
 def end_ids(tokenizer: Any) -> set[int]:
-    """Ids that can end a turn: all special tokens of a tokenizer, both declared and merely added ones."""
+    """Return the ids that can end a turn: all special tokens of a tokenizer, both declared and merely added ones."""
     added = getattr(tokenizer, "added_tokens_decoder", {})
     special = {token for token, entry in added.items() if entry.special}
     return special | {
@@ -143,19 +143,19 @@ def stopping_at_turn_end(gconfig: GenerationHyperparameters, tokenizer: Any, **v
 
 
 def without_end(text: str, tokenizer: Any) -> str:
-    """A reply's text without the token that ended it."""
+    """Return a reply's text without the token that ended it."""
     for token in {tokenizer.eos_token_id, *turn_end(tokenizer)[-1:]} - {None}:
         text = text.removesuffix(tokenizer.decode([token], skip_special_tokens=False))
     return text
 
 
 def reply_ids(tokenizer: Any, text: str, prompt: Sequence[int] = (), **variables: Any) -> list[int]:
-    """Token ids of a reply to train on: its text, and ``turn_end`` unless the text already ends with it.
+    """Return the token ids of a reply to train on: its text, and ``turn_end`` unless the text already ends with it.
 
     Args:
         tokenizer: tokenizer with the chat template.
         text: text of the reply.
-        prompt: ids before the reply, to check that they fit it.
+        prompt: ids before the reply, to check that they allow its reasoning.
         variables: template variables that the prompt was rendered with.
 
     Raises:

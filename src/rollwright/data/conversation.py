@@ -41,7 +41,7 @@ class ConversationTokens:
         self._turns: dict[str, list[int]] = {}  # messages with a reply, in canonical form -> its prompt and reply, as sampled
 
     def encode(self, messages: Sequence[Mapping[str, Any]], tools: list[dict[str, Any]] | None = None) -> list[int]:
-        """Token ids of ``messages`` with the generation prompt, ``[P]``."""
+        """Return the token ids ``[P]`` of ``messages`` with the generation prompt."""
         messages = [plain_message(message) for message in messages]
         for count in range(len(messages) - 1, 0, -1):
             if messages[count - 1]["role"] != "assistant":
@@ -66,8 +66,8 @@ class ConversationTokens:
     ) -> None:
         """Remember the tokens of ``reply`` to ``messages``, for the request that continues the conversation.
 
-        That request may give the reply's reasoning in a separate field or in the text, with other white space around it. It may
-        leave it out if the reply had it in a separate field.
+        That request may give the reply's reasoning in a separate field or in the text, with different white space around it. The
+        reasoning may be missing if the reply had it in a separate field.
         """
         plain = [plain_message(message) for message in [*messages, reply]]
         forms = [plain, [*plain[:-1], {**plain[-1], "reasoning_content": ""}]] if reply.get("reasoning_content") else [plain]
@@ -77,7 +77,7 @@ class ConversationTokens:
     def _text_after(
         self, messages: list[dict[str, Any]], count: int, ids: list[int], tools: list[dict[str, Any]] | None
     ) -> str | None:
-        """Text that the template puts after the sampled tokens of reply ``count - 1``; None if it rewrites earlier text."""
+        """Return the text that the template puts after the sampled tokens of message ``count - 1``; None if it rewrites earlier text."""
         is_first = (messages[: count - 1], tools) == self._first[:2]  # rendering is the slowest part of a call
         before = self._first[2] if is_first else self._render(messages[: count - 1], tools, True)
         before = before.rstrip().removesuffix("<think>").rstrip()
@@ -142,7 +142,7 @@ def _reply_text(
     tools: list[dict[str, Any]] | None,
     template_kwargs: dict[str, Any],
 ) -> str:
-    """The text that a model would write for ``message``, with tool calls and reasoning as the template renders them."""
+    """Return the text that a model would write for ``message``, with tool calls and reasoning as the template renders them."""
     plain = plain_message(message)
     if not plain.get("tool_calls") and not plain.get("reasoning_content"):
         return plain["content"]
@@ -186,7 +186,7 @@ def _plain_call(call: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _reasoning_and_text(message: dict[str, Any]) -> tuple[str, Any]:
-    """Reasoning and text of an assistant's message, wherever the reasoning is given."""
+    """Return reasoning and text of an assistant's message, whether the reasoning is in a field or in the text."""
     reasoning, content = message.get("reasoning_content") or "", message["content"]
     if reasoning and isinstance(content, str):
         content = content.lstrip()  # Inspect begins it with a line break

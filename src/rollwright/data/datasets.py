@@ -1,6 +1,6 @@
-"""The one registry of datasets, and how a config's dataset section becomes rows.
+"""The registry of datasets, and the conversion of a config's dataset section to rows.
 
-A builder takes a split and arguments of its own, and returns rows or ``Example`` objects::
+A builder takes a split and its own arguments, and returns rows or ``Example`` objects::
 
     @DATASET_REGISTRY.register("riddles")
     def riddles(split="train", path="riddles.jsonl"):
@@ -36,7 +36,7 @@ class DatasetRegistry(Registry[Builder]):
         """Call the builder of a name, or of an import path.
 
         Raises:
-            DataError: no such dataset, arguments that the builder does not take, or no rows.
+            DataError: there is no such dataset, its builder does not accept the arguments, or it has no rows.
         """
         items = list(super().build(name, split=split, **kwargs))
         if not items:
@@ -44,11 +44,11 @@ class DatasetRegistry(Registry[Builder]):
         return items
 
     def rows(self, name: str, split: str = "train", **kwargs: Any) -> list[Row]:
-        """The dataset as rows."""
+        """Build the dataset as rows."""
         return [item.to_row() if isinstance(item, Example) else item for item in self.build(name, split, **kwargs)]
 
     def examples(self, name: str, split: str = "train", **kwargs: Any) -> list[Example]:
-        """The dataset as examples in text."""
+        """Build the dataset as examples in text."""
         return [item if isinstance(item, Example) else Example.from_row(item) for item in self.build(name, split, **kwargs)]
 
 
@@ -67,16 +67,16 @@ DATASET_REGISTRY = DatasetRegistry(
 
 
 def get_dataset(config: DatasetConfig, tokenizer: Any = None, enable_thinking: bool | None = None) -> list[Row]:
-    """The rows of a ``train_dataset`` or ``valid_dataset`` section.
+    """Load the rows of a ``train_dataset`` or ``valid_dataset`` section.
 
     Args:
         config: ``path`` is a registered name, ``reasoning_gym:NAME``, the import path of a builder
             (``my.module:builder``), or what ``read_rows`` reads.
-        tokenizer: counts a prompt's tokens if ``max_length`` is set; an object, or its directory or name.
+        tokenizer: tokenizer (or its directory or name) that counts the tokens of a prompt; required if ``max_length`` is set.
         enable_thinking: template variable for the prompts that are counted. None uses the value in ``format``.
 
     Returns:
-        Tasks with ``messages`` and ``answer``; with ``completion`` if ``type`` is sft, ``chosen`` and ``rejected`` if it is preference.
+        Tasks that have ``messages`` and ``answer``, and ``completion`` if ``type`` is sft, or ``chosen`` and ``rejected`` if preference.
 
     Raises:
         DataError: the dataset or one of its rows is invalid; the message names it.
@@ -107,10 +107,10 @@ def get_dataset(config: DatasetConfig, tokenizer: Any = None, enable_thinking: b
 
 
 def dataset_rows(config: DatasetConfig) -> list[Row]:
-    """The rows that ``config`` names, at most ``limit``, unchanged.
+    """Load the rows that ``config`` refers to, unchanged and at most ``limit``.
 
     Raises:
-        DataError: there is nothing at ``path``, or its builder does not take ``kwargs``.
+        DataError: there is nothing at ``path``, or its builder does not accept ``kwargs``.
     """
     path, kwargs = config.path, config.kwargs
     if not path:
@@ -132,7 +132,7 @@ def dataset_rows(config: DatasetConfig) -> list[Row]:
 
 
 def has_subsets(config: DatasetConfig) -> bool:
-    """True if ``config.subset`` is used: for a directory or a Hugging Face dataset."""
+    """Return True if ``config.subset`` applies, which is so for a directory or a Hugging Face dataset."""
     return not _is_built(config.path) and not Path(config.path).expanduser().is_file()
 
 

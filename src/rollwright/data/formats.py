@@ -1,9 +1,8 @@
-"""Convert a row of a file to a task: ``messages`` for the model, and the ``answer`` for the reward.
+"""Converts a row of a file to a task: ``messages`` for the model, and the ``answer`` for the reward.
 
-The row keeps its other columns. A format names the columns; without one (or if it names no column of prompt or answer) they are
-recognised by their names, which must be unambiguous: two columns that could both be the prompt, or one that belongs to the prompt but
-would be left out, are refused with advice (``docs/datasets.md`` lists the formats). Datasets are converted when they are loaded, tasksets when a task's ``messages()`` is
-called.
+The row keeps its other columns. A format names the columns. Without a format, or if it names neither prompt nor answer, columns are
+recognised by their names (``docs/datasets.md`` lists them). It is an error if two columns could be the prompt, or if a column that
+belongs to the prompt would be left out. Datasets are converted when they are loaded, tasksets when a task's ``messages()`` is called.
 
 A format may also be a user's function from a row to its messages, to an ``Example`` or to a row with ``messages``::
 
@@ -30,7 +29,7 @@ class Example:
     """One example of a dataset, as text.
 
     Attributes:
-        prompt: what the model reads, template and all.
+        prompt: text that the model reads, including any template.
         answer: the reference answer.
         question: the bare question, if the prompt puts a template around it.
         completion: a worked solution, if there is one.
@@ -44,7 +43,7 @@ class Example:
     extras: dict[str, Any] = field(default_factory=dict)
 
     def to_row(self) -> Row:
-        """The example as a task: the prompt is the user's message."""
+        """Convert the example to a task, whose user message is the prompt."""
         optional = {"question": self.question, "completion": self.completion}
         return {
             **self.extras,
@@ -55,7 +54,7 @@ class Example:
 
     @classmethod
     def from_row(cls, row: Row) -> Example:
-        """A task as text: its messages' contents, one below the other."""
+        """Convert a task to text: the contents of its messages, joined by line breaks."""
         if not row.get("messages"):
             raise DataError(f"a row without messages cannot become an Example; it has {', '.join(map(str, row))}.")
         prompt = "\n".join(str(message["content"]) for message in row["messages"])
@@ -84,7 +83,7 @@ _OF_TYPES["rl"] = _OF_TYPES["sft"] | {
 
 
 def read_rows_by(name: str, rows: Sequence[Row], source: str) -> list[Row]:
-    """Read rows with a registered format; the result has ``messages`` and the rows' own columns."""
+    """Convert rows with a registered format; each result has ``messages`` and the row's own columns."""
     function = FORMATS.get(name)
     read = []
     for row, where in zip(rows, _places(rows, source), strict=True):
@@ -109,10 +108,10 @@ def _places(rows: Sequence[Row], source: str) -> list[str]:
 
 
 def to_tasks(rows: Sequence[Row], layout: FormatConfig | str | None, source: str, kind: str = "rl") -> list[Row]:
-    """Make tasks of a dataset's rows.
+    """Convert a dataset's rows to tasks.
 
     Args:
-        rows: as they were read.
+        rows: the rows as read.
         layout: roles of the columns, or the name of a registered format. By default they are recognised by their names.
         source: name of the dataset, for messages.
         kind: ``rl``; ``sft``, for rows with a worked ``completion`` to train on (by default, the answer); or ``preference``, for
@@ -151,7 +150,7 @@ def to_task(row: Row, layout: FormatConfig | None, where: str) -> Row:
 
 
 def messages_of(row: Row, layout: FormatConfig | None, where: str) -> list[Row]:
-    """The prompt conversation of a row. Arguments and errors as in ``to_task``, but no answer is required."""
+    """Return the prompt conversation of a row. Arguments and errors are as in ``to_task``, but no answer is required."""
     messages = _with_messages(row, layout, where)["messages"]
     _check_is_asked(messages, where)
     return messages
@@ -194,7 +193,7 @@ def _with_messages(row: Row, layout: FormatConfig | None, where: str) -> Row:
 
 
 def _conversation(messages: Any, name: str, where: str) -> list[Row]:
-    """Messages without keys that are None (columnar files give every message the union of all keys)."""
+    """Return messages without keys whose value is None (columnar files give every message the union of all keys)."""
     if not isinstance(messages, list) or not messages:
         raise DataError(f"{where}: {name} must be a list of at least one message, not {messages!r:.80}.")
     for message in messages:
@@ -215,7 +214,7 @@ def _check_is_asked(messages: list[Row], where: str) -> None:
 
 
 def with_system(messages: list[Row], prompt: str | None) -> list[Row]:
-    """Put a system message of ``prompt`` first, if there is a prompt and the messages do not begin with one."""
+    """Prepend a system message with ``prompt``, unless that is empty or the messages begin with a system message."""
     if prompt and messages[0].get("role") != "system":
         return [{"role": "system", "content": prompt}, *messages]
     return messages
@@ -226,10 +225,10 @@ def _system_prompt(row: Row, layout: FormatConfig) -> str | None:
 
 
 def _worked(row: Row, layout: FormatConfig | None, where: str) -> Row:
-    """A row for supervised training: ``messages`` and the ``completion`` that follows, a text or a list of messages.
+    """Make a row for supervised training: ``messages`` and the ``completion`` that follows, a string or a list of messages.
 
-    If a conversation ends with the assistant, all its replies are trained. Rows with ``segments``, or ``input_ids`` and ``loss_mask``,
-    are returned unchanged.
+    If a conversation ends with the assistant, all its replies are trained. Rows that have ``segments``, or ``input_ids`` and
+    ``loss_mask``, get no ``completion``.
     """
     if "segments" in row or ("input_ids" in row and "loss_mask" in row):
         return row if row.get("messages") is None else _read(row, layout, where)
@@ -268,16 +267,16 @@ def _completion(task: Row, layout: FormatConfig | None, where: str) -> Any:
 
 
 def _as_text(replies: list[Row]) -> Any:
-    """The text of a single text-only reply; other conversations unchanged."""
+    """Return the text of a single text-only reply, or other replies unchanged."""
     single = len(replies) == 1 and not replies[0].keys() - {"role", "content"} and isinstance(replies[0]["content"], str)
     return replies[0]["content"] if single else replies
 
 
 def _pair(row: Row, layout: FormatConfig | None, where: str) -> Row:
-    """A preference pair: ``messages``, and the texts ``chosen`` and ``rejected``.
+    """Make a preference pair: ``messages``, and the strings ``chosen`` and ``rejected``.
 
-    Either both columns hold a reply (a text, or a list of one message) and another column holds the prompt; or both hold a whole
-    conversation, equal up to the last message, which is the reply.
+    Either both columns contain a reply (a string, or a list of one message) and another column contains the prompt; or both contain a
+    whole conversation, and the two are equal up to the last message, which is the reply.
     """
     names = layout or _PLAIN
     chosen, rejected = (_column(row, getattr(names, name), name, where) for name in _PAIRS_ONLY)
@@ -303,7 +302,7 @@ def _pair(row: Row, layout: FormatConfig | None, where: str) -> Row:
 
 
 def _split(value: Any, key: str, where: str) -> tuple[list[Row], str]:
-    """The messages of a conversation before its last one, and the text of that."""
+    """Split a conversation into the messages before the last one, and the text of the last one."""
     if not isinstance(value, list) or not value or not all(isinstance(each, dict) and "content" in each for each in value):
         raise DataError(f"{where}: {key} is neither a text nor a list of messages (as the other column is): {value!r:.80}.")
     *before, last = value
@@ -315,7 +314,7 @@ def _split(value: Any, key: str, where: str) -> tuple[list[Row], str]:
 
 
 def _check_same_prompt(given: Any, prompt: list[Row], key: str, where: str) -> None:
-    """Refuse a prompt column that differs from the prompt of the two conversations."""
+    """Raise an error if the prompt column differs from the prompt of the two conversations."""
     if isinstance(given, list):
         same = given == prompt or _conversation(given, key, where) == prompt
     else:
@@ -406,7 +405,7 @@ def _prompt_key(row: Row, layout: FormatConfig | None, where: str) -> str:
 
 
 def _prompt_text_of(row: Row, key: str, name: str, where: str) -> str:
-    """The user's text in the column that ``format.NAME`` selects."""
+    """Return the user's text in the column that ``format.NAME`` selects."""
     text = _column(row, key, name, where)
     if not isinstance(text, str):
         hint = "; for a conversation set prompt_type: messages and messages_key" if isinstance(text, list) else ""
@@ -415,7 +414,7 @@ def _prompt_text_of(row: Row, key: str, name: str, where: str) -> str:
 
 
 def _column(row: Row, key: str, name: str, where: str) -> Any:
-    """The value of the column that ``format.NAME`` selects.
+    """Return the value of the column that ``format.NAME`` selects.
 
     Raises:
         DataError: there is no such column, or it is empty.
@@ -428,10 +427,10 @@ def _column(row: Row, key: str, name: str, where: str) -> Any:
 
 
 def answer_of(row: Row, where: str) -> dict[str, Any]:
-    """The reference answer under the name ``answer``; empty if there is none.
+    """Return ``{"answer": …}`` with the reference answer; empty if there is none.
 
     Raises:
-        DataError: the row has two.
+        DataError: the row has two different answers.
     """
     found = next(({"answer": row[name]} for name in ANSWERS if row.get(name) is not None), {})
     rule = row.get("reward_model")

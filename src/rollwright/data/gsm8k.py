@@ -11,7 +11,7 @@ from typing import Any
 from rollwright.data.rows import read_rows
 from rollwright.errors import DataError
 
-#: Where Hugging Face has it, and the subset.
+#: Name and subset of the dataset on Hugging Face.
 HUB_NAME, HUB_SUBSET = "openai/gsm8k", "main"
 SPLITS = ("train", "test")
 
@@ -27,15 +27,15 @@ _RESULT = re.compile(r"^####\s*(.+?)\s*$", re.MULTILINE)
 
 
 def is_worked_answer(answer: Any) -> bool:
-    """True for text that ends in a result after ``####``."""
+    """Return True for a string with a result after ``####``."""
     return isinstance(answer, str) and bool(_RESULT.search(answer))
 
 
 def final_answer(answer: str, where: str = "the row") -> str:
-    """The result after ``####``, without thousands separators and dollar signs.
+    """Return the result after ``####``, without thousands separators and dollar signs.
 
     Raises:
-        DataError: there is none.
+        DataError: there is no result.
     """
     found = _RESULT.findall(answer)
     if not found:
@@ -44,7 +44,7 @@ def final_answer(answer: str, where: str = "the row") -> str:
 
 
 def task_of(question: str, answer: str, where: str = "the row") -> dict[str, Any]:
-    """A task: the question as the user's message, the result as ``answer``, the worked solution as ``completion``."""
+    """Make a task: the question as the user's message, the result as ``answer``, the worked solution as ``completion``."""
     return {
         "messages": [{"role": "user", "content": question}],
         "answer": final_answer(answer, where),
@@ -53,10 +53,10 @@ def task_of(question: str, answer: str, where: str = "the row") -> dict[str, Any
 
 
 def read_gsm8k(split: str, path: str | None = None) -> list[dict[str, Any]]:
-    """The rows ``{"question", "answer"}`` of a split, from a local file or directory, or from Hugging Face.
+    """Read the rows ``{"question", "answer"}`` of a split, from a local file or directory, or from Hugging Face.
 
     Raises:
-        DataError: an unknown split, nothing at ``path``, or a row without the two columns.
+        DataError: the split is unknown, there is nothing at ``path``, or a row lacks one of the columns.
     """
     if path is None and split not in SPLITS:
         raise DataError(f"gsm8k has no split {split!r}; it has {', '.join(SPLITS)}. Take a slice of train for validation.")
@@ -68,7 +68,7 @@ def read_gsm8k(split: str, path: str | None = None) -> list[dict[str, Any]]:
 
 
 def gsm8k(split: str = "train", path: str | None = None) -> list[dict[str, Any]]:
-    """GSM8K as tasks: ``messages``, ``answer`` (the number after ``####``), ``completion`` (the worked solution), ``query_id``."""
+    """Read GSM8K as tasks: ``messages``, ``answer`` (the number after ``####``), ``completion`` (the worked solution), ``query_id``."""
     return [
         {**task_of(row["question"], row["answer"], f"gsm8k {split}: row {index}"), "query_id": f"gsm8k/{split}/{index}"}
         for index, row in enumerate(read_gsm8k(split, path))
@@ -76,7 +76,7 @@ def gsm8k(split: str = "train", path: str | None = None) -> list[dict[str, Any]]
 
 
 def gsm8k_r1_template(split: str = "train", path: str | None = None) -> list[dict[str, Any]]:
-    """GSM8K with a prompt that opens ``<think>`` and asks for the result in ``<answer>`` tags, for base models."""
+    """Read GSM8K with a prompt that opens ``<think>`` and asks for the result in ``<answer>`` tags, for base models."""
     return [
         {
             "messages": [{"role": "user", "content": R1_TEMPLATE.format(question=row["question"])}],

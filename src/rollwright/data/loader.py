@@ -25,7 +25,7 @@ T = TypeVar("T")
 
 
 def shuffled(size: int, seed: int, epoch: int) -> list[int]:
-    """The positions from 0 to ``size - 1`` in the seeded order of an epoch."""
+    """Return the positions from 0 to ``size - 1`` in the seeded order of an epoch."""
     order = list(range(size))
     random.Random(f"{seed}/{epoch}").shuffle(order)
     return order
@@ -48,7 +48,7 @@ def endless(source: Iterable[T]) -> Iterator[T]:
 
 @dataclass
 class _NumberedRows(Dataset[Row]):
-    """Rows for the reader: the key ``(position, ordinal)`` gives the row at that position with the ordinal."""
+    """Rows for the reader: the key ``(position, ordinal)`` returns the row at that position, with ``ordinal`` added."""
 
     rows: Any
 
@@ -58,12 +58,12 @@ class _NumberedRows(Dataset[Row]):
 
 
 class TaskLoader:
-    """Batches of tasks: lists of rows, each a dict with its ``ordinal``.
+    """Iterates over batches of tasks: lists of rows, each a dict that includes its ``ordinal``.
 
     Iterating yields the rest of the current epoch; iterating again yields the next epoch. ``forever()`` does not end.
 
     Args:
-        rows: a list of dicts, a Hugging Face dataset, or anything with ``len`` and rows by position.
+        rows: a list of dicts, a Hugging Face dataset, or any object that has a length and is indexed by position.
         batch_size: tasks in a batch.
         shuffle: draw in a new seeded order every epoch.
         seed: seed of the orders.
@@ -109,11 +109,11 @@ class TaskLoader:
 
     @classmethod
     def from_config(cls, rows: Any, config: DatasetConfig, seed: int) -> TaskLoader:
-        """The loader of a ``train_dataset`` or ``valid_dataset`` section."""
+        """Build the loader of a ``train_dataset`` or ``valid_dataset`` section."""
         return cls(rows, config.batch_size, config.shuffle, seed, config.drop_last, name=config.source)
 
     def __len__(self) -> int:
-        """Batches in one epoch."""
+        """Return the number of batches in one epoch."""
         return self._batches
 
     @property
@@ -123,21 +123,21 @@ class TaskLoader:
 
     @property
     def ordinal(self) -> int:
-        """The ordinal of the next task that is drawn: the number of tasks drawn so far."""
+        """Ordinal of the next task to be drawn, which is the number of tasks drawn so far."""
         return self._position["epoch"] * self._tasks + self._position["drawn"] * self.batch_size
 
     def __iter__(self) -> Iterator[list[Row]]:
-        """Batches until the current epoch ends."""
+        """Yield batches until the current epoch ends."""
         epoch = self.epoch
         while self.epoch == epoch:
             yield self.draw()
 
     def forever(self) -> Iterator[list[Row]]:
-        """Batches without end, epoch after epoch."""
+        """Iterate over batches without end, epoch after epoch."""
         return endless(self)
 
     def draw(self) -> list[Row]:
-        """The next batch; the first of the next epoch if this one has ended."""
+        """Return the next batch; if the current epoch has ended, the first batch of the next one."""
         if self._reader is None:
             self._reader = self._rest_of_epoch()
         batch = next(self._reader)
@@ -148,7 +148,7 @@ class TaskLoader:
         return batch
 
     def _rest_of_epoch(self) -> Iterator[list[Row]]:
-        """The remaining batches of the current epoch."""
+        """Iterate over the remaining batches of the current epoch."""
         size, first = len(self.rows), self._position["epoch"] * self._tasks
         is_shuffled, seed = self._draws_from["shuffle"], self._draws_from["seed"]
         order = shuffled(size, seed, self._position["epoch"]) if is_shuffled else range(size)
@@ -162,7 +162,7 @@ class TaskLoader:
         )
 
     def state_dict(self) -> dict[str, Any]:
-        """Position of the loader, and what identifies its draws."""
+        """Return the loader's position, and the settings that determine its draws."""
         return {**self._position, "ordinal": self.ordinal, "draws_from": self._draws_from}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:

@@ -9,20 +9,20 @@ from rollwright.data.arithmetic import SPLIT_SHARES, split_of
 from rollwright.errors import DataError
 from rollwright.registry import nearest
 
-#: Entries drawn for each task wanted before giving up: a small space runs out of new questions.
+#: Maximum number of entries drawn for each requested task, because a generator may run out of new questions.
 DRAWS_PER_TASK = 50
 
 
 def reasoning_gym_tasks(
     name: str, split: str = "train", size: int = 1000, seed: int = 1, **config: Any
 ) -> list[dict[str, Any]]:
-    """Tasks of one generator.
+    """Make tasks with one generator.
 
     Args:
         name: the generator's name, such as ``chain_sum``.
-        split: train, valid or test; a question belongs to one of them by its hash, so that no two share one.
+        split: train, valid or test. A hash assigns each question to one split, so splits share no question.
         size: number of tasks.
-        seed: of the generator.
+        seed: seed of the generator.
         **config: further settings of the generator, such as ``min_terms``.
 
     Returns:
@@ -55,7 +55,7 @@ def reasoning_gym_tasks(
 
 
 def score(prompt: str, completion: str, prompt_ids: list[int], completion_ids: list[int], **data: Any) -> float:
-    """Reward function: the generator's own score of the answer (between ``<answer>`` tags, or the whole text), 0 to 1."""
+    """Score the answer (between ``<answer>`` tags, or the whole text) with the generator, from 0 to 1. A reward function."""
     entry = data["entry"]
     answer = completion.rsplit("<answer>", 1)[-1].split("</answer>", 1)[0]
     return float(_dataset(entry["reasoning_gym"], 1, 1, ()).score_answer(answer.strip(), entry))

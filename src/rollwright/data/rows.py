@@ -1,4 +1,4 @@
-"""Rows of files, directories and Hugging Face datasets, unchanged."""
+"""Reads the rows of files, directories and Hugging Face datasets, unchanged."""
 
 from __future__ import annotations
 
@@ -26,10 +26,10 @@ class Rows(list[Row]):
         self.places = [place for _, place in placed]
 
 
-#: Seconds within which Hugging Face must answer before a dataset is looked for in the cache alone.
+#: Seconds to wait for an answer from Hugging Face; without one, only its local cache is used.
 HUB_WAIT = 10.0
 
-#: Names under which people keep a split, for each split that is asked for.
+#: Requested split -> common names of that split.
 SPLIT_NAMES = {"valid": ("valid", "validation", "val", "dev"), "validation": ("validation", "valid", "val", "dev")}
 
 
@@ -39,7 +39,7 @@ def read_rows(path: str | Path, split: str = "train", name: str | None = None, l
     Args:
         path: a file (``.jsonl``, ``.json``, ``.csv``, ``.tsv``, ``.parquet``), a directory of such files named by split
             (``train.jsonl``, ``test-00000.parquet``), a directory written by ``Dataset.save_to_disk``, or the name of a
-            Hugging Face dataset. A file holds one split, which ``split`` need not name.
+            Hugging Face dataset. A file is read as a whole, whatever ``split`` is.
         split: which split of a directory or dataset; slices such as ``train[:100]`` only for Hugging Face names.
         name: subset (configuration) of a Hugging Face dataset.
         limit: read only the first rows.
@@ -48,7 +48,7 @@ def read_rows(path: str | Path, split: str = "train", name: str | None = None, l
         The rows in their order, at least one.
 
     Raises:
-        DataError: nothing is there, a row is broken (with file and line), or there are no rows.
+        DataError: there is nothing at ``path``, a row is invalid (the message names file and line), or there are no rows.
     """
     local = Path(path).expanduser()
     if local.is_file():
@@ -75,7 +75,7 @@ def _file_rows(file: Path) -> Iterator[tuple[Row, str]]:
 
 
 def names_a_file(path: str | Path) -> bool:
-    """True if a path looks like a local file rather than the name of a dataset."""
+    """Return True if a path looks like a local file rather than the name of a dataset."""
     return Path(path).suffix in ENDINGS or str(path).startswith((".", "/", "~"))
 
 
@@ -105,7 +105,7 @@ def _lines(file: Path) -> Iterator[tuple[int, str]]:
 
 
 def _csv_rows(file: Path, delimiter: str = ",") -> Iterator[tuple[Any, str]]:
-    """Read rows with the names of the first line as keys; values are text, or None for empty cells."""
+    """Read rows with the names of the first line as keys; values are strings, or None for empty cells."""
     csv.field_size_limit(2**31 - 1)  # the text of a document may be one cell
     reader = csv.reader((line for _, line in _lines(file)), delimiter=delimiter, strict=True)
     try:
@@ -218,7 +218,7 @@ def _hub_rows(path: str, split: str, name: str | None) -> Iterator[tuple[Row, st
 
 
 def unreachable_hub() -> str:
-    """Why Hugging Face cannot be reached, determined within ``HUB_WAIT`` seconds; empty if it answers."""
+    """Return why Hugging Face cannot be reached, after at most ``HUB_WAIT`` seconds; empty if it answers."""
     import datasets
     import datasets.config
     import huggingface_hub
@@ -233,10 +233,10 @@ def unreachable_hub() -> str:
             # Longer than the wait below, so that a single limit decides about the message.
             huggingface_hub.get_session().head(place, timeout=10 * HUB_WAIT)
             found.append("")
-        except Exception as error:  # of its HTTP library
+        except Exception as error:  # its HTTP library raises many types
             found.append(f"{place} cannot be reached ({error or type(error).__name__})")
 
-    asking = threading.Thread(target=ask, daemon=True)  # a thread: looking up a name has no limit of its own
+    asking = threading.Thread(target=ask, daemon=True)  # in a thread, because a DNS lookup has no time limit
     asking.start()
     asking.join(HUB_WAIT)
     return found[-1]

@@ -1,4 +1,4 @@
-"""Which task is drawn next: selectors of a taskset, and mixtures of several tasksets.
+"""Choose the next task: selectors within a taskset, and mixtures of several tasksets.
 
 Selectors are added by name::
 
@@ -29,9 +29,9 @@ REMEMBERED_DRAWS = 100_000
 
 
 class Selector(ABC):
-    """Draws positions of a taskset of ``size`` rows; the same seed draws the same ones.
+    """Draws positions of a taskset of ``size`` rows; the same seed draws the same positions.
 
-    Its state is the number of draws and the rewards reported so far.
+    The state is the number of draws and the rewards reported so far.
     """
 
     def __init__(self, size: int, seed: int = 1) -> None:
@@ -40,21 +40,21 @@ class Selector(ABC):
         self.draws = 0
 
     def next(self) -> int:
-        """The next position, from 0 to ``size - 1``."""
+        """Return the next position, from 0 to ``size - 1``."""
         position = self._position(self.draws)
         self.draws += 1
         return position
 
     @abstractmethod
     def _position(self, draw: int) -> int:
-        """The position of the draw with this number, counted from 0."""
+        """Return the position of the draw with this number, counted from 0."""
 
     def feedback(self, position: int, reward: float) -> None:
         """Report the mean reward of a task. Selectors that do not learn from rewards ignore it."""
         return
 
     def state_dict(self) -> dict[str, Any]:
-        """State to continue from."""
+        """Return the state to continue from."""
         return {"draws": self.draws}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -98,7 +98,7 @@ class Uniform(Selector):
 class ByDifficulty(Selector):
     """Prefers tasks whose mean reward so far is near a target, which are neither solved nor hopeless.
 
-    A task's weight is ``exp(-sharpness · |mean reward - target_reward|)``; one not seen yet counts as on target.
+    A task's weight is ``exp(-sharpness · |mean reward - target_reward|)``; a task without a reward so far counts as on target.
 
     Args:
         target_reward: mean reward of the preferred tasks.
@@ -126,7 +126,7 @@ class ByDifficulty(Selector):
         self.means[position] = self.memory * self.means[position] + (1 - self.memory) * reward if seen else reward
 
     def state_dict(self) -> dict[str, Any]:
-        """Draws, and the mean of each task seen."""
+        """Return the number of draws, and the mean of each task seen."""
         means = dict(self.means)  # a copy, because rewards arrive in another thread
         return {**super().state_dict(), "means": {str(position): mean for position, mean in means.items()}}
 
@@ -146,7 +146,7 @@ def make_selector(taskset: TasksetConfig, size: int, seed: int) -> Selector:
 
 
 class TaskMixture:
-    """Batches of rows from several tasksets. Each row has the name of its ``taskset`` and its ``ordinal``.
+    """Draws batches of rows from several tasksets. Each row includes the name of its ``taskset`` and its ``ordinal``.
 
     Each draw takes the taskset that is furthest behind its ratio, so the ratios hold in any stretch of draws.
 
@@ -157,7 +157,7 @@ class TaskMixture:
         seed: seed of selectors whose ``selector_args`` set none.
 
     Raises:
-        DataError: a taskset has no rows, two have one name, or there are fewer rows than a batch.
+        DataError: a taskset has no rows, two share a name, or there are fewer rows than a batch.
     """
 
     def __init__(
@@ -182,7 +182,7 @@ class TaskMixture:
         self._places: OrderedDict[int, tuple[int, int]] = OrderedDict()
 
     def __len__(self) -> int:
-        """Number of batches in which as many rows are drawn as there are in all."""
+        """Return the number of batches that draw as many rows as all tasksets have."""
         return sum(map(len, self.rows)) // self.batch_size
 
     def __iter__(self) -> Iterator[list[Row]]:
@@ -190,11 +190,11 @@ class TaskMixture:
             yield self.draw()
 
     def forever(self) -> Iterator[list[Row]]:
-        """Batches without end."""
+        """Iterate over batches without end."""
         return endless(self)
 
     def draw(self) -> list[Row]:
-        """The next batch."""
+        """Return the next batch."""
         return [self._draw_one() for _ in range(self.batch_size)]
 
     def feedback(self, ordinal: int, reward: float) -> None:
@@ -204,7 +204,7 @@ class TaskMixture:
             self.selectors[taskset].feedback(position, reward)
 
     def state_dict(self) -> dict[str, Any]:
-        """Draws so far, and the state of each selector."""
+        """Return the number of draws so far, and the state of each selector."""
         return {"ordinal": self.ordinal, "selectors": [selector.state_dict() for selector in self.selectors]}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -232,6 +232,6 @@ class TaskMixture:
 
 
 def taskset_rows(taskset: TasksetConfig) -> list[Row]:
-    """The rows of a taskset: as a registered format reads them, otherwise unchanged, because workflows read them by the taskset's format."""
+    """Load the rows of a taskset. A registered format is applied here; other formats are applied by the workflows."""
     rows = dataset_rows(taskset)
     return read_rows_by(taskset.format, rows, taskset.source) if isinstance(taskset.format, str) else list(rows)

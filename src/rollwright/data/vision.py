@@ -29,7 +29,7 @@ VISION_PIECES = (VISION_START, IMAGE, VISION_END, VIDEO)
 #: Mark of an image's position in a message's text.
 MARK = "<image>"
 
-#: How base64 text of a PNG, JPEG, GIF or WebP file begins, or a URL that holds one.
+#: First characters of a base64-encoded PNG, JPEG, GIF or WebP file, or of a ``data:`` URL.
 _BASE64_BEGINNINGS = ("data:", "iVBOR", "/9j/", "R0lGOD", "UklGR")
 
 #: Outputs of a processor that belong to the text, not to the images.
@@ -75,7 +75,7 @@ class VisionProcessor:
             ``image_grid_thw [images, 3]``.
 
         Raises:
-            DataError: text and images do not agree in number.
+            DataError: the number of image tokens differs from the number of images.
         """
         if not isinstance(text, str):
             (text,) = text
@@ -100,7 +100,7 @@ class VisionProcessor:
 
 
 def load_processor(path: str | Path | Any, tokenizer: Any = None) -> Any:
-    """A processor by directory or name, without torchvision.
+    """Load a processor by directory or name, without torchvision.
 
     Args:
         path: directory or name; a processor object is returned as it is.
@@ -126,7 +126,7 @@ def load_processor(path: str | Path | Any, tokenizer: Any = None) -> Any:
 def new_image_processor(
     patch_size: int = 14, merge_size: int = 2, min_pixels: int = 56 * 56, max_pixels: int = 56 * 56 * 64
 ) -> Any:
-    """An image processor of Qwen2-VL's kind that works on PIL and NumPy alone.
+    """Make an image processor for Qwen2-VL that needs only PIL and NumPy.
 
     Args:
         patch_size: side length of a patch in pixels.
@@ -140,12 +140,12 @@ def new_image_processor(
 
 
 def multi_modal_outputs(processed: Mapping[str, Any]) -> dict[str, torch.Tensor]:
-    """A processor's outputs for the images, without those for the text; empty if there was no image."""
+    """Return a processor's outputs for the images, without those for the text; empty if there are no images."""
     return {key: torch.as_tensor(value) for key, value in processed.items() if key not in _TEXT_OUTPUTS}
 
 
 def image_inputs(processor: Any, images: Any) -> dict[str, torch.Tensor]:
-    """Model inputs of images whose placeholders are already in the prompt."""
+    """Compute the model inputs of images whose placeholders are already in the prompt."""
     return multi_modal_outputs(processor.image_processor(images=as_images(images), return_tensors="pt"))
 
 
@@ -162,7 +162,7 @@ def place_images(prompt: Any, count: int, placeholder: str) -> Any:
         placeholders, all images are put at the beginning of the user's first message.
 
     Raises:
-        DataError: the prompt has places for another number of images.
+        DataError: the number of image positions in the prompt is not ``count``.
     """
     messages = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
     messages = [{**message, "content": _as_text(message.get("content"), placeholder)} for message in messages]
@@ -186,14 +186,14 @@ def _as_text(content: Any, placeholder: str) -> str:
 
 
 def image_placeholder(processor: Any) -> str:
-    """Placeholder of one image in a processor's prompts."""
+    """Return the placeholder of one image in a processor's prompts."""
     token = getattr(processor, "image_token", None) or IMAGE
     vocabulary = processor.tokenizer.get_vocab()
     return f"{VISION_START}{token}{VISION_END}" if {VISION_START, VISION_END} <= vocabulary.keys() else token
 
 
 def encoded_image(image: Any) -> str:
-    """A PIL image as a ``data:`` URL of a PNG, as servers take it; text (a URL, base64) stays as it is."""
+    """Encode a PIL image as a ``data:`` URL of a PNG, the form that servers accept; return a string (URL, base64) unchanged."""
     if isinstance(image, str):
         return image
     buffer = io.BytesIO()
@@ -202,7 +202,7 @@ def encoded_image(image: Any) -> str:
 
 
 def as_images(images: Any, where: str = "the task") -> list[Any]:
-    """PIL images from PIL images, encoded bytes, base64 text, files, or rows of Hugging Face's image feature (``{"bytes": …}``).
+    """Convert PIL images, encoded bytes, base64 text, files, or rows of Hugging Face's image feature (``{"bytes": …}``) to PIL images.
 
     Raises:
         DataError: an entry is none of these.

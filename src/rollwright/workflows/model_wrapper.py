@@ -47,7 +47,7 @@ class ModelWrapper:
         tokenizer: the policy's tokenizer.
         gconfig: default generation arguments of calls.
         recorder: the sample's recorder; needed for the history.
-        loop: event loop for synchronous calls. None makes a new one.
+        loop: event loop for synchronous calls. None runs each call in a new one.
         open_episode: opens this sample's run at the OpenAI front (``OpenAIFront.episode``). None if there is no front.
         model_path: path of the policy's initial weights.
         template_kwargs: passed to the chat template.
@@ -84,8 +84,8 @@ class ModelWrapper:
         """Complete each text ``n`` times; answers of the same prompt are adjacent.
 
         Args:
-            prompts: texts that are encoded as they are, without a chat template.
-            generation: ``n``, ``temperature``, ``top_p``, ``top_k``, ``max_tokens``, ``stop``, ``seed``, … in place of the task's.
+            prompts: strings, which are encoded without a chat template.
+            generation: arguments that override the task's: ``n``, ``temperature``, ``top_p``, ``top_k``, ``max_tokens``, ``stop``, ….
         """
         texts = [prompts] if isinstance(prompts, str) else list(prompts)
         gconfig = self._generation(generation)
@@ -109,7 +109,7 @@ class ModelWrapper:
             generation: as in ``generate_async``.
 
         Raises:
-            WorkflowError: these are no messages.
+            WorkflowError: ``messages`` is not a list of messages, or contains other blocks than text.
         """
         if isinstance(messages, str | Mapping) or not all(isinstance(message, Mapping) for message in messages):
             raise WorkflowError(
@@ -140,12 +140,12 @@ class ModelWrapper:
     async def replies(
         self, messages: list[dict[str, Any]], most: int, tools: list[dict[str, Any]] | None = None
     ) -> AsyncIterator[Experience]:
-        """Answer a conversation turn by turn; each reply is appended to ``messages``, to which the caller appends what follows.
+        """Answer a conversation turn by turn; each reply is appended to ``messages``, and the caller appends the message after it.
 
         The conversation ends after ``most`` replies, or when it has filled the context.
 
         Raises:
-            PromptTooLongError: not even the first reply has room.
+            PromptTooLongError: there is no room even for the first reply.
         """
         for turn in range(most):
             try:
@@ -165,7 +165,7 @@ class ModelWrapper:
     def convert_messages_to_experience(
         self, messages: Sequence[Mapping[str, Any]], tools: list[dict[str, Any]] | None = None
     ) -> Experience:
-        """Convert a finished conversation to one experience, with the sampled tokens of the replies that came from this model.
+        """Convert a finished conversation to one experience, with the tokens that this model sampled.
 
         Raises:
             WorkflowError: no reply of the conversation was sampled by this model, so nothing in it can be trained.
@@ -209,7 +209,7 @@ class ModelWrapper:
         """Return all calls as truncated experiences if the conversation has outgrown the context, else an empty list.
 
         Args:
-            reward: reward of experiences without one.
+            reward: reward of experiences that have none.
         """
         if self.recorder is None or not self.recorder.outgrew_context:
             return []
@@ -225,7 +225,7 @@ class ModelWrapper:
     def get_openai_client(self) -> Any:
         """Make an ``openai.OpenAI`` client, with ``model_path``, whose calls are recorded for this sample.
 
-        A workflow that gets its next task may keep the client: its calls then belong to the next sample.
+        A workflow that is reset for its next task may keep the client, whose calls then belong to the next sample.
         """
         return self._remember_client(self.openai_episode.client())
 
@@ -238,14 +238,14 @@ class ModelWrapper:
         return client
 
     def take_over_clients(self, before: ModelWrapper) -> None:
-        """Redirect the living clients of an ended sample to this sample."""
+        """Redirect the clients of an ended sample that still exist to this sample."""
         for client in list(before._clients):
             client.base_url, client.api_key = self.openai_episode.base_url, self.openai_episode.api_key
             self._clients.add(client)
         before._clients.clear()
 
     def set_reward(self, reward: float, *, call: str | None = None, turn: int | None = None) -> None:
-        """Reward the run of the OpenAI clients, or one call (by its response's id) or turn of it."""
+        """Set the reward of the OpenAI clients' run, or of one call (by its response's id) or turn."""
         self.openai_episode.set_reward(reward, call=call, turn=turn)
 
     @property
@@ -265,7 +265,7 @@ class ModelWrapper:
         return self._opened
 
     def close(self) -> None:
-        """End the run at the OpenAI front, if there is one; its key is then refused."""
+        """End the run at the OpenAI front, if there is one; its key is then invalid."""
         if self._opened is not None:
             self._opened.close()
 

@@ -31,7 +31,7 @@ def _settings(client_class: Any, base_url: str, api_key: str) -> dict[str, Any]:
 
 
 class RunClient(openai.OpenAI):
-    """A synchronous client that refuses calls on the event loop that would have to answer them."""
+    """A synchronous client that raises an error for calls on the event loop that would have to answer them."""
 
     def __init__(
         self, base_url: str, api_key: str, model_path: str, forbidden_loop: asyncio.AbstractEventLoop | None = None

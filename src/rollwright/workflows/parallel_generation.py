@@ -1,4 +1,4 @@
-"""Parallel reasoning: a goal with numbered outlines, a path for each of them, written in parallel, and a conclusion from all.
+"""Parallel reasoning: a goal with numbered outlines, a path for each outline, written in parallel, and a conclusion from all paths.
 
 The resulting row reads::
 
@@ -46,7 +46,7 @@ _OUTLINE = re.compile(r"<Outline>\s*(\d+(?:\.\d+)*)\s*[.:)]|^[ \t]*(\d+(?:\.\d+)
 
 
 def outline_numbers(goal: str) -> list[str]:
-    """The numbers of the outlines in a goal, each once, in order of appearance.
+    """Return the distinct numbers of the outlines in a goal, in order of appearance.
 
     If there are ``<Outline>`` tags, only these count; otherwise, lines that begin with a number do.
     """
@@ -91,13 +91,13 @@ class PathPart:
 
 @WORKFLOWS.register_module("parallel_generation")
 class ParallelGenerationWorkflow(EpisodeWorkflow):
-    """A goal, its paths in parallel, a conclusion: one row, one reward.
+    """Samples a goal, its paths in parallel, and a conclusion; one row with one reward.
 
-    No request samples more than ``gconfig.max_new_tokens``. If the model does not keep to the form:
+    No request samples more than ``gconfig.max_new_tokens``. If the model does not follow the format:
 
     * a goal without outlines has one path, numbered 1;
     * a part without its closing tag gets it as a marker. If a limit cut the part, the row counts as truncated;
-    * without room in the engine's context a path stays empty, and the row ends where the conclusion would begin.
+    * if the engine's context has no room, a path stays empty, and the row ends without a conclusion.
 
     Args:
         reward_fn: scores the completion: goal, paths and conclusion, including markers.
@@ -157,7 +157,7 @@ class ParallelGenerationWorkflow(EpisodeWorkflow):
         self.train_closing_tags = train_closing_tags
 
     async def episode(self, engine: InferenceEngine, data: dict[str, Any]) -> dict[str, Any] | None:
-        """Write a goal, its paths and a conclusion; one row."""
+        """Sample a goal, its paths and a conclusion; return one row."""
         prompt_ids = list(self.get_input_ids_fn(self.data_extract_prompt_fn(data), self.tokenizer, self.enable_thinking))
         rid = uuid.uuid4().hex
         row = BranchedSequence(prompt_ids, isolated=self.branch_attention == "isolated")
@@ -246,9 +246,9 @@ class ParallelGenerationWorkflow(EpisodeWorkflow):
         return PathPart(opening_ids, response, content, is_closed, closing_ids)
 
     def _content_length(self, tokens: list[int], closing: str) -> int:
-        """Number of tokens before the closing tag that ends ``tokens``; all of them if none does.
+        """Return the number of tokens before the closing tag that ends ``tokens``, or of all tokens if there is no such tag.
 
-        A token that holds the tag's first characters behind other text counts as content.
+        A token that contains other text before the tag's first characters counts as content.
         """
         for count in range(1, min(len(tokens), len(closing) + 1) + 1):
             tail = self.tokenizer.decode(tokens[-count:], skip_special_tokens=False)
@@ -258,7 +258,7 @@ class ParallelGenerationWorkflow(EpisodeWorkflow):
         return len(tokens)
 
     def _marked(self, part: PathPart) -> str:
-        """Text of a part, with untrained tokens between marks as in the rollouts of the run directory."""
+        """Return the text of a part, with untrained tokens between marks as in the rollouts of the run directory."""
         row = BranchedSequence([], isolated=False)
         part.append_to(row, self.train_closing_tags)
         return marked_text(row.input_ids, row.loss_mask, self.tokenizer)

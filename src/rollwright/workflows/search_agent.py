@@ -55,23 +55,23 @@ class SearchAgentWorkflow(EpisodeWorkflow):
 
     Args:
         gconfig: generation arguments of one turn; the stop strings of the actions are added to its own.
-        max_tokens: tokens of prompt, turns and tool text together. Long tool text is cut at its end, so that the next turn has room.
+        max_tokens: maximum number of tokens of prompt, turns and tool text together. Long tool text is cut at its end, so that the next turn has room.
         max_turns: maximum number of turns.
         verbose: log turns and length of each episode.
         search_tool: ``host:port`` of a retrieval service, ``{corpus: FILE}``, ``{encyclopedia: {...}}`` or an object with
             ``search(query, topk)`` and, for ``enable_access``, ``access(url)``, async or plain (plain ones run in a thread).
-            None connects no tool, and every call reports that.
-        prompt_template: text before the first turn, with ``{question}``. None uses ``PROMPT_TEMPLATE``.
-        document_template: how a document is shown, with ``{title}``, ``{contents}`` and ``{url}``.
-        information_template: how tool results are shown, with ``{documents}``.
+            If None, every tool call reports that no tool is connected.
+        prompt_template: template of the text before the first turn; placeholder ``{question}``. None uses ``PROMPT_TEMPLATE``.
+        document_template: template of a document; placeholders ``{title}``, ``{contents}`` and ``{url}``.
+        information_template: template of tool results; placeholder ``{documents}``.
         topk: number of documents that a search returns.
         tool_timeout: time limit of a tool call in seconds.
         enable_access: offer ``<access> url </access>``.
-        reward_fn: called with the prompt, everything after it, their token ids and the row. None uses the best F1 of the
-            answer with one of ``data["answer"]``, and 0 without an answer.
+        reward_fn: called with the prompt, everything after it, their token ids and the row. If None, the reward is the highest
+            F1 between the answer and any of ``data["answer"]``, or 0 without an answer.
 
-    The other arguments are those of :class:`EpisodeWorkflow`. A row needs ``question`` and, for the default reward, ``answer``: a text or
-    number, or a list of accepted ones. ``gconfig.n_samples`` is ignored: groups are made by the executor, or by
+    The other arguments are those of :class:`EpisodeWorkflow`. A row needs ``question`` and, for the default reward, ``answer``: a string or
+    number, or a list of accepted answers. ``gconfig.n_samples`` is ignored: groups are made by the executor, or by
     ``GroupedSearchAgentWorkflow``.
     """
 
@@ -136,7 +136,7 @@ class SearchAgentWorkflow(EpisodeWorkflow):
         self.tool_timeout = tool_timeout
 
     async def episode(self, engine: InferenceEngine, data: dict[str, Any]) -> dict[str, Any] | None:
-        """Think, search, read, answer; one row."""
+        """Run one episode of thinking, searching, reading and answering; return one row."""
         prompt_ids = self.encode(fill(self.prompt_template, question=_question(data)))
         turns = Turns(engine, prompt_ids, self.gconfig, self.tokenizer, max_turns=self.max_turns, max_tokens=self.max_tokens)
         answer, tool_calls, tool_failures = None, 0, 0
@@ -171,7 +171,7 @@ class SearchAgentWorkflow(EpisodeWorkflow):
         return max(f1_score(answer, truth) for truth in references(accepted)) if answer else 0.0
 
     async def _look_up(self, kind: str, argument: str) -> tuple[str, bool]:
-        """Text that the model reads after a search or an access, and whether it failed."""
+        """Run a search or an access. Returns the text that the model reads, and whether the call failed."""
         if self.tool is None:
             return "No search engine is connected.", True
         if not argument:
@@ -198,7 +198,7 @@ class SearchAgentWorkflow(EpisodeWorkflow):
 
 @WORKFLOWS.register_module("grouped_search_agent")
 class GroupedSearchAgentWorkflow(SearchAgentWorkflow):
-    """A whole GRPO group in one sample: ``group_size`` episodes of the same task side by side, one row each.
+    """Runs a whole GRPO group as one sample: ``group_size`` concurrent episodes of the same task, one row each.
 
     Use it with ``n_samples: 1``, because the workflow makes the group itself. The other arguments are those of ``SearchAgentWorkflow``.
     """
@@ -232,7 +232,7 @@ def _question(data: dict[str, Any]) -> str:
 
 
 def parse_action(text: str, kinds: tuple[str, ...] = ("search", "access", "answer")) -> tuple[str, str] | None:
-    """The last closed action in a turn's text: its kind, and the stripped text in its tag. None if there is no action.
+    """Return the last closed action in a turn's text (its kind, and the stripped text in its tag), or None if there is no action.
 
     A closing tag without an opening one is an action with an empty text, so that the model learns about it.
     """
@@ -252,7 +252,7 @@ async def _call(function: Callable[..., Any], *arguments: Any) -> Any:
 
 
 def show_document(document: Mapping[str, Any], template: str = DOCUMENT_TEMPLATE) -> str:
-    """A document as the model sees it.
+    """Format a document as the model sees it.
 
     Raises:
         DataError: the document has no ``contents``. An empty text would look like an empty page.

@@ -46,7 +46,7 @@ class ToolCallingWorkflow(ResettableWorkflow):
 
     @staticmethod
     def uses_sandbox(arguments: Mapping[str, Any]) -> bool:
-        """Whether a tool of these ``workflow_args`` runs Python that the model writes."""
+        """Return whether a tool of these ``workflow_args`` runs Python that the model writes."""
         tools = [resolve_function(tool, "tool") for tool in arguments.get("tools", ["execute_python"])]
         return any(getattr(tool, "uses_sandbox", False) for tool in tools)
 
@@ -119,7 +119,7 @@ class ToolResult:
 
 
 class ToolFunctions:
-    """The tools of a task. Results are recorded in the journal as each function's ``durable`` says (``recorded`` by default).
+    """The tools of a task. How results are recorded in the journal is set by each function's ``durable`` (default: ``recorded``).
 
     Args:
         tools: functions, plain or async, import paths of functions, or names in ``FUNCTIONS``. Parameters need type hints, and
@@ -127,7 +127,7 @@ class ToolFunctions:
         timeout: seconds that one call may take. A plain function that takes longer is left behind in its thread.
 
     Raises:
-        WorkflowError: a function cannot be found, two have one name, or no schema can be made of one.
+        WorkflowError: a function cannot be found, two share a name, or no schema can be made for a function.
     """
 
     def __init__(self, tools: Sequence[Callable[..., Any] | str], timeout: float = 30.0) -> None:
@@ -178,7 +178,7 @@ class ToolFunctions:
         return _unicode(shortened(text, MAX_CHARACTERS)), True
 
     def guarded(self) -> list[Callable[..., Any]]:
-        """The tools as async functions with the same names, signatures and docstrings, whose failures are text."""
+        """Return the tools as async functions with the same names, signatures and docstrings, which return failures as text."""
 
         def guard(name: str, function: Callable[..., Any]) -> Callable[..., Any]:
             @functools.wraps(function)
@@ -191,7 +191,7 @@ class ToolFunctions:
 
 
 def _unicode(text: str) -> str:
-    """Replace unpaired surrogates by ``?``, because neither the journal nor a tokenizer accepts them."""
+    """Replace lone surrogates with ``?``, because neither the journal nor a tokenizer accepts them."""
     return text.encode("utf-8", "replace").decode()
 
 
@@ -208,7 +208,7 @@ def _schema(function: Callable[..., Any]) -> dict[str, Any]:
 
 
 def script_output(result: SandboxResult, timeout: float, max_characters: int) -> str:
-    """The output of a script, followed by the reason if it failed: the last line of its traceback, or its time limit.
+    """Return the output of a script, followed by the reason if it failed: the last line of its traceback, or its time limit.
 
     Args:
         result: result of the run.
@@ -225,7 +225,7 @@ def script_output(result: SandboxResult, timeout: float, max_characters: int) ->
 
 
 def shortened(text: str, max_characters: int) -> str:
-    """Shorten a text to about ``max_characters`` by replacing its middle with ``...`` on a line of its own."""
+    """Shorten a string to about ``max_characters`` by replacing its middle with ``...`` on a line of its own."""
     if len(text) <= max_characters:
         return text
     half = max_characters // 2

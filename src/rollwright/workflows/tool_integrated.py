@@ -39,12 +39,12 @@ class ToolIntegratedWorkflow(EpisodeWorkflow):
         reward_fn: scores the whole completion, scripts and outputs included; function, name or import path.
         gconfig: how each turn is sampled; ``</python>`` is added to its stop strings.
         max_turns: maximum number of turns. No script runs after the last one.
-        max_tokens: tokens of the whole episode.
+        max_tokens: maximum number of tokens of the whole episode.
         script_timeout: seconds that a script may run.
-        script_limits: its other limits: ``SandboxLimits`` or a mapping of its fields.
+        script_limits: other limits of a script: ``SandboxLimits`` or a mapping of its fields.
         max_output_characters: characters of a script's output that are shown; the middle of longer output is left out.
-        output_template: how output is shown, with ``{output}``.
-        run_scripts: False runs no scripts and says so to the model, to measure how much Python helps.
+        output_template: template of the output; placeholder ``{output}``.
+        run_scripts: False runs no scripts and tells the model so, to measure how much Python helps.
         system_prompt: put before the task's messages unless they begin with one; empty for none.
 
     The other arguments are those of :class:`EpisodeWorkflow`. If ``gconfig.n_samples`` is above 1 and the caller does not repeat the
@@ -103,11 +103,11 @@ class ToolIntegratedWorkflow(EpisodeWorkflow):
 
     @staticmethod
     def uses_sandbox(arguments: Mapping[str, Any]) -> bool:
-        """Whether a workflow with these arguments runs Python that the model writes."""
+        """Return whether a workflow with these arguments runs Python that the model writes."""
         return bool(arguments.get("run_scripts", True))
 
     async def episode(self, engine: InferenceEngine, data: dict[str, Any]) -> dict[str, Any] | None:
-        """Reason, run a script, continue; one row."""
+        """Alternate reasoning and scripts; return one row."""
         with sandboxed():
             return await self._episode(engine, data)
 
@@ -141,7 +141,7 @@ class ToolIntegratedWorkflow(EpisodeWorkflow):
 
 
 def parse_script(text: str) -> str | None:
-    """The last script of a turn, without its common indentation; None if the turn does not end with one."""
+    """Return the last script of a turn, without its common indentation, or None if the turn does not end with a script."""
     if not text.rstrip().endswith(CLOSE):
         return None
     found = _SCRIPT.findall(text)

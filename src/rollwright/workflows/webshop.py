@@ -27,9 +27,9 @@ _ACTION = re.compile(r"<action>(.*?)</action>", re.DOTALL)
 
 @WORKFLOWS.register_module("webshop_workflow")
 class WebShopWorkflow(ResettableWorkflow):
-    """One visit to the shop is one experience; repeatable.
+    """Lets the model shop; one visit is one experience.
 
-    The reward is ``NO_PURCHASE_REWARD`` until something is bought. A task names its session in ``session_id``, or in the
+    The reward is ``NO_PURCHASE_REWARD`` if nothing is bought. A task names its session in ``session_id``, or in the
     format's prompt column. ``workflow_args`` may hold:
 
     * ``shop``: arguments of ``environments.shop.shop``: seed, products, goals, page_size;
@@ -83,7 +83,7 @@ class WebShopWorkflow(ResettableWorkflow):
 
 
 def parse_action(text: str) -> str | None:
-    """The last ``<action>…</action>`` of a reply, if it is a search or a click."""
+    """Return the last ``<action>…</action>`` of a reply, or None if it is not a search or a click."""
     found = _ACTION.findall(text)
     return found[-1].strip() if found and parse_shop_action(found[-1]) else None
 
