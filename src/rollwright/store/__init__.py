@@ -1,4 +1,4 @@
-"""The experience store: holds groups of experiences between the processes that sample them and the one that trains on them."""
+"""The experience store, which holds groups of experiences between the processes that sample them and the one that trains on them."""
 
 from rollwright.store.announcements import Announcement
 from rollwright.store.batches import BatchRequest, StoredBatch, TrainingStore

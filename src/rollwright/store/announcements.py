@@ -87,7 +87,7 @@ class Announcements:
     def wait_for(
         self, version: int, timeout: float | None = None, cancelled: Callable[[], bool] = lambda: False
     ) -> Announcement | None:
-        """Wait until weights of ``version`` or later are announced. Returns None if the wait ends without them."""
+        """Wait until weights of ``version`` or later are announced. Returns None on a timeout or cancellation."""
 
         def look() -> tuple[Announcement | None, bool]:
             newest = self.newest()

@@ -115,7 +115,7 @@ class TrainingStore(ABC):
             cancelled: polled while waiting; returning True ends the wait.
 
         Returns:
-            The batch, or None if no more will come or the wait was cancelled.
+            The batch, or None if no further batch will come or the wait was cancelled.
         """
 
     @abstractmethod

@@ -1,6 +1,6 @@
 """Experiences in files: the JSONL store, and the export to Parquet.
 
-A JSONL file serves one writer and one trainer, or holds experiences that come from another source (worked examples,
+A JSONL file serves one writer and one trainer, or holds experiences from another source (worked examples,
 preferences). Groups are read in the order of the lines. Claims, priorities and announcements need a database.
 """
 
@@ -266,7 +266,7 @@ _COLUMNS = {
 
 
 def export_parquet(groups: Iterable[StoredGroup], path: str | Path) -> int:
-    """Write groups to a Parquet file that appears only when complete. Returns the number of rows.
+    """Write groups to a Parquet file that appears only once it is complete. Returns the number of rows.
 
     ``groups`` is consumed while writing, so memory does not grow with the store. Multi-modal inputs are not exported.
 

@@ -19,7 +19,7 @@ Group = Sequence[Experience | Sequence[Experience]]
 
 @dataclass(frozen=True)
 class StoredGroup:
-    """All experiences of one task, as stored."""
+    """A group as stored: all experiences of one task."""
 
     id: int
     name: str

@@ -1,4 +1,4 @@
-"""Which groups a batch consists of: order, number of uses and age."""
+"""The choice of groups for a batch: by order, number of uses and age."""
 
 from __future__ import annotations
 

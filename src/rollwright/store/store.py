@@ -1,4 +1,4 @@
-"""The experience store: where groups of experiences wait between the processes that sample them and the one that trains.
+"""The experience store, which holds groups of experiences between the processes that sample them and the one that trains on them.
 
 These invariants hold no matter which process is killed, and when:
 
@@ -76,7 +76,7 @@ REMINDER_SECONDS = 60.0
 
 @dataclass(frozen=True)
 class StoreStatus:
-    """Counts of a store, all from one transaction."""
+    """Counts of a store, taken in one transaction."""
 
     declared_tasks: int | None  # None if no end was declared
     drawn_tasks: int  # ordinals handed out so far

@@ -217,7 +217,7 @@ def warn_of_reasons(config: Any) -> None:
 
 
 class LearningWatch:
-    """Warns once if several consecutive steps had nothing to learn from."""
+    """Warns once if several consecutive steps had no advantages to learn from."""
 
     def __init__(self) -> None:
         self._idle = 0

@@ -50,7 +50,7 @@ class _StderrHandler(_standard.StreamHandler):
 
 
 class _TerminalHandler(RichHandler):
-    """Rich output with the logger's name before the message."""
+    """Writes with rich, with the logger's name before the message."""
 
     def render_message(self, record: _standard.LogRecord, message: str) -> Any:
         text = super().render_message(record, message)

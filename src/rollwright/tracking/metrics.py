@@ -32,7 +32,7 @@ from rollwright.errors import RollwrightError
 
 
 class MetricError(RollwrightError):
-    """A metric was reported with another reduction, or with a value that is not a number."""
+    """Raised if a metric is reported with two different reductions, or with a value that is not a number."""
 
 
 #: Reductions that keep a single number: its initial value, and how it changes with each report.
@@ -45,7 +45,7 @@ _REDUCTIONS: dict[str, tuple[float, Callable[[float, float], float]]] = {
 
 
 class _Entry:
-    """One metric between two exports."""
+    """The reports of one metric between two exports."""
 
     __slots__ = ("count", "kind", "total", "values")
 
@@ -114,7 +114,7 @@ class MetricsTracker:
 
     @contextmanager
     def scope(self, name: str) -> Iterator[MetricsTracker]:
-        """Prefix the names reported inside, by this thread or asyncio task, with ``name/``; scopes nest."""
+        """Prefix names that this thread or asyncio task reports in the block with ``name/``; scopes nest."""
         token = self._scopes.set((*self._scopes.get(), name.strip("/")))
         try:
             yield self
@@ -138,11 +138,11 @@ class MetricsTracker:
         self._add("sum", values)
 
     def minimum(self, **values: Any) -> None:
-        """Report values whose minimum is exported (NaN wins)."""
+        """Report values whose minimum is exported, or NaN if any value is NaN."""
         self._add("minimum", values)
 
     def maximum(self, **values: Any) -> None:
-        """Report values whose maximum is exported (NaN wins)."""
+        """Report values whose maximum is exported, or NaN if any value is NaN."""
         self._add("maximum", values)
 
     def gauge(self, **values: Any) -> None:
@@ -220,7 +220,7 @@ _default = MetricsTracker()
 
 
 def get_tracker(scope: str = "") -> MetricsTracker:
-    """Return this process's tracker, or the part of it below ``scope``."""
+    """Return this process's tracker, restricted to ``scope`` if one is given."""
     return _default.get(scope)
 
 
@@ -272,8 +272,8 @@ class PhaseTimer:
 
         Args:
             name: name of the interval.
-            category: its category in the trace.
-            args: values shown with it.
+            category: category of the interval in the trace.
+            args: values shown with the interval.
         """
         started = self._clock()
         try:

@@ -66,7 +66,7 @@ class LineReader:
 
 
 def read_metrics(path: str | Path) -> list[dict[str, Any]]:
-    """Read the records of a ``metrics.jsonl``. A last line cut off by a kill is skipped; missing lines cause a warning.
+    """Read the records of a ``metrics.jsonl``. An incomplete last line, left by a killed process, is skipped; missing lines cause a warning.
 
     Raises:
         CheckpointError: a line in the middle of the file is damaged.

@@ -280,7 +280,7 @@ _shown: list[str] = []  # only one bar fits on a terminal, so nested bars are no
 
 
 class _CountedProgress(Progress):
-    """Bars that query their number of steps whenever they are drawn."""
+    """Progress bars that query the number of finished steps whenever they are drawn."""
 
     count: Callable[[], float] | None = None
 
@@ -325,7 +325,7 @@ def progress_bar(
 
 @contextmanager
 def without_progress_bars() -> Iterator[None]:
-    """Keep transformers' progress bars out of a run's own display."""
+    """Disable transformers' progress bars, which would disturb a run's own display."""
     from transformers.utils import logging as transformers_logging
 
     shown = transformers_logging.is_progress_bar_enabled()

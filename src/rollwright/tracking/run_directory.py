@@ -107,7 +107,7 @@ def is_claimed(path: Path) -> bool:
 
 
 class RunFinishedError(CheckpointError):
-    """A finished run was started again with the same config, so there is nothing to do."""
+    """Raised if a finished run is started again with the same config, so there is nothing to do."""
 
 
 class RunDirectory:
@@ -229,7 +229,7 @@ class RunDirectory:
             ) from None
 
     def write_stages(self, stages: Mapping[str, Any]) -> None:
-        """Replace ``stages.json``."""
+        """Write ``stages.json`` with the finished stages."""
         write_json(self.stages_file, dict(stages), default=str, checked=True)
 
     def claim(self, config: Mapping[str, Any] | None = None, recover_mode: str = "auto") -> RunDirectory:
@@ -402,7 +402,7 @@ class RunDirectory:
         self._lock_file = handle  # the kernel releases it however this process ends
 
     def check_lock(self) -> None:
-        """Check that this process still holds the lock, because a deleted lock file excludes nobody. Call before each checkpoint.
+        """Check that this process still holds the lock, because a deleted lock file does not exclude other processes. Call it before each checkpoint.
 
         Raises:
             CheckpointError: the lock or the directory was deleted or replaced.

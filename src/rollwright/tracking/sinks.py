@@ -25,7 +25,7 @@ logger = getLogger("metrics")
 
 
 class MetricsSink(Protocol):
-    """Receives the metrics of each step."""
+    """The interface of a sink, which receives the metrics of each step."""
 
     def write(self, step: int, metrics: Mapping[str, float]) -> None:
         """Write the metrics of one step. A step may be written several times, because evaluation adds to it."""
@@ -138,7 +138,7 @@ class TensorBoardSink:
 
 
 class _SteppedRun:
-    """A run of a tracker with ``log(metrics, step=...)``."""
+    """A sink for trackers whose runs have ``log(metrics, step=...)``."""
 
     def __init__(self, run: Any, finish: Callable[[], Any]) -> None:
         self._run, self._finish = run, finish
@@ -177,7 +177,7 @@ def trackio_sink(run: SinkRun) -> MetricsSink:
 
 
 class MLflowSink:
-    """A run of MLflow, in the experiment ``project``; a resumed trial continues the same run.
+    """Writes to an MLflow run, in the experiment ``project``; a resumed trial continues the same run.
 
     ``MLFLOW_TRACKING_URI`` sets the destination; by default it is the database ``mlflow.db`` in the working directory.
     """

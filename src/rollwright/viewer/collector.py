@@ -1,4 +1,4 @@
-"""Turns the records of a journal, in order, into the rows of its index."""
+"""Conversion of a journal's records, in order, to the rows of its index."""
 
 from __future__ import annotations
 

@@ -61,7 +61,7 @@ class Curves:
         self._damaged: list[str] = []
 
     def update(self) -> None:
-        """Read new lines. A file that a resume truncated is read again. Damaged lines are skipped; see ``missing``."""
+        """Read new lines. A file that a resume has truncated is read from the beginning. Damaged lines are skipped; see ``missing``."""
         with self._lock:
             if not self.path.exists():
                 return

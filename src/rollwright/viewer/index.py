@@ -131,7 +131,7 @@ class Index:
                     connection.close()
 
     def rows(self, query: str, *values: Any) -> list[sqlite3.Row]:
-        """Return the rows of a query."""
+        """Run a query and return its rows."""
         with self.reading() as connection:
             return connection.execute(query, values).fetchall()
 
@@ -245,7 +245,7 @@ class Index:
         writer: int,
         begin: int,
     ) -> int:
-        """Read the records of a file; returns the number of bytes read."""
+        """Read the records of a file. Returns the number of bytes read, or 1 if there was no time."""
         if deadline is not None and time.monotonic() > deadline:
             return 1  # there is more to read next time
         high, read_to, take = number << PLACE_BITS, begin or len(journal_reading.VERSION), collector.take
@@ -364,7 +364,7 @@ class Index:
                 self._make()
 
     def _make(self) -> bool:
-        """Open the database and create its tables; False if it has tables of another version."""
+        """Open the database and create its tables. Returns False if it has tables of another version."""
         self.path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
         os.close(os.open(self.path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600))
         inode = self.path.stat().st_ino

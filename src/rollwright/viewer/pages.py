@@ -1,4 +1,4 @@
-"""Shared parts of the viewer's pages: templates, static files, the frame of a run's page, and tables as CSV and JSONL."""
+"""Shared parts of the viewer's pages: templates, static files, the frame of a run's pages, and tables as CSV and JSONL."""
 
 from __future__ import annotations
 

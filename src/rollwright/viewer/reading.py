@@ -1,4 +1,4 @@
-"""One sample from the journal: its calls, its messages, and the values that engine and trainer recorded for each token of its rows."""
+"""Read one sample from the journal: its calls and messages, and the values that engine and trainer recorded for each token."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ class RowTokens:
     step: int | None = None
 
     def take(self, trained: Trained) -> None:
-        """Add the trainer's record of this row."""
+        """Add the values that the trainer recorded for this row."""
         count = int(self.mask.sum())
         self.step = trained.step
         if trained.tokens != count:

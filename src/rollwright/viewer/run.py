@@ -187,7 +187,7 @@ class Run:
 
     @cached_property
     def vocabulary(self) -> Vocabulary | None:
-        """The run's tokenizer; None if it is not on this machine."""
+        """The run's tokenizer, or None if it is not on this machine."""
         return find_vocabulary(self.path, self.config)
 
     def text(self, ids: Sequence[int]) -> str:
@@ -518,7 +518,7 @@ class Run:
         return self._samples.publications(undone=undone)
 
     def checkpoints(self) -> list[dict[str, Any]]:
-        """List recovery checkpoints: ``step``, ``frontier``, ``time``, groups finished ``beyond`` the frontier, and ``unfinished`` episodes."""
+        """List recovery checkpoints: ``step``, ``frontier`` (first open ordinal), ``time``, finished groups ``beyond`` it, ``unfinished`` episodes."""
         rows = self._index.rows("SELECT step, frontier, time, beyond, unfinished FROM checkpoints ORDER BY writer, step")
         return [dict(row) for row in rows]
 

@@ -1,4 +1,4 @@
-"""The runs below a directory."""
+"""The runs below some directories."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""One sample for pages and the terminal: as chat, as exact tokens with an overlay, as a table, and by request."""
+"""Views of one sample for pages and the terminal: as chat, as exact tokens with an overlay, as a table, and by request."""
 
 from __future__ import annotations
 

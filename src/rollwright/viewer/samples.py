@@ -35,7 +35,7 @@ def select(*more: str) -> str:
 
 
 class Key(NamedTuple):
-    """The parts of a group's or sample's key, named like columns; None matches all values."""
+    """The parts of a group's or sample's key, named like the columns of the index. A part that is None matches all values."""
 
     is_eval: bool
     ordinal: int

@@ -46,7 +46,7 @@ _TOKEN = "token"
 
 
 class ViewGuard(Guard):
-    """A guard whose key a browser sends once in the address and then in a cookie."""
+    """A request guard whose key a browser sends once in the address and then in a cookie."""
 
     open_paths = Guard.open_paths - {"/"}  # "/" lists the runs, so it is protected
 

@@ -31,7 +31,7 @@ def show(places: Sequence[str | Path]) -> None:
 
 
 class RunsView(View):
-    """The runs below the directories."""
+    """The list of the runs below the directories."""
 
     def __init__(self, runs: Runs) -> None:
         super().__init__(time.monotonic)  # differs each time, so the list is always read again
@@ -199,7 +199,7 @@ class Viewer(App[None]):
         self.runs = Runs(places)
 
     def on_mount(self) -> None:
-        """Start at the list of runs, or at the run if there is only one."""
+        """Start at the list of runs, which opens the run if there is only one."""
         self.push_screen(RunsView(self.runs))
 
     def on_unmount(self) -> None:

@@ -99,7 +99,7 @@ class View(Screen[None]):
         self.stamp = stamp
 
     def on_mount(self) -> None:
-        """Read now and periodically."""
+        """Read the content now, and look for changes periodically."""
         self.read_again()
         self.set_interval(_EVERY, self._look)
 
@@ -142,7 +142,7 @@ class View(Screen[None]):
         raise NotImplementedError
 
     def head(self, *parts: Any) -> None:
-        """Set the heading."""
+        """Set the heading to the parts that are not empty."""
         self.query_one("#head", Static).update(Text(line(" · ".join(str(part) for part in parts if part)).plain))
 
     def action_up(self) -> None:

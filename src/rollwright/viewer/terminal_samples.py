@@ -315,7 +315,7 @@ class TokenView(ScrollView, can_focus=True):
         self.has_values = False
 
     def show(self, tokens: list[dict[str, Any]], has_values: bool) -> None:
-        """Show the tokens of ``sample_view.tokens``."""
+        """Show the tokens that ``sample_view.tokens`` returned."""
         self.tokens, self.has_values = tokens, has_values
         self.cursor = max(0, min(self.cursor, len(tokens) - 1))
         self.lay_out()

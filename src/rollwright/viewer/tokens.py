@@ -1,4 +1,4 @@
-"""Decodes recorded tokens with the run's tokenizer, without transformers."""
+"""Decoding of recorded tokens with the run's tokenizer, without transformers."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The prefix tree of a group: shared tokens once, and where the rows diverge."""
+"""The prefix tree of a group, which holds shared tokens once and shows where the rows diverge."""
 
 from __future__ import annotations
 
