@@ -91,7 +91,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     except BrokenPipeError:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 1
-    except Exception as error:  # every other failure becomes a message and an exit status
+    except Exception as error:  # all other failures become a message and an exit status
         report(error)
         return 1
     return 0

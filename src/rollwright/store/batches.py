@@ -80,8 +80,8 @@ class StoredBatch:
 class TrainingStore(ABC):
     """A store that a trainer reads batches from.
 
-    Draws become permanent once a checkpoint commits them. A trainer that restarts from a checkpoint draws exactly the later groups
-    again.
+    Draws become permanent once a checkpoint commits them. A trainer that restarts from a checkpoint draws the groups that
+    were drawn after it again, and no others.
 
     Attributes:
         announcements: weights that the trainer publishes for explorers, or None if the store has no explorers.

@@ -5,7 +5,7 @@ These invariants hold no matter which process is killed, and when:
 - A task is claimed by one explorer at a time, and its group is stored once: storing it and finishing the task are one
   transaction, which an older attempt cannot commit.
 - A group is drawn whole. Committing a checkpoint makes the trainer's draws permanent; a trainer that restarts from a checkpoint
-  draws exactly the later groups again. A batch that is not full is not drawn; its groups wait.
+  draws the groups that were drawn after it again, and no others. A batch that is not full is not drawn; its groups wait.
 
 A use is recorded when a group is drawn and gets a checkpoint when the trainer commits. ``recover`` undoes the uses without a
 checkpoint and those of checkpoints after the one that the trainer restarts from.
@@ -86,7 +86,7 @@ class StoreStatus:
     open_groups: int  # lack samples
     unused_groups: int  # complete, never trained on
     used_groups: int  # trained on at least once
-    training_groups: int  # trained on, the next version not yet published
+    training_groups: int  # drawn for a version that is not yet published
     experiences: int
     uncommitted_uses: int  # since the trainer's last checkpoint
     drops: dict[str, int] = field(default_factory=dict)  # rows, by the reason for the drop
@@ -122,7 +122,7 @@ class ExperienceStore(TrainingStore):
 
     def __init__(self, url: str, *, run: str | None = None, create: bool = True) -> None:
         self._database = Database(url, run=run, create=create)
-        self._epoch: int | None = None  # of this process as the store's trainer; None if it has not drawn
+        self._epoch: int | None = None  # epoch of this process as the trainer; None before its first draw
         self.name = self._database.name
         self.tasks = TaskLeases(self._database)
         self.announcements = Announcements(self._database, self._training)

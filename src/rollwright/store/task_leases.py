@@ -169,7 +169,7 @@ class TaskLeases:
             while not stop.wait(lease_seconds / 3):
                 try:
                     self.renew(owner, lease_seconds=lease_seconds)
-                except StoreError as error:  # a full disk, a database that restarts: try again soon
+                except StoreError as error:  # such as a full disk or a restarting database; the loop tries again
                     logger.warning("the claims of %s could not be renewed: %s", owner, error)
 
         thread = threading.Thread(target=renew, name=f"claims of {owner}", daemon=True)

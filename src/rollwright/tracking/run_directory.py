@@ -38,7 +38,7 @@ logger = getLogger("run")
 
 MARKER = "run.json"
 LOCK = "run.lock"
-_SILENT_SECONDS = 300.0  # without a write: a process on another host is then assumed to have ended
+_SILENT_SECONDS = 300.0  # a process on another host that writes nothing for so long has ended
 #: Config keys that may differ between a run and its resumption: they do not change what is learned from given data.
 NOT_IDENTITY = (
     "recover",

@@ -356,9 +356,9 @@ class Index:
             try:
                 is_made = self._make()
             except sqlite3.OperationalError:
-                raise  # locked, or no room
+                raise  # locked, or no space left
             except sqlite3.DatabaseError:
-                is_made = False  # it is no database
+                is_made = False  # the file is not a database
             if not is_made:
                 self._remove()
                 self._make()

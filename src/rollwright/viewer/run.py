@@ -35,7 +35,7 @@ logger = getLogger("viewer")
 
 _POINTS_OF_SPARKLINE = 40
 _FOLLOWED_EVERY = 1.0  # seconds between two looks at the files
-_COMPARED = 16  # most samples of a group with a higher reward to compare with, the best first
+_COMPARED = 16  # most better samples of its group to compare a sample with
 _WORKED_FOR = 0.5  # seconds of a transaction; readers see its rows afterwards
 
 FRAMES = ("samples", "tokens", "metrics", "publications")

@@ -29,7 +29,7 @@ from rollwright.viewer.runs import config_difference
 
 #: Rows of a table on one page.
 ROWS = 200
-_STEADY_FROM = 4  # steps with one value, from which on a curve counts as steady
+_STEADY_FROM = 4  # fewest equal values of a steady curve
 _COMPARED = 6  # most runs in a comparison: as many as there are colours
 #: Metrics in a run's tiles, and their titles.
 _TILES = {
