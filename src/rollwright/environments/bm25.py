@@ -159,7 +159,7 @@ STOP_WORDS = frozenset(
 
 
 def fold(text: str) -> str:
-    """Convert to lower case without diacritics: ``"Röntgen"`` becomes ``"rontgen"``."""
+    """Lower case without diacritics: ``"Röntgen"`` becomes ``"rontgen"``."""
     text = text.lower()
     if text.isascii():
         return text
@@ -167,7 +167,7 @@ def fold(text: str) -> str:
 
 
 def stem(word: str) -> str:
-    """Convert a plural to its singular, and change nothing else (Harman's S-stemmer, JASIS 42(1), 1991)."""
+    """Merge a plural with its singular, and nothing more (Harman's S-stemmer, JASIS 42(1), 1991)."""
     if len(word) < 4 or not word.endswith("s"):
         return word
     if word.endswith("ies") and word[-4] not in "ae":
@@ -180,9 +180,9 @@ def stem(word: str) -> str:
 
 
 def terms(text: str) -> list[str]:
-    """Return the index terms of a text, in order, with repetitions.
+    """The index terms of a text, in order, with repetitions.
 
-    Stop words are dropped, unless the text has no other words, so that "The Who" can be found.
+    Text that consists of function words only keeps them, so that "The Who" can be found.
     """
     words = re.findall(r"\w+", fold(text))
     return [stem(word) for word in words if word not in STOP_WORDS] or words

@@ -50,8 +50,8 @@ class RewardFn:
     """Base class of rewards that have named parts: a call returns the parts by name, and their sum is the reward.
 
     The constructor of a subclass gets ``reward_fn_args``; its ``__call__`` has the parameters ``response``, ``truth`` and any others. A
-    workflow may call an instance directly. If a taskset or a config names the class, an instance is called with those of the completion,
-    the prompt, the task's answer and the task's columns that it has parameters for.
+    workflow may call an instance directly. If a taskset or a config names the class, an instance is called with the completion, the prompt,
+    the task's answer and the task's columns, as far as it has parameters for them.
     """
 
     def __init__(self, **_: Any) -> None:

@@ -65,7 +65,7 @@ class SequenceProcessor:
         """Device of the model and of the results."""
         return next(self.model.parameters()).device
 
-    # ------------------------------------------------------------------ the text's four methods
+    # ------------------------------------------------------------------ the four main methods
 
     def generate_with_logprobs(
         self,

@@ -222,7 +222,7 @@ class BuiltinEngine(InferenceEngine):
                     self._cancelled.append(sequence)
 
     def astream(self, request: ModelRequest) -> AsyncGenerator[ModelResponse, None]:
-        """Yield the growing response: each one has all tokens of the one before, and the last one is complete.
+        """Yield the growing response: each response has all tokens of the previous one, and the last is complete.
 
         Leaving the iteration early frees the request's row.
         """

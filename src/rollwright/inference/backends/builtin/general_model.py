@@ -1,4 +1,4 @@
-"""Runs any other Hugging Face causal model with its own forward over the slot cache.
+"""Runs Hugging Face causal models outside the Llama family with their own forward over the KV cache.
 
 The model gets left-padded queries, an explicit mask ``[n, 1, Q, K]`` for each kind of layer, explicit positions, and a
 ``transformers`` cache whose layers read and write our slots. A check at startup rejects a model that ignores any of these (a
@@ -30,7 +30,7 @@ logger = getLogger(__name__)
 
 
 class _SlotLayer(CacheLayerMixin):
-    """One layer of the slot cache as ``transformers`` sees it during one forward pass."""
+    """One layer of the KV cache as a ``transformers`` cache layer, for one forward pass."""
 
     is_sliding = False
 
