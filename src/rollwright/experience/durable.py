@@ -45,11 +45,11 @@ class Past(Protocol):
     """The earlier run of an episode that runs again."""
 
     def next_result(self, name: str, key: int) -> DurableResult | None:
-        """The next recorded result of a durable call; each is returned once, in order."""
+        """Return the next recorded result of a durable call, or None; each result is returned once, in order."""
 
 
 class Episode(Protocol):
-    """The journal of the running episode, as durable calls see it (``journal.episode_writer.EpisodeWriter``)."""
+    """The journal of the running episode, as durable calls see it (``journal.writing.EpisodeWriter``)."""
 
     to_restore: dict[object, Callable[[], object]]
 
@@ -62,7 +62,7 @@ class Episode(Protocol):
         """Write a durable call that the past answered."""
 
     def before_new_call(self, name: str) -> None:
-        """Prepare for a durable call that the past does not contain; raises if it must not be made."""
+        """Prepare for a durable call that the past does not contain; raise if the call must not be made."""
 
 
 #: The episode of the current asyncio task; inherited by the tasks and threads that it starts.
@@ -78,10 +78,10 @@ class _Call:
 
 
 class Durable:
-    """Decorator of functions and context for calls whose results are recorded.
+    """Decorator and context manager for calls whose results are recorded.
 
     Args:
-        name: name of the recorded calls. Empty uses the function's name.
+        name: name of the recorded calls. If empty, the function's name is used.
         kind: one of ``KINDS``.
         export: returns the state of a restorable environment after a call, as plain values.
         restore: receives this state before the first new call.
@@ -120,7 +120,7 @@ class Durable:
         return wrapper
 
     def __enter__(self) -> Callable[..., Any]:
-        """Returns ``call(function, *args)`` and records the result; await it for async functions."""
+        """Return a function ``call(function, *args)`` that makes and records a call; await it for async functions."""
         return lambda function, *arguments, **keywords: (
             self.awaited if inspect.iscoroutinefunction(function) else self.called
         )(function, *arguments, **keywords)
@@ -135,7 +135,7 @@ class Durable:
         return call.value
 
     async def awaited(self, function: Callable[..., Any], *arguments: Any, **keywords: Any) -> Any:
-        """``called`` for an async function."""
+        """Do the same as ``called`` for an async function."""
         with self._kept(arguments, keywords) as call:
             if call.is_new:
                 call.value = await function(*arguments, **keywords)
@@ -143,7 +143,7 @@ class Durable:
 
     @contextmanager
     def _kept(self, arguments: tuple[Any, ...], keywords: dict[str, Any]) -> Iterator[_Call]:
-        """Context of one call: answered by the journal, or made inside and recorded."""
+        """Provide one call: either already answered by the journal, or to be made in the block and then recorded."""
         episode = EPISODE.get()
         if episode is None or self.kind == "pure":
             yield _Call()
@@ -217,9 +217,9 @@ def durable(call: Any = None, /, **settings: Any) -> Any:
 
 
 def kept_calls(function: Callable[..., Any], name: str) -> tuple[Callable[..., Any], Durable]:
-    """Unwrap a user's function; returns it with its ``Durable``, or with one of kind ``recorded`` if it has none.
+    """Unwrap a user's function; return it with a ``Durable`` of its own kind, or of kind ``recorded`` if it is not durable.
 
-    For callers that record more of a call than its value, such as the text that a model is shown after a failure.
+    Meant for callers that record more of a call than its value, such as the text that a model is shown after a failure.
     """
     own = getattr(function, "durable", None)
     if isinstance(own, Durable):
@@ -228,26 +228,26 @@ def kept_calls(function: Callable[..., Any], name: str) -> tuple[Callable[..., A
 
 
 def without_partials(function: Any) -> Any:
-    """The function inside of partials."""
+    """Return the function inside of partials."""
     while isinstance(function, functools.partial):
         function = function.func
     return function
 
 
 def function_name(function: Callable[..., Any]) -> str:
-    """Module and qualified name of a function, or of the class of an object."""
+    """Return the module and qualified name of a function, or of the class of an object."""
     function = without_partials(function)
     module = getattr(function, "__module__", None) or "builtins"
     return f"{module}.{getattr(function, '__qualname__', type(function).__qualname__)}"
 
 
 def call_key(arguments: tuple[Any, ...], keywords: dict[str, Any]) -> int:
-    """Hash of a call's arguments, independent of the order of sets and dicts; objects without a plain value count by their class."""
+    """Hash a call's arguments, independently of the order of sets and dicts; objects without a plain value are hashed by class."""
     values = [arguments, sorted(keywords.items())]
     try:
         packed = _KEYS.encode(values)
     except (OverflowError, UnicodeEncodeError, TypeError):
-        # Integers of more than 64 bits, halves of surrogate pairs (models write both), and sets and keys without an order.
+        # Integers of more than 64 bits and lone surrogates (models write both), and sets and keys that cannot be sorted.
         packed = _KEYS.encode(_packable(values))
     return xxhash.xxh3_64_intdigest(packed)
 
@@ -282,7 +282,7 @@ def _value_of(result: DurableResult) -> Any:
         return unpack_value(result.value)
     name, message = result.error
     module, _, attribute = name.partition(":")
-    kind = getattr(sys.modules.get(module), attribute, None)  # only if it is loaded: a file never causes an import
+    kind = getattr(sys.modules.get(module), attribute, None)  # only if its module is loaded: a file never causes an import
     if isinstance(kind, type) and issubclass(kind, Exception):
         try:
             raise kind(message)

@@ -50,12 +50,12 @@ class ExperienceId:
 
     @property
     def group(self) -> str:
-        """Name of the group, all experiences of one task in one batch."""
+        """Name of the group: all experiences of one task in one batch."""
         return f"{self.batch}/{self.task}"
 
     @property
     def sample(self) -> str:
-        """Name of the sample, one run of the task."""
+        """Name of the sample: one run of the task."""
         return f"{self.batch}/{self.task}/{self.run}"
 
     def __str__(self) -> str:
@@ -75,17 +75,17 @@ class Experience:
     """
 
     tokens: Any = None  # [L] int64: prompt and response
-    prompt_length: int | None = None  # number of prompt tokens; None infers it from the action mask or the lengths, otherwise 1
+    prompt_length: int | None = None  # number of prompt tokens; if None, inferred from the action mask or the lengths, else 1
     reward: float | None = None
     logprobs: Any = None  # [L - prompt_length] float32, natural, at sampling
-    action_mask: Any = None  # [L - prompt_length] bool: True for tokens that the policy sampled; None: all
+    action_mask: Any = None  # [L - prompt_length] bool: True for tokens that the policy sampled; None means all
     versions: Any = None  # [L - prompt_length] int32
     token_rewards: Any = None  # [L - prompt_length] float32
     advantages: Any = None  # [L - prompt_length] float32
     returns: Any = None  # [L - prompt_length] float32
     temperature: float | None = None
     truncated: bool | None = None
-    logprobs_shifted: bool | None = None  # True if they were taken after top-p, top-k or penalties
+    logprobs_shifted: bool | None = None  # True if the log-probabilities were taken after top-p, top-k or penalties
     info: dict[str, Any] = field(default_factory=dict)  # any JSON values
     metrics: dict[str, float] = field(default_factory=dict)  # numbers that are averaged into the run's metrics
     eid: ExperienceId = field(default_factory=ExperienceId)
@@ -107,11 +107,11 @@ class Experience:
 
     @property
     def truncate_status(self) -> str | None:
-        """``response_truncated`` if a limit cut the response; another form of ``truncated``."""
+        """``response_truncated`` if a limit cut the response, else None; another form of ``truncated``."""
         return "response_truncated" if self.truncated else None
 
     def check(self) -> None:
-        """Convert every field to a tensor, float or bool; raises as the constructor does."""
+        """Convert every field to a tensor, float or bool; raise the same errors as the constructor."""
         if isinstance(self.eid, Mapping):
             self.eid = ExperienceId(**self.eid)
         for name, dtype in SEQUENCES.items():
@@ -202,7 +202,7 @@ class Experience:
         return tensor.to(dtype)
 
     def to_trajectory(self) -> Trajectory:
-        """Convert to one row ``[1, L]``, without log-probabilities, versions, temperature and truncation if they are unknown.
+        """Convert to one row ``[1, L]``; unknown log-probabilities, versions, temperature and truncation are left out.
 
         ``info`` and ``metrics`` become the column ``details``, one dict per row.
 
@@ -255,7 +255,7 @@ class Experience:
         return out
 
     def serialize(self) -> bytes:
-        """Serialise to safetensors bytes whose metadata hold the rest as JSON, without pickle.
+        """Serialise to safetensors bytes, without pickle; fields that are not tensors go into the metadata as JSON.
 
         Raises:
             TrajectoryError: ``info``, messages or tools contain a value that JSON cannot represent; the message says where.
@@ -300,11 +300,11 @@ def _equal(one: Any, other: Any) -> bool:
 def experiences_of(
     records: Iterable[RequestRecord], reward: float | None = None, call_rewards: Mapping[int, float] | None = None
 ) -> list[Experience]:
-    """Make experiences of a sample's requests; each sampled token is in the action mask of exactly one.
+    """Make experiences of a sample's requests; each sampled token is in the action mask of exactly one experience.
 
     Requests that extend one another form one sequence: a request whose prompt begins with all tokens of an earlier sequence continues it.
     A request starts a new sequence if it begins differently, if another request already continued the earlier sequence, or if its
-    temperature differs (a row has one temperature). It carries the shared tokens as context, without loss.
+    temperature differs (a row has one temperature). The new sequence includes the shared tokens as context, without loss.
 
     ``response_text`` is everything after the prompt of a sequence's first request, without special tokens.
 
@@ -312,7 +312,7 @@ def experiences_of(
         records: requests of the sample, in order.
         reward: reward of every experience, if already known.
         call_rewards: rewards of single requests by the record's ``index``. Each is the token reward of its request's last token, so it
-            credits this and earlier requests of the sequence, but not later ones. None: the experiences have no ``token_rewards``.
+            credits this and earlier requests of the sequence, but not later ones. If None, the experiences have no ``token_rewards``.
     """
     return [experience_of(calls, reward, call_rewards) for calls in sequences_of(records)]
 
@@ -338,7 +338,7 @@ def sequences_of(records: Iterable[RequestRecord]) -> list[list[RequestRecord]]:
 
 
 def _shows_the_same(images: dict[str, Any] | None, before: dict[str, Any] | None) -> bool:
-    """Whether ``images`` begin with those of an earlier request; the first axis of each tensor counts images."""
+    """Return whether ``images`` begin with those of an earlier request; the first axis of each tensor counts images."""
     if images is before or not before:
         return True
     if images is None or images.keys() != before.keys():

@@ -1,4 +1,4 @@
-"""The normaliser turns whatever a workflow returned into a trajectory of the data contract and fills it from the record.
+"""The normaliser: turns whatever a workflow returned into a trajectory of the data contract, and fills it from the record.
 
 Accepted forms: ``None`` (rejected on purpose); a trajectory dict with several rows, or with one row in one dimension; the short form
 ``{"input_ids": [P], "output_ids": [N], "reward": float}``; an ``Experience``, a list of them, or a dict of them by name; a list of
@@ -10,12 +10,12 @@ of 8k tokens and 50 turns takes well under a millisecond:
 1. *By context.* A response belongs at position ``p`` if the row's first ``p`` tokens are exactly its prompt; it covers the tokens from
    ``p`` on for as long as row and response agree. If several responses cover a token, the one that extends furthest wins. This resolves
    responses that were cut and continued, resampled branches, and groups with a shared prompt.
-2. *By output.* A masked run that follows no recorded prompt (parallel paths joined into one row, a history that was rendered again) is
-   matched with the responses that it consists of. The last prompt token must precede the response's first token, or the first one that
-   the workflow kept of it. The longest agreement wins, then the longest agreement of the context before it.
+2. *By output.* A stretch of masked tokens that follows no recorded prompt (parallel paths joined into one row, a history that was rendered
+   again) is matched with the responses that it consists of. The last prompt token must precede the response's first token, or the first
+   token that the workflow kept. The longest agreement wins, then the longest agreement of the context before it.
 
-A response has one place in a row. Ties go to the response whose log-probabilities the workflow returned, then to the one that the fewest
-earlier rows used, then to the earlier one."""
+A response is used at one position of a row. Ties go to the response whose log-probabilities the workflow returned, then to the response
+that the fewest earlier rows used, then to the earlier response."""
 
 from __future__ import annotations
 
@@ -42,9 +42,9 @@ def normalise(
 
     Args:
         result: return value of ``arun_episode`` or ``run``.
-        recorder: recorder of the sample. Without one, the result must include log-probabilities and versions.
+        recorder: recorder of the sample. If None, the result must include log-probabilities and versions.
         workflow, task: names for messages.
-        tokenizer: makes messages readable. None uses the one of the requests.
+        tokenizer: decodes tokens for messages. None uses the tokenizer of the requests.
 
     Returns:
         A trajectory with every required key of the data contract, or None if the sample was rejected.
@@ -103,7 +103,7 @@ def _refuse_unawaited(key: str, value: Any, place: Origin) -> None:
     """Raise with the source line if a result, one of its items, or the value of a key or attribute is an un-awaited coroutine."""
     if inspect.isawaitable(value):
         name = getattr(value, "__qualname__", type(value).__name__)
-        origin = getattr(value, "cr_origin", None)  # set by rollout's event loop, which tracks coroutine origins
+        origin = getattr(value, "cr_origin", None)  # set in the rollout's event loop, which tracks coroutine origins
         where = f" at {origin[0][0]}:{origin[0][1]}" if origin else ""
         if inspect.iscoroutine(value):
             value.close()  # avoids Python's "never awaited" warning
@@ -247,7 +247,7 @@ class RecordMatch:
 
     @property
     def base(self) -> int:
-        """Position in the row of the record's first output token, whether it is there or not."""
+        """Position that the record's first output token has in the row, or would have if the workflow had kept it."""
         return self.start - self.offset
 
     @property
@@ -261,7 +261,7 @@ class RowMatcher:
 
     Args:
         records: requests of the sample.
-        tokenizer: makes messages readable. None uses the one of the requests.
+        tokenizer: decodes tokens for messages. None uses the tokenizer of the requests.
     """
 
     def __init__(self, records: Sequence[RequestRecord], tokenizer: Any = None) -> None:
@@ -270,15 +270,15 @@ class RowMatcher:
         self._uses: Counter[int] = Counter()
 
     def match(self, ids: np.ndarray, mask: np.ndarray, given_logprobs: np.ndarray | None = None) -> list[RecordMatch]:
-        """Find matches that cover the masked tokens as far as the record does, in row order.
+        """Match the masked tokens with the recorded responses as far as possible, in row order.
 
         Args:
             ids: ``[length]`` token ids of the row, without padding.
             mask: ``[length]`` bool, True for tokens that the policy sampled.
-            given_logprobs: ``[length]`` log-probabilities of the workflow, to distinguish equal responses.
+            given_logprobs: ``[length]`` log-probabilities that the workflow returned, to distinguish equal responses.
 
         Returns:
-            Matches that do not overlap. No request produced a masked token outside all of them.
+            Matches that do not overlap. A masked token outside of them was produced by no request.
         """
         row = _Row(ids, mask, given_logprobs)
         chosen = self._by_context(row)
@@ -357,7 +357,7 @@ class RowMatcher:
         return self._prefer(found, row) if found else None
 
     def _holding(self, row: _Row, start: int, stop: int, bases: dict[int, int]) -> RecordMatch | None:
-        """Find a response that contains the whole run after its beginning: the workflow removed its first tokens."""
+        """Find a response that contains the whole stretch but begins before it, because the workflow removed its first tokens."""
         if start == 0:
             return None
         needle = row.bytes[start * _WIDTH : stop * _WIDTH]
@@ -385,24 +385,24 @@ class _Row:
         self._shared: dict[int, int] = {}
 
     def shared_with(self, prompt: TokenPrefix) -> int:
-        """Length of the common prefix with the prompt's conversation, computed once for all its prompts."""
+        """Return the length of the common prefix with the prompt's conversation, computed once for all prompts of the conversation."""
         key = id(prompt.buffer)
         if key not in self._shared:
             self._shared[key] = common_length(TokenPrefix(prompt.buffer, len(prompt.buffer.objects)).array, self.ids)
         return self._shared[key]
 
     def agreement(self, start: int, output: bytes) -> int:
-        """Number of tokens from ``start`` on that agree with ``output``."""
+        """Count the tokens from ``start`` on that agree with ``output``."""
         if output and self.bytes.startswith(output, start * _WIDTH):
             return len(output) // _WIDTH
         return common_length(self.ids[start:], np.frombuffer(output, dtype=TOKEN_TYPE))
 
     def context_agreement(self, start: int, prompt: np.ndarray) -> int:
-        """Number of tokens before ``start`` that agree with the end of the prompt."""
+        """Count the tokens before ``start`` that agree with the end of the prompt."""
         return common_length(self.ids[:start][::-1], prompt[::-1])
 
     def logprob_gap(self, match: RecordMatch) -> float:
-        """Largest difference from the workflow's log-probabilities; 0 if it returned none."""
+        """Return the largest difference from the workflow's log-probabilities; 0 if the workflow returned none."""
         if self.given is None:
             return 0.0
         part = slice(match.start, match.stop)
@@ -411,12 +411,12 @@ class _Row:
 
 
 def _count_until(stops: np.ndarray) -> int:
-    """Number of entries before the first true one, or of all entries if there is none."""
+    """Count the entries before the first true entry, or all entries if none is true."""
     return int(stops.argmax()) if stops.any() else len(stops)
 
 
 def _token_find(haystack: bytes, needle: bytes) -> int:
-    """First token offset of ``needle`` in ``haystack``, or -1."""
+    """Return the first token offset of ``needle`` in ``haystack``, or -1."""
     at = haystack.find(needle)
     while at >= 0 and at % _WIDTH:
         at = haystack.find(needle, at + 1)

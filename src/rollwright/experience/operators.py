@@ -47,7 +47,7 @@ class ExperienceOperator(ABC):
         """
 
 
-#: The operators; ``store.operators`` names them.
+#: The registered operators; ``store.operators`` lists the names to use.
 OPERATORS: Registry[type[ExperienceOperator]] = Registry("operator", ConfigError, variable="OPERATORS")
 
 
@@ -61,7 +61,7 @@ class PipelineResult:
 
 
 class ExperiencePipeline:
-    """Operators in order: names with arguments, from the config, or ``(name, operator)`` pairs."""
+    """Applies operators in order. Each is a name and its arguments, as in the config, or a pair ``(name, operator)``."""
 
     def __init__(self, operators: Sequence[OperatorConfig | tuple[str, ExperienceOperator]] = ()) -> None:
         self._steps: list[tuple[str, ExperienceOperator]] = [
@@ -73,7 +73,7 @@ class ExperiencePipeline:
         """Run the samples of one task through all operators; ``eid.run`` becomes the index of each sample.
 
         Returns:
-            The remaining experiences of each sample (without empty samples), the number of dropped ones, and metrics. Pass them to
+            The remaining experiences of each sample (without empty samples), the number of dropped experiences, and metrics, for
             ``ExperienceStore.tasks.finish(claim, result.samples, drops=result.drops)``.
 
         Raises:
@@ -92,7 +92,7 @@ class ExperiencePipeline:
             before = len(current)
             try:
                 current, metrics = step.process(list(current))
-            except Exception as error:  # of a user's operator
+            except Exception as error:  # raised by a user's operator
                 raise TrajectoryError(
                     f"operator {name!r} failed on the experiences of group {current[0].eid.group!r}: {type(error).__name__}: {error}. "
                     "Correct it or take it out of store.operators."
@@ -111,7 +111,7 @@ class ExperiencePipeline:
 
 
 def samples_of(group: Trajectory, task: int | str) -> list[list[Experience]]:
-    """The experiences of each sample of one task's group, in order."""
+    """Return the experiences of each sample of one task's group, in order."""
     samples: dict[int, list[Experience]] = defaultdict(list)
     for experience, sample in zip(Experience.from_trajectory(group), group["sample_ids"].tolist(), strict=True):
         experience.eid.task = task
@@ -142,9 +142,9 @@ def report_operators(result: PipelineResult, tracker: MetricsTracker) -> None:
 
 
 class GroupOperators:
-    """Acceptance function that applies a run's operators to each complete group, in place; refuses the group if nothing is left.
+    """Acceptance function that applies a run's operators in place to each complete group, and rejects the group if nothing is left.
 
-    Refused groups are replaced, so batches stay full. Metrics go to ``tracker``; None uses the run's.
+    Rejected groups are replaced, so batches stay full. Metrics go to ``tracker``; None uses the run's.
     """
 
     def __init__(self, operators: Sequence[OperatorConfig], tracker: MetricsTracker | None = None) -> None:
@@ -152,7 +152,7 @@ class GroupOperators:
         self.tracker = tracker or get_tracker()
 
     def __call__(self, group: Trajectory) -> bool:
-        """Apply the operators to one group. False if nothing is left."""
+        """Apply the operators to one group. Returns False if nothing is left."""
         group_id, first_sample = int(group["group_ids"][0]), int(group["sample_ids"].min())
         result = self.pipeline.apply(samples_of(group, group_id))
         report_operators(result, self.tracker)
@@ -168,7 +168,7 @@ class GroupOperators:
 
 
 def rewards_of(experiences: Sequence[Experience]) -> list[float]:
-    """The reward of each experience; raises ``TrajectoryError`` if one has none."""
+    """Return the reward of each experience; raise ``TrajectoryError`` if an experience has none."""
     for experience in experiences:
         if experience.reward is None:
             raise TrajectoryError(f"experience {experience.eid} has no reward: set it in the workflow, before the pipeline.")
@@ -189,7 +189,7 @@ def _deviation(values: Sequence[float]) -> float:
 
 @OPERATORS.register("reward_filter")
 class RewardFilter(ExperienceOperator):
-    """Keeps experiences whose reward is between ``threshold`` and ``maximum``, both included; NaN never is."""
+    """Keeps experiences whose reward is between ``threshold`` and ``maximum``, both included; NaN is dropped."""
 
     def __init__(self, threshold: float = -math.inf, maximum: float = math.inf) -> None:
         if threshold > maximum:
@@ -208,7 +208,7 @@ class RewardFilter(ExperienceOperator):
 class NoVarianceFilter(ExperienceOperator):
     """Drops groups whose rewards are all (nearly) equal: their group-normalised advantages are zero.
 
-    ``threshold`` is the largest standard deviation that is dropped.
+    ``threshold`` is the largest standard deviation of rewards at which a group is dropped.
     """
 
     def __init__(self, threshold: float = 0.0) -> None:
@@ -336,7 +336,7 @@ class PassRate(ExperienceOperator):
     """Stores the share of a task's samples that pass in ``info["pass_rate"]``, and drops tasks that are too hard or too easy.
 
     Args:
-        threshold: lowest reward of a sample that passes; for a sample of several rows, the mean reward counts.
+        threshold: lowest reward with which a sample passes; for a sample of several rows, the mean reward counts.
         minimum: tasks with a lower pass rate are dropped.
         maximum: tasks with a higher pass rate are dropped.
     """

@@ -5,9 +5,9 @@ tensor of all rows' tokens, without padding.
 
 A *packed batch* (``packed_batch``) is a trajectory whose tokens stay packed until a trainer needs them. The controller of a run on a Ray
 cluster passes rows from the workers to the ranks in this form, so that one long row does not pad all others. It has the row columns of
-the data contract, the metrics of ``details``, an ``input_ids`` without width, three columns counted from the tokens (``row_lengths``,
-``sampled_tokens``, ``oldest_versions``), and in the list ``PACKED`` the ``PackedRows`` of each row and the row's index in them. It is
-joined and divided like any other trajectory.
+the data contract, the metrics of ``details``, an ``input_ids`` of width 0, three columns computed from the tokens (``row_lengths``,
+``sampled_tokens``, ``oldest_versions``), and a list ``PACKED`` that gives for each row its ``PackedRows`` and its index in them. A packed
+batch is joined and split like any other trajectory.
 """
 
 from __future__ import annotations
@@ -92,7 +92,7 @@ def _check(data: bytes, size: int, metadata: Mapping[str, str]) -> None:
 
 
 def safetensors_head(named: Iterable[tuple[str, torch.Tensor]], metadata: Mapping[str, str]) -> bytes:
-    """Header of a safetensors file: its length, then the place of each tensor as JSON, padded to eight bytes.
+    """Make the header of a safetensors file: its length, then the position of each tensor as JSON, padded to a multiple of 8 bytes.
 
     Args:
         named: the tensors in the order of their bytes; they may be on the meta device.
@@ -204,10 +204,10 @@ class PackedColumns:
 
     Attributes:
         lengths: tokens of each row.
-        by_token: columns with one entry per token, all rows after each other.
+        by_token: columns with one entry per token; the rows are concatenated.
         by_row: columns with one entry per row.
-        lists: lists with one entry per row; of images, whether the row has any.
-        images: tensors of images by row.
+        lists: lists with one entry per row; the entry for images says whether the row has any.
+        images: image tensors by row index.
         has_mask: whether the packed trajectory had an ``attention_mask``.
     """
 
@@ -220,7 +220,7 @@ class PackedColumns:
 
     @classmethod
     def read(cls, data: bytes) -> PackedColumns:
-        """Read the columns of ``pack_rows``.
+        """Read the columns from the bytes of ``pack_rows``.
 
         Raises:
             TrajectoryError: the bytes are damaged or hold no rows.
@@ -239,7 +239,7 @@ class PackedColumns:
         return columns
 
     def padded(self) -> Trajectory:
-        """The rows, right-padded to the longest of them (to one column at least)."""
+        """Return the rows, right-padded to the longest row (to one column at least)."""
         lengths = self.lengths.tolist()
         rows, width = len(lengths), max([1, *lengths])
         out: Trajectory = {**self.by_row, **self.lists}
@@ -257,7 +257,7 @@ class PackedColumns:
 
 
 def unpack_rows(data: bytes) -> Trajectory:
-    """Unpack the rows of ``pack_rows``, right-padded to the longest of them (to one column at least).
+    """Unpack the bytes of ``pack_rows`` to rows, right-padded to the longest row (to one column at least).
 
     Raises:
         TrajectoryError: the bytes are damaged or hold no rows.
@@ -267,13 +267,13 @@ def unpack_rows(data: bytes) -> Trajectory:
 
 # -- packed batches ------------------------------------------------------------------------------------------------------
 
-#: Columns that the controller writes after the rows were packed; those of the batch count.
+#: Columns that the controller writes after packing; when a batch is unpacked, its own values replace the packed ones.
 WRITTEN = ("group_ids", "sample_ids")
 
 
 @dataclass(eq=False)
 class PackedRows:
-    """Rows by ``pack_rows``.
+    """Rows packed by ``pack_rows``.
 
     Attributes:
         data: the bytes.
@@ -285,7 +285,7 @@ class PackedRows:
 
 
 def packed_batch(data: bytes) -> Trajectory:
-    """Make a packed batch of the rows in ``data`` (by ``pack_rows``)."""
+    """Make a packed batch from rows that ``pack_rows`` packed."""
     columns = PackedColumns.read(data)
     count, lengths = len(columns.lengths), columns.lengths.tolist()
     batch: Trajectory = {key: value for key, value in columns.by_row.items() if key in COLUMNS}
@@ -303,13 +303,13 @@ def packed_batch(data: bytes) -> Trajectory:
 
 
 def _oldest(versions_T: torch.Tensor) -> int:
-    """The oldest version of a row's sampled tokens; -1 without any."""
+    """Return the oldest version of a row's sampled tokens; -1 if there are none."""
     sampled_T = versions_T[versions_T >= 0]
     return int(sampled_T.min()) if len(sampled_T) else -1
 
 
 def _layout(columns: PackedColumns) -> str:
-    """The columns that all rows of a batch must have in common, with the shapes that must agree."""
+    """Name the columns that all rows of a batch must have in common, and the shapes that must agree."""
     shapes = {key: list(value.shape[1:]) for key, value in (*columns.by_token.items(), *columns.by_row.items())}
     names = sorted({*shapes, *columns.lists} - set(NEUTRAL) - set(WRITTEN) - {key for key in COLUMNS if COLUMNS[key].required})
     return ", ".join(f"{key} {shapes[key]}" if key in shapes and key not in COLUMNS else key for key in names)
@@ -321,14 +321,14 @@ def as_packed(rows: Trajectory) -> Trajectory:
 
 
 def unpacked(batch: Trajectory) -> Trajectory:
-    """The rows of a packed batch with their tokens, padded, and the ids of the batch; any other trajectory is returned unchanged."""
+    """Unpack a packed batch to padded rows that have the batch's group and sample ids; return any other trajectory unchanged."""
     if PACKED not in batch:
         return batch
     return {**rows_of(*parts_of(batch)), **{key: batch[key] for key in WRITTEN if key in batch}}
 
 
 def check_joined(batch: Trajectory) -> None:
-    """Refuse a packed batch whose rows could not be joined when they are unpacked.
+    """Raise if the rows of a packed batch could not be joined when they are unpacked.
 
     Raises:
         TrajectoryError: their columns differ; the message names them.
@@ -342,7 +342,7 @@ def check_joined(batch: Trajectory) -> None:
 
 
 def parts_of(batch: Trajectory) -> tuple[list[bytes], list[tuple[int, int]]]:
-    """The packed rows behind a packed batch, and for each row of the batch the index of its part and its index there."""
+    """Return the packed rows behind a packed batch and, for each row of the batch, the index of its part and its index in that part."""
     parts = {rows: number for number, rows in enumerate(dict.fromkeys(rows for rows, _ in batch[PACKED]))}
     return [rows.data for rows in parts], [(parts[rows], row) for rows, row in batch[PACKED]]
 
@@ -352,7 +352,8 @@ def rows_of(parts: Sequence[bytes], places: Sequence[tuple[int, int]]) -> Trajec
 
     Args:
         parts: packed rows.
-        places: of each wanted row the index of its part, and its index there. Without any, the result has the columns of the first part.
+        places: for each wanted row, the index of its part and its index in that part. If empty, the result has no rows and the columns
+            of the first part.
     """
     if not places:
         return select_rows(unpack_rows(parts[0]), [], width=1)

@@ -4,8 +4,9 @@ One recorder belongs to one sample. The engine bound to the sample records each 
 the normaliser reads the records, which contain everything that a replay needs.
 
 Prompts of a conversation extend one another, so their tokens are stored once: a ``TokenBuffer`` holds the longest prompt of a
-conversation, both as the given ints and packed, and each prompt is a ``TokenPrefix`` of it. A turn costs what it adds, and the records of
-a hundred turns take the memory of the last one. A prompt that neither extends nor begins its conversation's buffer starts a new buffer."""
+conversation, both as the given ints and packed, and each prompt is a ``TokenPrefix`` of it. Each turn costs only the tokens it adds, and
+the records of a hundred turns take the memory of the last one. A prompt starts a new buffer if neither it nor its conversation's buffer is
+a prefix of the other."""
 
 from __future__ import annotations
 
@@ -31,7 +32,7 @@ class TokenBuffer:
 
     Attributes:
         objects: the ids as the given int objects. Comparison with a list of the same objects takes under 1 ns per token.
-        array: the ids packed; the memory after the last one is spare.
+        array: the packed ids, followed by spare capacity.
     """
 
     def __init__(self) -> None:
@@ -39,7 +40,7 @@ class TokenBuffer:
         self.array = np.empty(64, dtype=TOKEN_TYPE)
 
     def append(self, ids: list[int]) -> None:
-        """Append tokens that were checked before."""
+        """Append tokens that are already checked."""
         begin, end = len(self.objects), len(self.objects) + len(ids)
         if end > len(self.array):
             grown = np.empty(max(end, len(self.array) * 3 // 2), dtype=TOKEN_TYPE)
@@ -49,7 +50,7 @@ class TokenBuffer:
         self.objects += ids
 
     def agrees(self, ids: list[Any]) -> bool:
-        """True if ``ids`` are a prefix of the buffer, or the buffer is a prefix of ``ids``."""
+        """Return whether ``ids`` are a prefix of the buffer, or the buffer is a prefix of ``ids``."""
         known = self.objects
         if len(ids) <= len(known):
             return known[: len(ids)] == ids
@@ -59,7 +60,7 @@ class TokenBuffer:
         known.append(mark)  # type: ignore[arg-type]
         try:
             known < ids  # type: ignore[operator]  # noqa: B015
-        except TypeError:  # not comparable with a number; refused as a token later
+        except TypeError:  # not comparable with a number; rejected as a token later
             return False
         finally:
             known.pop()
@@ -83,7 +84,7 @@ class _Mark:
 
 
 def common_length(one: np.ndarray, other: np.ndarray) -> int:
-    """Length of the common prefix of two arrays of tokens."""
+    """Return the length of the common prefix of two arrays of tokens."""
     count = min(len(one), len(other))
     differs = one[:count] != other[:count]
     return int(differs.argmax()) if differs.any() else count
@@ -122,17 +123,17 @@ class TokenPrefix:
         return TokenPrefix.of, (self.tolist(),)
 
     def equals(self, ids: list[Any]) -> bool:
-        """True if the list contains exactly these tokens."""
+        """Return whether the list contains exactly these tokens."""
         return len(ids) == self.length and self.buffer.agrees(ids)
 
     def begins_with(self, other: TokenPrefix) -> bool:
-        """True if ``other`` is a prefix of these tokens."""
+        """Return whether ``other`` is a prefix of these tokens."""
         if self.length < other.length:
             return False
         return self.buffer is other.buffer or bool(np.array_equal(self.array[: other.length], other.array))
 
     def continues(self, prompt: TokenPrefix, output: bytes) -> bool:
-        """True if these tokens begin with ``prompt`` followed by the packed tokens ``output``."""
+        """Return whether these tokens begin with ``prompt`` followed by the packed tokens ``output``."""
         end = prompt.length + len(output) // TOKEN_TYPE.itemsize
         return self.length >= end and self.buffer.array[prompt.length : end].tobytes() == output and self.begins_with(prompt)
 
@@ -226,7 +227,7 @@ class Recorder:
     """All requests of one sample, in the order in which they were answered. Thread-safe.
 
     Attributes:
-        outgrew_context: a request was refused because its prompt left no room in the context.
+        outgrew_context: True if a request was rejected because its prompt left no room in the context.
     """
 
     def __init__(self) -> None:
@@ -246,14 +247,14 @@ class Recorder:
         return len(self._records)
 
     def open_turn(self, rid: str, number_of: Callable[[int], int] | None = None) -> tuple[int, int]:
-        """Reserve the next turn of a conversation before its request is sent; pass it to ``record`` with the response.
+        """Reserve the next turn of a conversation before its request is sent; pass the result to ``record`` as ``place``.
 
         Args:
             rid: id of the conversation.
-            number_of: maps the order of first appearance of a new conversation to its number. None keeps it.
+            number_of: maps the order of first appearance of a new conversation to its number. If None, the order is the number.
 
         Returns:
-            Number of the conversation and turn in it. Seeds derive from both.
+            Number of the conversation, and turn in the conversation. Seeds derive from both.
         """
         with self._lock:
             conversation = self._conversations.get(rid)

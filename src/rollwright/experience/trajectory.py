@@ -31,7 +31,7 @@ PROCESSOR_KEYS = (
 
 
 def row_lengths(trajectory: Mapping[str, Any]) -> torch.Tensor:
-    """Tokens of each row without padding, ``[B]`` int64; also of a packed batch."""
+    """Count the tokens of each row without padding, ``[B]`` int64. Accepts packed batches, too."""
     if PACKED in trajectory:
         return trajectory["row_lengths"]
     mask = trajectory.get("attention_mask")
@@ -42,7 +42,7 @@ def row_lengths(trajectory: Mapping[str, Any]) -> torch.Tensor:
 
 
 def sampled_tokens(trajectory: Mapping[str, Any]) -> torch.Tensor:
-    """Sampled tokens of each row, ``[B]``; also of a packed batch."""
+    """Count the sampled tokens of each row, ``[B]``. Accepts packed batches, too."""
     return trajectory["sampled_tokens"] if PACKED in trajectory else trajectory["loss_mask"].sum(1)
 
 
@@ -52,8 +52,8 @@ def concat_padded_tensors(trajectories: Sequence[Mapping[str, Any]], pad_value: 
     Each value is copied once, so join all samples of a batch in one call rather than group by group.
 
     Args:
-        trajectories: dicts with the same keys; the optional ones of ``contract.NEUTRAL`` may be missing in some. ``[B]`` tensors, lists and
-            tensors of images (``pixel_values``) are concatenated along their first dimension.
+        trajectories: dicts with the same keys; the optional keys of ``contract.NEUTRAL`` may be missing in some dicts. ``[B]`` tensors,
+            lists and tensors of images (``pixel_values``) are concatenated along their first dimension.
         pad_value: padding of token columns that are not in the data contract.
 
     Returns:
@@ -103,7 +103,7 @@ def _cannot_join(why: str) -> TrajectoryError:
 
 
 def _neutral(key: str, trajectory: Mapping[str, Any]) -> Any:
-    """Default values of an optional column for the rows of a trajectory that lacks it."""
+    """Make the default values of an optional column for a trajectory that lacks it."""
     ids_BL = trajectory["input_ids"]
     if key in (MULTI_MODAL, "details"):
         return [None if key == MULTI_MODAL else {} for _ in ids_BL]
@@ -276,7 +276,7 @@ def _from_short_form(given: dict[str, Any], place: Origin) -> dict[str, Any]:
 
 
 def _depth(value: Any) -> int:
-    """Number of dimensions of a value; rows of a list may differ in length."""
+    """Return the number of dimensions of a value; rows of a list may differ in length."""
     return 1 + np.ndim(value[0]) if isinstance(value, list | tuple) and len(value) else np.ndim(value)
 
 

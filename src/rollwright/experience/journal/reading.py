@@ -1,8 +1,8 @@
 """Read the files of a journal while they are being written, after a crash, and around damage.
 
-Bytes that hold no complete record are skipped and reported (``Gap``). Reading resumes at the next offset at which a valid length and
-checksum are found; the mark before each record makes these offsets easy to find. Files of the first version have no marks; there the reader searches
-for the type names that records begin with.
+Bytes that hold no complete record are skipped and reported (``Gap``). Reading resumes at the next offset that has a valid length and
+checksum; the mark before each record makes these offsets easy to find. Files of the first version have no marks; there the reader
+searches for the type names that records begin with.
 """
 
 from __future__ import annotations
