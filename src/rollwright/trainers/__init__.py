@@ -1,1 +1,1 @@
-"""Runs: ``stages`` carries out a config's stages, ``loops`` trains, ``modes`` holds all other kinds of run, ``checks`` refuses early."""
+"""Runs: ``stages`` runs a config's stages, ``loops`` trains, ``modes`` has all other kinds of run, ``checks`` finds errors early."""

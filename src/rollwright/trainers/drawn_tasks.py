@@ -1,4 +1,4 @@
-"""Tasks and workflows of a config: workflows with their arguments, tasksets, and tasks by the ordinal of their draw."""
+"""Tasks and workflows of a config: workflows and their arguments, tasksets, and tasks by ordinal (their number in drawing order)."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from rollwright.workflows.task_runner import TaskRunner
 
 Row = dict[str, Any]
 
-#: Number of rows kept. An earlier ordinal, which another explorer lost, is found by drawing from the start again.
+#: Number of rows kept. To get an earlier row, such as one that another explorer lost, the draws are repeated from the start.
 REMEMBERED = 65_536
 
 
@@ -30,9 +30,9 @@ REMEMBERED = 65_536
 
 
 def with_defaults(workflow: Any, kwargs: dict[str, Any] | None, defaults: dict[str, Any]) -> dict[str, Any]:
-    """Add to ``kwargs`` the ``defaults`` that the workflow's constructor accepts, except None. Given arguments win.
+    """Add the ``defaults`` that the workflow's constructor accepts to ``kwargs``, except those that are None. Given arguments win.
 
-    The kwargs of an instance are returned unchanged, because it is built already.
+    If the workflow is an instance, ``kwargs`` is returned unchanged, because the instance is already built.
     """
     given = dict(kwargs or {})
     target = WORKFLOWS.get(workflow) if isinstance(workflow, str) else workflow
@@ -46,19 +46,18 @@ def with_defaults(workflow: Any, kwargs: dict[str, Any] | None, defaults: dict[s
 def workflow_arguments(
     config: Any, workflow: Any, given: dict[str, Any] | None, tokenizer: Any, gconfig: Any = None
 ) -> dict[str, Any]:
-    """Return the given arguments with ``reward_fn``, ``gconfig``, ``tokenizer`` and ``overflow_reward`` of the config added; see
-    :func:`with_defaults`."""
+    """Add ``reward_fn``, ``gconfig``, ``tokenizer`` and ``overflow_reward`` to the given arguments, as in :func:`with_defaults`."""
     gconfig = gconfig or config.gconfig.new(n_samples=1)
     defaults = {"reward_fn": config.reward_fn, "gconfig": gconfig, "tokenizer": tokenizer}
     return with_defaults(workflow, given, defaults | {"overflow_reward": config.rollout.overflow_reward})
 
 
 def refuse_unusable_reward(config: Any, rows: Any) -> None:
-    """Refuse a reward function that a built-in workflow could not call with the tasks' columns.
+    """Raise an error if a built-in workflow could not call the reward function with the tasks' columns.
 
     Args:
         config: config of the run.
-        rows: its tasks; checked only if they are a list.
+        rows: tasks of the run; their columns are checked only if they are a list.
 
     Raises:
         RewardError: the function takes other arguments, or needs a column that the first task does not have.
@@ -73,15 +72,15 @@ def refuse_unusable_reward(config: Any, rows: Any) -> None:
 
 
 def thinks(workflow_kwargs: dict[str, Any] | None) -> bool | None:
-    """Return the workflow's ``enable_thinking``, which also affects the length of prompts; None if it is not set."""
+    """Return the workflow's ``enable_thinking``, which also affects the length of prompts, or None if it is not set."""
     return (workflow_kwargs or {}).get("enable_thinking")
 
 
 def refuse_missing_chat_template(config: Any, tokenizer: Any) -> None:
-    """Refuse workflows that render messages with a chat template if the tokenizer has none.
+    """Raise an error if a workflow renders messages with a chat template and the tokenizer has none.
 
     Raises:
-        ConfigError: the tokenizer has no chat template.
+        ConfigError: a workflow needs a chat template, and the tokenizer has none.
     """
     if tokenizer.chat_template is not None:
         return
@@ -97,7 +96,7 @@ def refuse_missing_chat_template(config: Any, tokenizer: Any) -> None:
 
 
 def evaluation_rows(config: PPOConfig) -> list[Row]:
-    """Return the held-out tasks: the rows of all evaluation tasksets, each with its taskset's name, or those of ``valid_dataset``."""
+    """Return the held-out tasks: the rows of all evaluation tasksets, labelled with the taskset's name, or of ``valid_dataset``."""
     if config.eval_tasksets or config.valid_dataset is None:
         return [{**row, "taskset": taskset.name} for taskset in config.eval_tasksets for row in taskset_rows(taskset)]
     given = config.workflow_kwargs if config.eval_workflow_kwargs is None else config.eval_workflow_kwargs
@@ -112,11 +111,11 @@ def training_rows(config: PPOConfig) -> list[Row]:
 
 
 def training_workflow(config: PPOConfig, tokenizer: Any, source: Any, services: TaskServices) -> Any:
-    """Build the runner of the config's tasksets, or its workflow.
+    """Build the ``TaskRunner`` of the config's tasksets, or the config's workflow.
 
-    A runner takes the number of samples of a task from the taskset's ``group_size``, then the run's ``gconfig.n_samples``, then the
-    taskset's ``gconfig``; the generation arguments are those of the taskset if set, otherwise those of the run. If ``source`` is the
-    mixture of the tasksets, the runner reports rewards to its selectors.
+    The number of samples of a task is the taskset's ``group_size`` if set, else the run's ``gconfig.n_samples`` if above 1, else that of
+    the taskset's ``gconfig``. Generation arguments come from the taskset if set, otherwise from the run. If ``source`` is the mixture
+    of the tasksets, the runner reports rewards to the mixture's selectors.
 
     Raises:
         ConfigError: the config names neither a workflow nor tasksets.
@@ -135,16 +134,16 @@ def training_workflow(config: PPOConfig, tokenizer: Any, source: Any, services: 
 def evaluation_workflow(
     config: PPOConfig, tokenizer: Any, services: TaskServices, *, group_size: int | None = None
 ) -> tuple[Any, dict[str, Any] | None]:
-    """Return what runs held-out tasks: a runner of the evaluation tasksets, or a workflow with its constructor arguments.
+    """Return what runs held-out tasks: a ``TaskRunner`` of the evaluation tasksets, or a workflow and its constructor arguments.
 
-    A runner uses its taskset's ``gconfig``, or the evaluator's if the taskset sets none. The workflow is ``eval_workflow``, or that of
-    training; it is None if the config names neither.
+    A runner uses its taskset's ``gconfig``, or the evaluator's if the taskset sets none. The workflow is ``eval_workflow`` if set,
+    otherwise that of training; it is None if the config names neither.
 
     Args:
         config: the experiment.
         tokenizer: tokenizer of the policy.
         services: services for the runner's workflows.
-        group_size: number of samples of each task of a taskset. None uses the taskset's own.
+        group_size: number of samples per task of a taskset. If None, the taskset's own.
     """
     if config.eval_tasksets:
         tasksets = config.eval_tasksets
@@ -175,7 +174,7 @@ def _runner(
 def held_out_tasks(
     config: PPOConfig, tokenizer: Any, services: TaskServices, *, group_size: int | None = None
 ) -> tuple[list[Row], Any, dict[str, Any] | None]:
-    """Return the held-out tasks and what runs them (see :func:`evaluation_workflow`); no tasks if the config names no workflow."""
+    """Return the held-out tasks and what runs them (:func:`evaluation_workflow`). Without a workflow in the config, there are no tasks."""
     workflow, kwargs = evaluation_workflow(config, tokenizer, services, group_size=group_size)
     return ([] if workflow is None else evaluation_rows(config)), workflow, kwargs
 
@@ -184,13 +183,13 @@ def held_out_tasks(
 
 
 class DrawnTasks:
-    """The rows of an endlessly drawn dataset by ``ordinal``, counted from 0.
+    """The rows of an endlessly drawn dataset, by ``ordinal`` (their number in drawing order, from 0).
 
-    Every explorer of a run makes the same draws, so an ordinal is the same task in all of them, except with a selector that learns
-    from the rewards its own explorer has seen.
+    Every explorer of a run makes the same draws, so an ordinal means the same task in all explorers. The exception is a selector that
+    learns from rewards, because each explorer sees only its own rewards.
 
     Args:
-        make_source: makes the source of batches, always with the same draws.
+        make_source: makes a source of batches; every source makes the same draws.
     """
 
     def __init__(self, make_source: Callable[[], Iterable[list[Row]]]) -> None:
@@ -201,7 +200,7 @@ class DrawnTasks:
         self._next = 0
 
     def row(self, ordinal: int) -> Row:
-        """Return the row of a draw."""
+        """Return the row that has this ordinal."""
         if ordinal < self._next and ordinal not in self._rows:
             anew = (row for batch in endless(self._make_source()) for row in batch)
             return next(row for row in anew if row["ordinal"] == ordinal)
@@ -223,7 +222,7 @@ def task_source(config: PPOConfig) -> TaskMixture | list[Row]:
 
 
 def task_loader(config: Any, rows: Any) -> TaskLoader:
-    """Return a loader of rows with the settings of the ``train_dataset`` section."""
+    """Return a loader of the rows that uses the settings of the ``train_dataset`` section."""
     dataset = config.train_dataset
     return TaskLoader(rows, dataset.batch_size, shuffle=dataset.shuffle, drop_last=dataset.drop_last, seed=config.seed)
 

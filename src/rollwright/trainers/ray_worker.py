@@ -1,4 +1,4 @@
-"""Makes the object in a worker process on a Ray cluster; ``placement.ray_rollout`` places the process."""
+"""Creates the rollout worker in a worker process on a Ray cluster. ``placement.ray_rollout`` places the process."""
 
 from __future__ import annotations
 
@@ -23,10 +23,10 @@ def open_worker(place: Any, config: PPOConfig, addresses: list[str], directory: 
     """Make a worker that runs the workflows of training and of evaluation.
 
     Args:
-        place: of this process (``placement.ray_host.Place``); not used.
-        config: of the run; ``rollout`` has the servers' API key, and each auxiliary model the URL of its server.
-        addresses: of the servers.
-        directory: of the run.
+        place: position of this process in the cluster (``placement.ray_host.Place``); not used.
+        config: config of the run. ``rollout`` has the servers' API key, and each auxiliary model has the URL of its server.
+        addresses: addresses of the servers.
+        directory: directory of the run.
     """
     PLUGINS.load()
     rollout = config.rollout

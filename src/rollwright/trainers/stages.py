@@ -1,4 +1,4 @@
-"""Runs the stages of a run, one after the other, in one run directory."""
+"""Runs the stages of a config, one after another, in one run directory."""
 
 from __future__ import annotations
 
@@ -32,13 +32,13 @@ logger = getLogger("run")
 def run_config(stages: Sequence[Stage], *, source_path: Path | None = None) -> int:
     """Run the stages of one run and write ``summary.json``.
 
-    A finished run is not repeated; a log line says so. Nor are stages that an earlier, interrupted attempt finished. With
+    A finished run is not repeated (a message says so), nor are stages that an earlier, interrupted attempt finished. With
     ``recover.mode: resume``, a stage with more steps (or epochs) than before continues training, and later evaluations are repeated.
 
-    If a Ray cluster loses a rank, the run is closed and opened again in this process, and resumes as after a kill.
+    If a Ray cluster loses a rank, the run is closed and reopened in this process, and resumes as if the process had been killed.
 
     Args:
-        stages: from ``rollwright.load_stages``.
+        stages: stages from ``rollwright.load_stages``.
         source_path: the stages' file, which is copied to the run directory.
 
     Returns:
@@ -68,7 +68,7 @@ def _carry_out_stages(stages: Sequence[Stage], placement: Placement, source_path
     """Claim the run directory and run the stages that are not finished.
 
     Raises:
-        TrainingError: a rank was lost after ``recover.mode: off`` has trained.
+        TrainingError: a rank was lost after training began with ``recover.mode: off``.
     """
     try:
         directory = _claimed(stages)
@@ -108,10 +108,10 @@ def _carry_out_stages(stages: Sequence[Stage], placement: Placement, source_path
 
 
 def _still_done(stages: Sequence[Stage], done: dict[str, Any], directory: RunDirectory) -> dict[str, Any]:
-    """The results of finished stages, without stages that train further and the evaluations after them.
+    """Return the results of finished stages, except stages that train further and the evaluations after them.
 
     Raises:
-        CheckpointError: a stage that is asked to train further left no recover checkpoint.
+        CheckpointError: a stage that should train further has no recover checkpoint.
     """
     kept: dict[str, Any] = {}
     longer = ""
@@ -139,12 +139,12 @@ def _still_done(stages: Sequence[Stage], done: dict[str, Any], directory: RunDir
 
 
 def _length(config: Any) -> list[int | None]:
-    """Requested length of a stage: steps and epochs, each None if it is not set."""
+    """Return the configured length of a stage: its steps and epochs, each None if not set."""
     return [getattr(config, "total_train_steps", None), getattr(config, "total_train_epochs", None)]
 
 
 def _is_longer(stage: Stage, before: dict[str, Any]) -> bool:
-    """True if a finished stage is asked to train further."""
+    """Return True if the config asks a finished stage to train further."""
     (steps, epochs), earlier = _length(stage.config), before.get("length")
     if epochs is None or stage.config.recover.mode != "resume" or earlier == [steps, epochs]:
         return False
@@ -195,7 +195,7 @@ def _set_threads(config: Any) -> None:
 
 
 def make_model(config: NewModelConfig) -> dict[str, Any]:
-    """Write a model with random weights, and its tokenizer; returns its ``path`` and the number of ``parameters``."""
+    """Write a model with random weights, and its tokenizer. Returns the model's ``path`` and number of ``parameters``."""
     from rollwright.data.tokenizer import ASCII, build_character_tokenizer, load_tokenizer
     from rollwright.data.vision import VISION_PIECES
     from rollwright.training.model import new_model, new_vision_model, parameter_count
@@ -278,7 +278,7 @@ def _serve(config: PPOConfig, directory: RunDirectory) -> dict[str, Any]:
     return serve(config, directory)
 
 
-#: By the mode of an ``rl`` stage.
+#: Functions that run an ``rl`` stage, by its mode.
 _PLAY = {"both": _train_policy, "explore": _explore, "train": _train_from_store, "bench": _bench, "serve": _serve}
 
 

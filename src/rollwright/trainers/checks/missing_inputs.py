@@ -1,4 +1,4 @@
-"""Inputs of a run that are missing or cannot be read: models, tokenizers and datasets."""
+"""Checks for inputs of a run that are missing or cannot be read: models, tokenizers and datasets."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from rollwright.errors import RollwrightError
 def refuse_missing_inputs(stages: Sequence[Stage]) -> None:
     """Read every dataset, and look up every model and tokenizer, except those that an earlier stage makes.
 
-    Names at Hugging Face are looked up there. This downloads configurations, tokenizers and datasets, but no weights.
+    Names on the Hugging Face Hub are looked up there, which downloads configurations, tokenizers and datasets, but no weights.
 
     Raises:
         ConfigError: lists everything that is missing or cannot be read, with its key, file and line.
@@ -40,13 +40,13 @@ def refuse_missing_files(stages: Sequence[Stage]) -> None:
 
 
 def _has_to_exist(path: str, look: Look) -> bool:
-    """False if a path is empty, or below the directory that an earlier stage writes."""
+    """Return False if a path is empty, or below the directory that an earlier stage writes."""
     made = (_output_of(config) for config in look.earlier)
     return bool(path) and not any(Path(path).absolute().is_relative_to(each) for each in made)
 
 
 def _output_of(config: Any) -> Path:
-    """The directory that a stage writes."""
+    """Return the directory that a stage writes."""
     if isinstance(config, NewModelConfig):
         return Path(config.path).absolute()
     return (Path(config.cluster.fileroot) / config.experiment_name / config.trial_name).absolute()
@@ -72,7 +72,7 @@ def _unusable_models(look: Look) -> Iterator[Fault]:
 
 
 def _unreadable_datasets(look: Look) -> Iterator[Fault]:
-    """Tokenizers that cannot be loaded, and datasets that cannot be read with them."""
+    """Report tokenizers that cannot be loaded, datasets that cannot be read with them, and batches of impossible size."""
     config, tokenizer = look.section, None
     for key, path in _tokenizers(config):
         if _has_to_exist(path, look):
@@ -90,7 +90,7 @@ def _unreadable_datasets(look: Look) -> Iterator[Fault]:
 
 
 def _models(config: Any) -> Iterator[tuple[KeyPath, str, bool]]:
-    """Key and path of each model, and whether it needs weights."""
+    """Yield the key and path of each model, and whether the model needs weights."""
     if isinstance(config, PPOConfig):
         yield ("actor", "path"), config.actor.path, not config.actor.init_from_scratch
         yield ("rollout", "path"), config.rollout.path, True
@@ -116,7 +116,7 @@ def _tokenizers(config: Any) -> Iterator[tuple[KeyPath, str]]:
 
 
 def _local_model_fault(path: str, needs_weights: bool) -> str | None:
-    """Why a local path has no usable model; None if it has one, or if the path is a name at Hugging Face."""
+    """Return why a local path has no usable model, or None if it has one or the path is a name on the Hugging Face Hub."""
     directory = Path(path).expanduser()
     if directory.is_dir():
         if not (directory / "config.json").is_file():
@@ -130,7 +130,7 @@ def _local_model_fault(path: str, needs_weights: bool) -> str | None:
 
 
 def _model_fault(path: str, needs_weights: bool) -> str | None:
-    """Why a model cannot be used; None if it can."""
+    """Return why a model cannot be used, or None if it can."""
     fault = _local_model_fault(path, needs_weights)
     if fault or Path(path).expanduser().is_dir():
         return fault
@@ -146,7 +146,7 @@ def _model_fault(path: str, needs_weights: bool) -> str | None:
 
 
 def _datasets(config: Any) -> Iterator[tuple[KeyPath, DatasetConfig, Callable[[DatasetConfig, Any], Sequence[Any]]]]:
-    """Key and section of each dataset, and how it is read."""
+    """Yield the key and section of each dataset, and the function that reads it."""
     names: list[str] = []
     if isinstance(config, EvalConfig):
         names = ["dataset"]
@@ -162,7 +162,7 @@ def _datasets(config: Any) -> Iterator[tuple[KeyPath, DatasetConfig, Callable[[D
 
 
 def _batch_faults(config: RunConfig, section: DatasetConfig, key: KeyPath, rows: int) -> Iterator[Fault]:
-    """Batches that can never be full, or are too small to be divided into minibatches."""
+    """Report batches that can never be full, or that are too small to be divided into minibatches."""
     size, rest = section.batch_size, rows % section.batch_size
     if key != ("train_dataset",):
         return

@@ -1,7 +1,7 @@
-"""The names in a config that stand for code: workflows, rewards, operators, selectors, priorities.
+"""Checks of the names in a config that stand for code: workflows, rewards, operators, selectors, priorities.
 
-They are looked up before anything runs. An unknown name would otherwise fail when it is first needed, which is minutes later in a
-run whose first stages make and warm up a model.
+They are looked up before anything runs. Otherwise an unknown name would fail only when it is first needed, which may be minutes into
+the run.
 """
 
 from __future__ import annotations
@@ -33,21 +33,21 @@ from rollwright.workflows.registry import WORKFLOWS
 
 #: Arguments that trainers pass to a workflow's constructor if it takes them (``with_defaults``).
 _GIVEN = ("reward_fn", "gconfig", "tokenizer")
-#: Modes whose process runs workflows; mode train only reads what they made.
+#: Modes whose process runs workflows. Mode ``train`` only reads their samples.
 _SAMPLING_MODES = ("both", "explore", "bench")
 
 
 def refuse_unknown_names(stages: Sequence[Stage]) -> None:
-    """Look up every name of the stages' configs; plugins have been loaded.
+    """Look up every name in the stages' configs. Plugins must be loaded before.
 
     Raises:
-        ConfigError: lists every name that cannot be used with its key, file and line.
+        ConfigError: lists every unusable name, with its key, file and line.
     """
     refuse_faults(stages, NAMES)
 
 
 def _uses_sandbox(config: Any) -> bool:
-    """True if a workflow, a tool or a reward function of the config runs Python that the model writes."""
+    """Return True if a workflow, a tool or a reward function of the config runs Python code that the model writes."""
     if isinstance(config, PPOConfig) and config.mode not in _SAMPLING_MODES:
         return False
     tasksets = [*config.tasksets, *config.eval_tasksets] if isinstance(config, PPOConfig) else []
@@ -65,7 +65,7 @@ def _uses_sandbox(config: Any) -> bool:
 
 
 def _loss(look: Look) -> Iterator[Fault]:
-    """A policy loss that cannot be computed, or keys that it does not read."""
+    """Report a policy loss that cannot be computed, or keys that are set but that the policy loss does not read."""
     config: PPOConfig = look.section
     if (yield from found_or_fault(look.path, lambda: _try_loss(config.actor))):
         for key, message in unread_keys(config.actor, shifted=config.rollout.accept_shifted_logprobs):
@@ -73,7 +73,7 @@ def _loss(look: Look) -> Iterator[Fault]:
 
 
 def _try_loss(config: PPOActorConfig) -> bool:
-    """Compute the loss of two tokens: a loss may check its arguments itself."""
+    """Compute the loss of two tokens, because a loss may check its arguments only when it is called."""
     loss, ones = find_policy_loss(config), torch.ones(1, 2)
     try:
         loss(-ones, -1.1 * ones, torch.tensor([[1.0, -1.0]]), ones, -0.9 * ones)
@@ -84,7 +84,7 @@ def _try_loss(config: PPOActorConfig) -> bool:
 
 
 def _workflows(config: Any) -> Iterator[tuple[str, Any, Mapping[str, Any], bool]]:
-    """Key, name and arguments of each workflow outside tasksets, and whether evaluation uses it."""
+    """Yield the key, name and arguments of each workflow outside tasksets, and whether evaluation uses it."""
     if not isinstance(config, PPOConfig):
         yield "workflow", config.workflow, config.workflow_kwargs, True
         return
@@ -99,13 +99,13 @@ def _workflows(config: Any) -> Iterator[tuple[str, Any, Mapping[str, Any], bool]
 
 
 def _workflow_faults(look: Look) -> Iterator[Fault]:
-    """The workflows outside tasksets, and the reward function that they are given."""
+    """Check the workflows outside tasksets, and the reward function that is passed to them."""
     for key, name, kwargs, evaluates in _workflows(look.section):
         yield from _workflow(look.section, key, name, kwargs, evaluates=evaluates)
 
 
 def _workflow(config: Any, key: str, name: Any, kwargs: Mapping[str, Any], *, evaluates: bool) -> Iterator[Fault]:
-    """Check a class with ``arun_episode``, its arguments, and the reward function that it is given."""
+    """Check a workflow class (one that defines ``arun_episode``), its constructor arguments, and the config's reward function."""
     if isinstance(config.reward_fn, str):
         yield from found_or_fault(("reward_fn",), lambda: REWARD_FUNCTIONS.get(config.reward_fn))
     if not isinstance(name, str):
@@ -138,7 +138,7 @@ def _workflow(config: Any, key: str, name: Any, kwargs: Mapping[str, Any], *, ev
 
 
 def _taskset(look: Look) -> Iterator[Fault]:
-    """The workflow, reward function, format and selector of a taskset."""
+    """Check the workflow, reward function, format and selector of a taskset."""
     for path, message in _taskset_faults(look.value):
         yield (*look.path, *path), message
 
@@ -164,7 +164,7 @@ def _taskset_faults(taskset: TasksetConfig) -> Iterator[Fault]:
 
 
 def _reward_arguments(taskset: TasksetConfig, function: Any) -> Iterator[Fault]:
-    """Arguments that the reward function would never see. A function that declares ``**_`` accepts and ignores all others."""
+    """Report arguments that the reward function does not declare. ``**_`` does not count as declaring them, because it ignores them."""
     try:
         parameters = inspect.signature(function).parameters.values()
     except (TypeError, ValueError):
@@ -195,7 +195,7 @@ def _usable_sandbox(config: Any, sandbox: str) -> None:
     (check_sandbox if _uses_sandbox(config) else make_sandbox)(sandbox)
 
 
-#: What stands for code, and how it is looked up.
+#: Keys whose values stand for code, and how each is looked up.
 NAMES: tuple[Rule, ...] = (
     must_be_found(RunConfig, ["stats_logger.sinks.*"], lambda _, name: SINKS.get(name)),
     must_be_found(RunConfig, [f"{name}.format" for name in ("train_dataset", "valid_dataset", "dataset")], _known_format),

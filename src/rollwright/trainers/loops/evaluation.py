@@ -59,7 +59,7 @@ def evaluate(
 def evaluating(
     workflow: Any, kwargs: dict[str, Any] | None, gconfig: GenerationHyperparameters
 ) -> tuple[Any, dict[str, Any] | None]:
-    """Return a workflow and its constructor arguments for evaluation: with ``gconfig``, one sample at a time."""
+    """Return a workflow and its constructor arguments for evaluation, so that each run uses ``gconfig`` and takes one sample."""
     if inspect.isclass(workflow) or isinstance(workflow, str):
         return workflow, {**(kwargs or {}), "gconfig": gconfig.new(n_samples=1)}
     if not isinstance(workflow, TaskRunner) and hasattr(workflow, "gconfig"):  # an instance: copy it with other arguments
@@ -69,14 +69,14 @@ def evaluating(
 
 
 def _with_stops_of(own: Any, gconfig: GenerationHyperparameters) -> GenerationHyperparameters:
-    """Return the arguments with the workflow's own stop strings and tokens added, because they define where its turns end."""
+    """Add the workflow's own stop strings and tokens to ``gconfig``, because they define where the workflow's turns end."""
     stops = list(dict.fromkeys([*(getattr(own, "stop", None) or []), *(gconfig.stop or [])]))
     stop_token_ids = dict.fromkeys([*(getattr(own, "stop_token_ids", None) or []), *gconfig.stop_token_ids])
     return gconfig.new(stop=stops or None, stop_token_ids=list(stop_token_ids))
 
 
 def pass_at_k(samples: int, passed: int, k: int) -> float:
-    """Unbiased estimate of the chance that one of ``k`` samples passes, if ``passed`` of ``samples`` did (Chen et al. 2021, eq. 1)."""
+    """Estimate, without bias, the probability that at least one of ``k`` samples passes (Chen et al. 2021, eq. 1)."""
     if not 1 <= k <= samples:
         raise ConfigError(f"pass@{k} cannot be told from {samples} samples: k is between 1 and the number of samples.")
     return 1.0 - math.comb(samples - passed, k) / math.comb(samples, k)
@@ -86,8 +86,8 @@ def scores_of(rewards: Sequence[Sequence[float]], pass_at: Sequence[int], pass_r
     """Compute ``mean@n`` and each ``pass@k`` over tasks.
 
     Args:
-        rewards: rewards of the samples of each task, equally many for each.
-        pass_at: values of k. Those above the number of samples are skipped.
+        rewards: rewards of each task's samples. All tasks have the same number of samples.
+        pass_at: values of k. Values above the number of samples are skipped.
         pass_reward: smallest reward of a sample that passes.
     """
     samples = len(rewards[0])
@@ -103,7 +103,7 @@ def evaluate_model(config: EvalConfig, rollouts: Path | None = None) -> dict[str
 
     Args:
         config: the model, the split and the workflow.
-        rollouts: directory for readable samples, ``stats_logger.dump_rollouts`` for each score. None disables them.
+        rollouts: directory for readable samples, ``stats_logger.dump_rollouts`` for each score. If None, no samples are written.
 
     Returns:
         Mean rewards ``greedy`` and ``mean@<samples>`` as configured, the number of ``tasks``, and a few ``completions`` (``prompt``,
@@ -140,7 +140,7 @@ def evaluate_model(config: EvalConfig, rollouts: Path | None = None) -> dict[str
 
 
 def _bar(rollout: RolloutEngine, samples: int, name: str) -> AbstractContextManager[Any]:
-    """Return a progress bar over the samples that end from now on."""
+    """Return a progress bar that counts the samples that end from now on."""
 
     def ended() -> float:
         counters = rollout.counters()

@@ -43,7 +43,7 @@ class Part(Protocol):
 
 
 class Trainer(ABC):
-    """A training run: opened with ``with``, resumed if it was interrupted, trained to its end, and saved.
+    """A training run. ``with`` opens it and resumes it if it was interrupted; ``train`` trains it to its end and saves the model.
 
     Args:
         config: the experiment.
@@ -63,32 +63,35 @@ class Trainer(ABC):
         self.config: Any = config
         self.directory = directory
         self.tokenizer = load_tokenizer(config.tokenizer_path or model.path, model.trust_remote_code)
-        self.step = self._saved_step = 0  # made, and in the newest recover checkpoint
-        #: The engines hold the weights of the last step. Only then can a step be evaluated or resumed from.
+        self.step = self._saved_step = 0  # steps made, and the step of the newest recover checkpoint
+        #: True if the engines hold the weights of the last step. Only then can this step be evaluated or resumed from.
         self.is_published = True
 
     # -- defined by subclasses ----------------------------------------------------------------------------------------
 
     def claim(self, opened: ExitStack) -> None:  # noqa: B027 - the caller may have done so
-        """Claim what the run needs for itself, before anything is loaded."""
+        """Claim what only this run may use, such as its directory, before anything is loaded."""
 
     @abstractmethod
     def open(self, opened: ExitStack) -> None:
-        """Open the inference engine and other resources; ``self.ranks`` are open already. ``opened`` closes them."""
+        """Open the inference engine and other resources, and register them with ``opened``, which closes them.
+
+        ``self.ranks`` is already open.
+        """
 
     @abstractmethod
     def parts(self) -> Mapping[str, Part]:
         """Return the parts in a recovery checkpoint besides the trained engine, by name."""
 
     def begin(self, resumed: bool) -> None:  # noqa: B027 - a trainer may have nothing to do
-        """Called when everything is open and the newest checkpoint, if any, is loaded."""
+        """Prepare for the first step, after everything is open and the newest checkpoint, if any, is loaded."""
 
     @abstractmethod
     def make_step(self, run: StageRun, stop: StopSignal) -> float | None:
         """Make step ``self.step + 1``, count it and report it.
 
         Returns:
-            The value of ``curve``; None if nothing is left to train on or the signal came first.
+            The value of the metric ``curve``, or None if nothing is left to train on or a signal came first.
         """
 
     def evaluate(self) -> EvaluationResult:
@@ -96,13 +99,14 @@ class Trainer(ABC):
         raise NotImplementedError
 
     def is_done(self, evaluation: float | None) -> bool:
-        """Whether the evaluation of the last step ends the run."""
+        """Return whether the evaluation of the last step ends the run."""
         return False
 
     def before_recover_visible(self) -> Callable[[], object] | None:
         """Return a function that commits external state together with this step's recovery checkpoint.
 
-        It is called just before the checkpoint becomes visible; with ``recover.in_background`` from a thread, during later steps.
+        The function is called just before the checkpoint becomes visible. With ``recover.in_background``, a thread calls it during
+        later steps.
         """
         return None
 
@@ -141,7 +145,7 @@ class Trainer(ABC):
         self._opened.__exit__(kind, error, trace)
 
     def _set_aside_damaged(self) -> None:
-        """If no recover checkpoint is intact, start like a run that was stopped before its first one."""
+        """If no recover checkpoint is intact, move them all away, so that the run starts as if it had not saved one yet."""
         into = self.directory.next_attempt()
         if steps := self.recover.set_aside_damaged(into):
             logger.warning(
@@ -163,7 +167,7 @@ class Trainer(ABC):
             logger.error("the newest recover checkpoint was not written: %s", failed)  # the error that ended the run is raised
 
     def _follows(self) -> bool:
-        """True on all ranks but the first, which owns the run and calls the others."""
+        """Return True on every rank except the first, which owns the run and calls the others."""
         return parallel.rank() > 0
 
     def train(self) -> dict[str, Any]:
@@ -230,7 +234,7 @@ class Trainer(ABC):
             }
 
     def save(self, path: Any) -> Any:
-        """Write weights, tokenizer and model card as a Hugging Face checkpoint; returns the path."""
+        """Write weights, tokenizer and model card as a Hugging Face checkpoint, and return its path."""
         self.ranks.save(path, self.tokenizer)
         write_model_card(path, self.step)
         return path
@@ -263,7 +267,7 @@ class Schedule:
     """Decides after which steps an ``IntervalConfig`` is due.
 
     Args:
-        interval: number of steps, epochs or seconds between two events. It is never due if all are None.
+        interval: number of steps, epochs or seconds between two events. If all are None, no event is ever due.
         steps_per_epoch: number of steps of one pass over the dataset.
     """
 
@@ -274,7 +278,7 @@ class Schedule:
         self._postponed = False
 
     def due(self, step: int) -> bool:
-        """Whether it is due after ``step`` steps, counted from 1."""
+        """Return whether the event is due after step ``step``, counted from 1."""
         interval = self._interval
         by_steps = interval.every_steps is not None and step % interval.every_steps == 0
         by_epochs = interval.every_epochs is not None and step % (interval.every_epochs * self._steps_per_epoch) == 0
@@ -284,7 +288,7 @@ class Schedule:
         return by_steps or by_epochs or by_clock
 
     def due_by_now(self, step: int, possible: bool) -> bool:
-        """Whether it is ``possible`` now and due after ``step`` steps, or has been due since a step at which it was not possible."""
+        """Return whether the event is ``possible`` and due after step ``step``, or was due earlier when it was not possible."""
         self._postponed = self.due(step) or self._postponed
         if not (self._postponed and possible):
             return False
@@ -295,12 +299,12 @@ class Schedule:
 class StopSignal:
     """Handles SIGTERM and SIGINT inside the context: the current step is finished and saved, then the run exits.
 
-    A second signal has its usual effect; if signals were ignored when the process started, as by ``nohup`` or for ``&`` in a script, it
-    ends the process. A signal that is sent because another rank has ended takes effect at once.
+    A second signal has its usual effect. If signals were ignored when the process started, as with ``nohup`` or with ``&`` in a script,
+    a second signal ends the process. If a rank on this host has ended, the first signal raises ``LostRankError`` at once instead.
 
     Attributes:
-        received: number of the first signal; None if there was none.
-        then: called in the main thread when it arrives.
+        received: number of the first signal, or None if none has arrived.
+        then: function that is called in the main thread when the first signal arrives.
     """
 
     def __init__(self) -> None:

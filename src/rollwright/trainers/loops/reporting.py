@@ -1,4 +1,4 @@
-"""Reports of a training loop: metrics, times, rollout dumps and the display, and the record of each step."""
+"""Reports of a training loop: metrics, times, rollout dumps, the display, and each step's journal records."""
 
 from __future__ import annotations
 
@@ -46,16 +46,16 @@ class EvaluationResult:
 
 
 class StageRun:
-    """The records of one stage of a run.
+    """Writes the metrics, logs, rollout dumps and display of one stage of a run.
 
     Args:
         config: config of the stage.
         directory: directory of the stage, claimed by the caller.
         total_steps: steps of the stage, for the display.
-        resume_step: number of steps made before the stage was resumed. None if it is new.
+        resume_step: number of steps made before the stage was resumed. None if the stage is new.
         tokenizer: decodes the rollout dumps.
         value_name: metric of the main curve, ``reward`` or ``loss``.
-        journal: receives what each step trained on. None disables these records.
+        journal: receives a record of what each step trained on. If None, no such records are written.
 
     Attributes:
         metrics: writes ``metrics.jsonl`` and the other sinks.
@@ -129,7 +129,7 @@ class StageRun:
         self.dumper.dump(step, result.trajectory, "eval", unpacked)
 
     def curve(self, name: str) -> list[tuple[int, float]]:
-        """Return ``(step, value)`` of one metric, as written so far."""
+        """Return the ``(step, value)`` pairs of one metric that have been written so far."""
         records = read_metrics(self.directory.metrics_file)
         return [(record["step"], record[name]) for record in records if record.get(name) is not None]
 
@@ -152,7 +152,7 @@ def report_step(
     sampling: Sequence[str],
     publication: Publication | None = None,
 ) -> float:
-    """Log, journal and show a step; returns the mean reward of the batch's samples.
+    """Log, journal and display a step, and return the mean reward of the batch's samples.
 
     Args:
         run: records of the stage.
@@ -161,7 +161,7 @@ def report_step(
         stats: metrics of ``ppo_update``.
         version: version of the weights after the step.
         sampling: phases of a step in which tokens are sampled; their seconds give the sampling rate.
-        publication: transfer of ``version`` to the engines. None if it was not published.
+        publication: transfer of ``version`` to the engines. None if the version was not published.
     """
     rewards = sample_means(batch, batch["rewards"])
     sampled = float(sampled_tokens(batch).sum())
@@ -212,7 +212,7 @@ def journal_step(
     version: int,
     publication: Publication | None = None,
 ) -> None:
-    """Write the rows of a step with the trainer's scores of their tokens, and the publication after it."""
+    """Write the rows of a step, the trainer's scores of their tokens, and the publication after the step to the journal."""
     of_row = (batch[key].tolist() for key in ("group_ids", "sample_ids", "rewards"))
     for *row, trained in zip(*of_row, trained_rows(batch), strict=True):
         journal.write(Trained(step, *row, *trained), may_hold_secrets=False)
@@ -225,7 +225,7 @@ def journal_step(
 
 
 def workflow_metrics(batch: Trajectory) -> dict[str, float]:
-    """Average the ``metrics`` of experiences by name, over the rows that have them."""
+    """Average each of the experiences' ``metrics`` over the rows that have it."""
     values: dict[str, list[float]] = defaultdict(list)
     for row in batch.get("details", ()):
         for name, value in row.get("metrics", {}).items():
@@ -234,7 +234,7 @@ def workflow_metrics(batch: Trajectory) -> dict[str, float]:
 
 
 def sample_means(trajectory: Trajectory, values_B: Tensor) -> Tensor:
-    """Average a value of each row over the rows of each sample, ``[samples]``, so that a sample of four rows counts once."""
+    """Average a per-row value within each sample. Returns shape ``[samples]``: a sample counts once, however many rows it has."""
     keys = torch.stack([trajectory["group_ids"], trajectory["sample_ids"]], dim=1)
     _, index_B = keys.unique(dim=0, return_inverse=True)
     count = int(index_B.max()) + 1

@@ -56,7 +56,7 @@ class PolicyTrainer(Trainer):
 
     @property
     def actor(self) -> Any:
-        """The policy. With several processes, this process's part of it; every process has to make the same calls."""
+        """The policy. With several processes, it is this process's shard, and every process must make the same calls."""
         return self.trained
 
     def __init__(self, config: PPOConfig, model: TrainEngineConfig, directory: RunDirectory) -> None:
@@ -74,7 +74,10 @@ class PolicyTrainer(Trainer):
         self.ranks.call("publish")
 
     def samples_with_own_weights(self) -> bool:
-        """Whether the tokens of the version just trained were sampled with this policy's weights, so that log-probabilities must agree."""
+        """Return whether tokens of the version just trained were sampled with this policy's weights.
+
+        If so, the log-probabilities of engine and trainer must agree.
+        """
         return True
 
     def make_step(self, run: StageRun, stop: StopSignal) -> float | None:
@@ -115,8 +118,8 @@ class PPOTrainer(PolicyTrainer):
     Args:
         config: the experiment.
         train_dataset: tasks as a sequence of dicts, or a mixture of tasksets.
-        valid_dataset: held-out tasks for evaluation during training. None disables evaluation.
-        directory: directory of the run, claimed by the caller. None claims ``<fileroot>/<experiment_name>/<trial_name>``.
+        valid_dataset: held-out tasks for evaluation during training. If None, the policy is not evaluated.
+        directory: directory of the run, claimed by the caller. If None, ``<fileroot>/<experiment_name>/<trial_name>`` is claimed.
 
     Raises:
         ConfigError: settings contradict each other or cannot be honoured.
@@ -156,7 +159,7 @@ class PPOTrainer(PolicyTrainer):
     # -- from start to end ---------------------------------------------------------------------------------------------
 
     def claim(self, opened: ExitStack) -> None:
-        """Claim the directory unless the caller did."""
+        """Claim the directory unless the caller has done so."""
         if self._owns_directory:
             self.directory.claim(config_to_dict(self.config), self.config.recover.mode)
             opened.push(self._leave_directory)
@@ -181,7 +184,10 @@ class PPOTrainer(PolicyTrainer):
         return {"loader": self.loader, "rollout": self.rollout}
 
     def begin(self, resumed: bool) -> None:
-        """Publish the weights, except to a fresh engine that shares them, and replay episodes recorded before an interruption."""
+        """Publish the weights, and continue the episodes that were recorded before an interruption.
+
+        A new run does not publish to an engine that shares the trainer's weights.
+        """
         if resumed or self.rollout.sampler.local_model is None or self.ranks.model is None:
             self.ranks.call("republish")
             self.rollout.set_version(self.actor.version)
@@ -191,7 +197,7 @@ class PPOTrainer(PolicyTrainer):
             self._recall(self.journal)
 
     def _publish_again(self) -> None:
-        """Send the current weights again if no server can sample without them, because those that had them were lost."""
+        """Publish the current weights again if the servers that had them were lost and nothing can be sampled without them."""
         if self.rollout.sampler.lacks_weights:
             self.ranks.call("republish")
 
@@ -213,7 +219,7 @@ class PPOTrainer(PolicyTrainer):
         journal.write(Resumed(self.step, version, executor.frontier, past.count, past.tokens, time.time()))
 
     def samples_with_own_weights(self) -> bool:
-        """Whether the version was not trained before an interruption; otherwise its tokens may come from the earlier weights."""
+        """Return False for a version that was already trained before an interruption: its tokens may come from the earlier weights."""
         return self.actor.version - 1 not in self.made_again
 
     def train(
@@ -226,11 +232,12 @@ class PPOTrainer(PolicyTrainer):
         """Train to the last step, or until a signal asks to stop.
 
         Args:
-            workflow: class, instance, import string or registered name. None uses the workflow of the config or of its tasksets.
+            workflow: class, instance, import string or registered name. If None, the workflow of the config or of its tasksets.
             workflow_kwargs: constructor arguments. If the workflow takes ``reward_fn``, ``gconfig`` or ``tokenizer`` and they are not
                 given, they come from the config.
-            eval_workflow: workflow for evaluation. None uses the training workflow.
-            eval_workflow_kwargs: its constructor arguments. None uses those of training, with the evaluator's generation arguments.
+            eval_workflow: workflow for evaluation. If None, the training workflow.
+            eval_workflow_kwargs: constructor arguments of the evaluation workflow. If None, those of training, with the evaluator's
+                generation arguments.
 
         Returns:
             ``{"steps", "reward", "eval": {step: reward}, "seconds": {...}, "checkpoint": path}``.
@@ -263,12 +270,12 @@ class PPOTrainer(PolicyTrainer):
     # -- a step --------------------------------------------------------------------------------------------------------
 
     def before_recover_visible(self) -> Callable[[], object] | None:
-        """Write the journal to disk together with this step's recovery checkpoint."""
+        """Return a function that writes the journal to disk together with this step's recovery checkpoint, or None without a journal."""
         journal = self.journal
         return None if journal is None else partial(journal.checkpoint, self.step, self.rollout.executor.frontier)
 
     def publish(self) -> None:
-        """Publish while sampling is paused, and release the slots of the batch."""
+        """Publish the weights while sampling is paused, then release the slots of the trained batch."""
         self.rollout.pause()
         super().publish()
         self.rollout.resume()
@@ -303,9 +310,9 @@ class PPOTrainer(PolicyTrainer):
         """Run the held-out tasks and average their rewards.
 
         Args:
-            workflow: workflow to run. None uses the one that ``train`` evaluates with.
-            workflow_kwargs: its constructor arguments.
-            gconfig: generation arguments. None uses those of the evaluator.
+            workflow: workflow to run. If None, the one that ``train`` evaluates with.
+            workflow_kwargs: constructor arguments of ``workflow``.
+            gconfig: generation arguments. If None, those of the evaluator.
         """
         self._refuse_given("evaluate", workflow, workflow_kwargs, gconfig)
         if workflow is None:

@@ -28,19 +28,19 @@ from rollwright.trainers.modes.published_weights import load_and_audit
 from rollwright.training.publish_and_audit import Publisher, publisher_for
 from rollwright.workflows.turns import BranchedSequence
 
-#: Columns of rows that need no chat template of the tokenizer: episodes in segments, tokens, and images (rendered by the processor).
+#: Columns of rows that do not need the tokenizer's chat template: episodes in segments, tokens, and images (rendered by the processor).
 _WITHOUT_TEMPLATE = ("segments", "input_ids", "images")
 
 
 class SupervisedTrainer(Trainer):
-    """Trains a model on rows, to the last step or until a workflow's mean reward on ``valid_dataset`` reaches ``stop_accuracy``.
+    """Trains a model on rows until the last step, or until a workflow's mean reward on ``valid_dataset`` reaches ``stop_accuracy``.
 
     Subclasses define batches and updates.
 
     Args:
         config: the experiment.
         train_dataset: the rows.
-        valid_dataset: tasks of another split, which decide when to stop.
+        valid_dataset: held-out tasks, whose evaluation decides when to stop.
         directory: directory of the run, claimed by the caller.
     """
 
@@ -78,10 +78,10 @@ class SupervisedTrainer(Trainer):
 
     @abstractmethod
     def update(self, batch: Trajectory) -> dict[str, float]:
-        """Take one step on all ranks; returns metrics, including ``loss``."""
+        """Take one step on all ranks, and return metrics that include ``loss``."""
 
     def open(self, opened: ExitStack) -> None:
-        """Start the engine that evaluates the model, if there are tasks to evaluate."""
+        """Start the engine that evaluates the model, if there are held-out tasks."""
         self.model: Any = self.trained
         self.rollout: RolloutEngine | None = None
         self.weights: Publisher | None = None
@@ -137,7 +137,7 @@ class SupervisedTrainer(Trainer):
         return evaluate(rollout, self.valid_dataset, config.workflow, kwargs, gconfig)
 
     def is_done(self, evaluation: float | None) -> bool:
-        """Whether ``stop_accuracy`` is reached."""
+        """Return whether the evaluation reached ``stop_accuracy``."""
         wanted = self.config.stop_accuracy
         return evaluation is not None and wanted is not None and evaluation >= wanted
 
@@ -150,7 +150,7 @@ class SFTTrainer(SupervisedTrainer):
 
     @cached_property
     def processor(self) -> Any:
-        """Processor of the images; None if the rows have none."""
+        """Image processor of the model. None if the rows have no images."""
         sees = bool(self.loader.rows[0].get("images"))
         return load_processor(self.config.tokenizer_path or self.config.model.path, self.tokenizer) if sees else None
 
@@ -166,7 +166,7 @@ class SFTTrainer(SupervisedTrainer):
 class DPOTrainer(SupervisedTrainer):
     """Trains a model on rows with ``messages``, ``chosen`` and ``rejected``.
 
-    The reference is ``config.ref``, or the model before the first step, also after a resume.
+    The reference is ``config.ref`` if set. Otherwise it is the model before the first step, even after the run is resumed.
     """
 
     config: DPOConfig
@@ -192,13 +192,13 @@ def supervised_batch(
     after the segments before the first branch.
 
     The chat template's end of turn (``data.chat_template.turn_end``) is appended to the completion and trained. If ``completion`` is a
-    list of messages, every assistant message in it is trained, after the prompt that sampling would give it. If the template rewrites
+    list of messages, every assistant message in it is trained, each after the same prompt as in sampling. If the template rewrites
     earlier turns, such a row becomes several rows of the batch.
 
     Args:
         rows: rows of a dataset.
         tokenizer: tokenizer with the chat template.
-        processor: image processor; None if there are no images.
+        processor: image processor. None if there are no images.
         template_variables: ``enable_thinking`` (off by default) and others, as in ``FormatConfig.template_variables``.
 
     Raises:

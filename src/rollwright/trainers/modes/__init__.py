@@ -1,1 +1,1 @@
-"""What else a run can be: one part of a run of several processes, a service, a benchmark, or a replay."""
+"""Other kinds of run: one process of a run of several processes, a service, a benchmark, or a replay."""

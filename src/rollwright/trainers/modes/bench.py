@@ -42,7 +42,7 @@ class Benchmark:
     """Scores of one checkpoint.
 
     Attributes:
-        step: step at which it was saved. None if it is not known.
+        step: step at which the checkpoint was saved. None if unknown.
         scores: mean@n, pass@k and others, by taskset.
     """
 
@@ -87,10 +87,10 @@ def bench(config: PPOConfig, directory: RunDirectory) -> dict[str, Any]:
 
 
 def find_checkpoints(config: PPOConfig) -> list[Benchmark]:
-    """The checkpoints listed in the config. Without a list, the model at ``actor.path`` and all checkpoints of the run, by step.
+    """Return the checkpoints listed in the config. Without a list, return the model at ``actor.path`` and all checkpoints of the run.
 
     Raises:
-        ConfigError: the run has written no checkpoint.
+        ConfigError: no checkpoints are listed, and the run has written none.
     """
     if config.bench.checkpoints:
         return [Benchmark(path, path, step_of(Path(path).name)) for path in config.bench.checkpoints]
@@ -115,13 +115,13 @@ def find_checkpoints(config: PPOConfig) -> list[Benchmark]:
 
 
 def step_of(name: str) -> int | None:
-    """The number in a name like ``step-000010``; None if the name has another form."""
+    """Return the number in a name like ``step-000010``, or None if the name has another form."""
     match = re.fullmatch(r"(?:global_)?step[-_]?(\d+)", name)
     return int(match[1]) if match else None
 
 
 def last_step(final: Path) -> int | None:
-    """The step of ``checkpoints/final``, which is the last one in the metrics of its run; None if they are missing."""
+    """Return the step of ``checkpoints/final``: the last step in the run's metrics, or None if they are missing."""
     try:
         return max(record["step"] for record in read_metrics(final.parents[1] / "metrics.jsonl"))
     except (OSError, ValueError):
@@ -158,7 +158,7 @@ def _scores(config: PPOConfig, path: str, directory: RunDirectory) -> dict[str, 
 
 
 def _rewards_by_task(trajectory: Trajectory) -> list[list[float]]:
-    """Rewards of the samples of each task; a sample of several rows has their mean."""
+    """Return the rewards of each task's samples. The reward of a sample is the mean over its rows."""
     samples = torch.stack([trajectory["group_ids"], trajectory["sample_ids"]], dim=1).unique(dim=0)
     counts = samples[:, 0].unique(return_counts=True)[1]
     if len(counts.unique()) > 1:
@@ -169,7 +169,7 @@ def _rewards_by_task(trajectory: Trajectory) -> list[list[float]]:
 
 
 def plot_scores(path: Path, benchmarks: Sequence[Benchmark], config: PPOConfig) -> Path | None:
-    """Plot the scores over steps, one curve for each score and taskset. Checkpoints without a step follow the last step."""
+    """Plot the scores over steps, one curve for each score and taskset. Checkpoints without a step are plotted after the last step."""
     last = max((each.step for each in benchmarks if each.step is not None), default=0)
     curves: dict[str, list[tuple[float, float]]] = defaultdict(list)
     for each in benchmarks:

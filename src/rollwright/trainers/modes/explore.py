@@ -1,13 +1,12 @@
 """Exploring: claim tasks from the store, sample them with the newest published weights, store their groups.
 
-An explorer is the executor of a run of one process with another source and another sink. ``LeasedTasks`` claims tasks from the store,
-the executor samples them, ``GroupSink`` stores each group when it ends, and ``WeightFollower`` loads the trainer's weights.
+An explorer uses the same executor as a run of one process, with a different source and sink. ``LeasedTasks`` claims tasks from the store,
+the executor samples them, ``GroupSink`` stores each group when it is complete, and ``WeightFollower`` loads the trainer's weights.
 
 Invariants:
 
 * a claimed task starts with weights at least as new as those whose publication released its slot;
-* a task is finished by storing its group (or that there is none) in one transaction; the remaining claims are released when the
-  explorer ends;
+* one transaction finishes a task and stores its group, or records that it has none; unfinished claims are released when the explorer ends;
 * a task that is claimed again continues from the answers that earlier explorers recorded.
 """
 
@@ -68,12 +67,12 @@ EPOCHS_WITHOUT_GROUP = 2
 
 @dataclass(frozen=True)
 class ClaimedTask:
-    """A claimed task with what earlier explorers recorded of it.
+    """A claimed task, and what earlier explorers recorded of it.
 
     Attributes:
         row: the task.
         past: recorded episode of each sample, by index.
-        refused: why an earlier explorer found that the task gives no group; empty if none did.
+        refused: reason why an earlier explorer got no group from the task. Empty if no explorer came to that result.
     """
 
     claim: TaskClaim
@@ -83,7 +82,7 @@ class ClaimedTask:
 
     @property
     def newest_version(self) -> int:
-        """Newest version of the recorded tokens; -1 if there are none."""
+        """Newest version of the recorded tokens, or -1 if there are none."""
         return max((each.newest_version for each in self.past.values()), default=-1)
 
 
@@ -92,10 +91,10 @@ class FinishedTask:
     """How a task ended.
 
     Attributes:
-        group: what was sampled. None if it was rejected or failed.
-        operated: what the operators made of it.
+        group: the sampled group. None if it was rejected or failed.
+        operated: result of the operators. None if there was no group.
         stored: number of experiences stored.
-        reason: why no group is stored.
+        reason: why no group was stored. Empty if one was.
     """
 
     claim: TaskClaim
@@ -114,8 +113,8 @@ class LeasedTasks:
         config: the experiment.
         explorer: name of the explorer.
         store: the store.
-        row_of: returns the task of an ordinal.
-        journal: journal of this process, which hides the same secrets as the others. None if there are no secrets to hide.
+        row_of: returns the task that has a given ordinal.
+        journal: journal of this process, which redacts the same secrets as those of the other explorers. If None, nothing is redacted.
         total_steps: steps of the run.
     """
 
@@ -141,19 +140,23 @@ class LeasedTasks:
 
     @property
     def limit(self) -> int:
-        """Largest number of groups of all explorers that run, wait, or are in training."""
+        """Maximum number of groups, over all explorers, that are running, waiting or being trained on."""
         return self._staleness.places
 
     @property
     def all_stored(self) -> bool:
-        """True if the groups of all steps are stored; False if the store decides what a step is."""
+        """True if the groups of all steps are stored. Always False if the run needs no fixed number of groups."""
         if self._total_groups is None:
             return False
         status = self._store.status()
         return status.unused_groups + status.used_groups >= self._total_groups
 
     def claim(self, running: int) -> None:
-        """Claim a few tasks at a time, so that explorers share them; ``running`` tasks of this one have not ended."""
+        """Claim tasks, only a few at a time so that explorers share them.
+
+        Args:
+            running: number of this explorer's tasks that have not ended.
+        """
         room = min(self.limit - running - len(self._deferred), max(1, self._config.train_dataset.batch_size // 2))
         if room > 0 and not self.all_stored:
             self._claimed = self._store.tasks.claim(
@@ -161,7 +164,10 @@ class LeasedTasks:
             )
 
     def startable(self, version: int) -> list[ClaimedTask]:
-        """The claimed tasks that can start with the weights of ``version``: those without newer recorded tokens."""
+        """Return the claimed tasks that can start with the weights of ``version``, because they have no newer recorded tokens.
+
+        The other claimed tasks are kept for a later call.
+        """
         tasks = [*self._deferred, *self._with_past(self._claimed, version)]
         self._claimed, self._deferred = [], [task for task in tasks if task.newest_version > version]
         return [task for task in tasks if task.newest_version <= version]
@@ -172,7 +178,7 @@ class LeasedTasks:
         self._store.tasks.release(self._explorer)
 
     def release_left(self) -> None:
-        """Release the tasks of ended explorers of this machine at once, instead of when their leases end."""
+        """Release the tasks of explorers of this machine that have ended, without waiting until their leases expire."""
         for directory in process_directories(self._config, "explore"):
             name = directory.path.name
             if name != self._explorer and directory.was_left() and (count := self._store.tasks.release(name)):
@@ -205,7 +211,7 @@ class GroupSink:
     Args:
         rollout: samples the tasks.
         workflow: runs their episodes.
-        group_size: samples of a task.
+        group_size: number of samples per task.
         store: receives the groups.
         operators: applied to a group before it is stored.
     """
@@ -225,11 +231,11 @@ class GroupSink:
         self._thread.start()
 
     def __len__(self) -> int:
-        """Number of tasks that run."""
+        """Return the number of running tasks."""
         return len(self._running)
 
     def begin(self, task: ClaimedTask) -> None:
-        """Start a task. If an earlier explorer found that it gives no group, finish it at once."""
+        """Start a task. If an earlier explorer found that the task gives no group, finish it at once."""
         with self._storing:
             if task.refused:
                 self._finished.put(self._finish(task.claim, task.refused))
@@ -238,7 +244,7 @@ class GroupSink:
             self._running[number] = task.claim
 
     def finished(self, timeout: float = 0.0) -> Iterator[FinishedTask]:
-        """The tasks that have ended since the last call; waits up to ``timeout`` seconds for the first one.
+        """Yield the tasks that have ended since the last call, after waiting up to ``timeout`` seconds for the first one.
 
         Raises:
             RollwrightError: rollout has stopped, or a group could not be stored.
@@ -252,7 +258,7 @@ class GroupSink:
                 yield task
 
     def abandon(self) -> None:
-        """Cancel the tasks that run. A group that is being stored is stored first."""
+        """Cancel the running tasks, after the group that is being stored, if any, is stored."""
         with self._storing:
             self._rollout.abandon(self._running)
             self._running.clear()
@@ -276,7 +282,7 @@ class GroupSink:
             self._finished.put(error)
 
     def _finish(self, claim: TaskClaim, outcome: Trajectory | str) -> FinishedTask:
-        """Store a task's group, or that it gave none."""
+        """Store a task's group, or record in the store that the task gave none."""
         if isinstance(outcome, str):
             self._store.tasks.finish(claim, [], drops={"no_group": 1})
             return FinishedTask(claim, reason=outcome)
@@ -288,11 +294,11 @@ class GroupSink:
 
 
 class Explorer:
-    """An explorer of mode ``explore``; several may run at once.
+    """The process of mode ``explore``. Several explorers may run at once.
 
     Args:
         config: the experiment, the same as the trainer's except for ``mode``.
-        directory: claimed for this process; its name is the explorer's.
+        directory: run directory claimed for this process. Its name is the explorer's name.
     """
 
     def __init__(self, config: PPOConfig, directory: RunDirectory) -> None:
@@ -336,7 +342,7 @@ class Explorer:
     def explore(self) -> dict[str, Any]:
         """Explore until the trainer has published its last version or a signal comes.
 
-        Without a trainer that announces weights, it ends when the groups of all steps are stored.
+        If no trainer has announced weights, exploring ends when the groups of all steps are stored.
 
         Returns:
             ``{"groups", "version", "eval": {version: reward}}``.
@@ -377,7 +383,7 @@ class Explorer:
         return {"groups": self.groups, "version": self.weights.version, "eval": evaluations}
 
     def _release_running(self) -> None:
-        """Release all claimed tasks: the weights that sample them no longer exist."""
+        """Cancel and release all claimed tasks, because the weights that sample them no longer exist."""
         logger.warning("the tasks that run are released")
         self.sink.abandon()
         self.tasks.release()
@@ -389,7 +395,7 @@ class Explorer:
     def _wait_for_first_weights(self, stop: StopSignal) -> None:
         """Wait for the first announcement if the engine does not hold the run's first weights.
 
-        Random weights are known to the trainer alone, and servers started before the run may hold the weights of another run.
+        Only the trainer knows weights that it initialised at random, and servers started before the run may hold another run's weights.
         """
         holds_others = self.rollout.get_version() != 0
         is_waiting = holds_others or self.config.actor.init_from_scratch
@@ -444,5 +450,5 @@ class Explorer:
 
 
 def _oldest_version(episode: RecordedEpisode) -> int:
-    """Oldest version of the recorded answers of an episode; the version at its beginning if there are none."""
+    """Return the oldest version of an episode's recorded answers, or the version at its beginning if it has no answers."""
     return min((int(each.versions.min()) for each in episode.calls if each.call.output), default=episode.begin.version)

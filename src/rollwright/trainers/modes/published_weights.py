@@ -1,4 +1,4 @@
-"""Weights on their way from a trainer to explorers: directories that are announced in the store.
+"""Transfer of weights from a trainer to explorers, in directories that are announced in the store.
 
 The trainer writes and announces each version (``PublishedWeights``). Explorers and services load the newest one (``WeightFollower``).
 """
@@ -45,8 +45,8 @@ class PublishedWeights(WeightReceiver):
 
     Args:
         directory: a directory that explorers see under the same path.
-        announcements: announcements of the store. None writes nothing, because nobody samples.
-        keep: number of versions to keep. An explorer that reads one while it is removed reads the newest instead.
+        announcements: announcements of the store. If None, no weights are written, because nobody samples.
+        keep: number of versions to keep. If a version is removed while an explorer reads it, the explorer reads the newest instead.
     """
 
     def __init__(self, directory: Path, announcements: Announcements | None, keep: int = 3) -> None:
@@ -57,7 +57,7 @@ class PublishedWeights(WeightReceiver):
     def receive_weights(self, weights: WeightStream, version: int, meta: Any, config: Any) -> None:
         """Write and announce weights.
 
-        Later versions were left behind by an earlier trainer. They are removed, because ``keep`` would prefer them to these.
+        Later versions that an earlier trainer left behind are removed first; otherwise ``keep`` would prefer them to these weights.
         """
         if self.announcements is None:
             return
@@ -72,7 +72,7 @@ def read_published(newest: Announcement) -> dict[str, Tensor]:
     """Read announced weights.
 
     Raises:
-        WeightUpdateError: they are gone, damaged, or not the ones that the trainer wrote as this version.
+        WeightUpdateError: the weights are missing, damaged, or not those that the trainer wrote as this version.
     """
     weights = dict(read_weights(newest.path))
     try:
@@ -89,7 +89,7 @@ def read_published(newest: Announcement) -> dict[str, Tensor]:
 
 
 def newest_weights(announcements: Announcements, loaded: Announcement | None) -> tuple[Announcement, dict[str, Tensor]] | None:
-    """The newest announcement and its weights; None if they are loaded already, or nothing was announced.
+    """Return the newest announcement and its weights, or None if they are already loaded or nothing was announced.
 
     A newer version or a restarted trainer may replace the files while they are read; the newest announcement is then read again.
 
@@ -115,11 +115,11 @@ class WeightFollower:
         rollout: the engine.
         announcements: announcements of the store.
         tolerance: see :func:`load_and_audit`.
-        before_going_back: called before the engine goes back to earlier weights, which ends running requests. None finishes them
-            with the weights that they began with; only later requests get the earlier weights.
+        before_going_back: called before the engine goes back to earlier weights, which ends running requests. If None, running
+            requests finish with the weights that they began with, and only later requests get the earlier weights.
 
     Attributes:
-        loaded: announcement of the loaded weights. None before the first one.
+        loaded: announcement of the loaded weights. None if no weights have been loaded.
     """
 
     def __init__(
@@ -137,13 +137,13 @@ class WeightFollower:
 
     @property
     def version(self) -> int:
-        """Version that the next token is sampled with."""
+        """Version of the weights that sample the next token."""
         return 0 if self.loaded is None else self.loaded.version
 
     def follow(self) -> bool:
-        """Load the newest weights, even between the tokens of a request. Returns False if they are loaded already.
+        """Load the newest weights, even between the tokens of a request. Returns False if they are already loaded.
 
-        If the trainer went back to an earlier version, the engine does so at once. (Servers end running requests.)
+        If the trainer went back to an earlier version, so does the engine, at once. (Servers end running requests.)
         """
         found = newest_weights(self._announcements, self.loaded)
         if found is None:
@@ -162,16 +162,16 @@ class WeightFollower:
 
 
 def load_and_audit(rollout: InferenceEngine, weights: Mapping[str, Tensor], version: int, tolerance: float | None) -> None:
-    """Load published weights into an engine, which samples the next token with them, and check that it does.
+    """Load published weights into an engine, and check that it samples the next token with them.
 
-    An engine in this process samples a probe, and its log-probabilities are compared with those of the model's plain forward pass.
+    An engine in this process samples a probe, and its log-probabilities are compared with those of the model's own forward pass.
     For servers, the trainer compares the log-probabilities of every batch.
 
     Args:
         rollout: the engine.
-        weights: the weights.
-        version: their version.
-        tolerance: largest mean difference of log-probabilities. None derives it from the type of the weights.
+        weights: the weights, by name.
+        version: version of the weights.
+        tolerance: largest mean difference of log-probabilities. If None, it depends on the type of the weights.
 
     Raises:
         WeightUpdateError: the engine does not compute with the weights; it stays paused.
@@ -187,7 +187,7 @@ def load_and_audit(rollout: InferenceEngine, weights: Mapping[str, Tensor], vers
 
 @torch.no_grad()
 def _plain_logprobs(model: torch.nn.Module, ids_BL: Tensor, temperature: float) -> Tensor:
-    """Log-probabilities ``[B, L]`` of tokens by the model's own forward pass."""
+    """Compute the log-probabilities ``[B, L]`` of tokens with the model's own forward pass."""
     ids_BL = ids_BL.to(next(model.parameters()).device)
     temperature_B = torch.full((len(ids_BL),), temperature, device=ids_BL.device)
     batch = {"input_ids": ids_BL, "attention_mask": torch.ones_like(ids_BL), "temperature": temperature_B}

@@ -37,7 +37,7 @@ _SAMPLE = re.compile(r"(eval:)?(\d+)(?:/(\d+))?(?:@v(\d+))?(?:@(\d+))?")
 
 
 def journaled_directory(run: str | Path) -> Path:
-    """The directory with the journal: that of the run or of its only stage with one.
+    """Return the directory that holds the journal: that of the run, or of the only stage that has a journal.
 
     Raises:
         JournalError: there is no journal, or several stages have one.
@@ -55,11 +55,11 @@ def journaled_directory(run: str | Path) -> Path:
 def selected(samples: str) -> Wanted:
     """Parse a selection of episodes: ``12/3`` (sample 3 of task 12), ``12`` (all of its samples), ``eval:12`` or ``all``.
 
-    The suffix ``@v5`` selects episodes that began with version 5 of the weights, ``@0`` those of the first process that wrote the
-    journal.
+    The suffix ``@v5`` selects episodes that began with version 5 of the weights; ``@0`` selects episodes of the first process that
+    wrote the journal.
 
     Raises:
-        ConfigError: the text is no selection.
+        ConfigError: the string is not a valid selection.
     """
     if samples == "all":
         return lambda writer, begin: True
@@ -76,10 +76,10 @@ def selected(samples: str) -> Wanted:
 
 
 def load_run_config(directory: Path) -> PPOConfig:
-    """The config of a run or stage, without its secrets.
+    """Load the config of a run or stage, without its secrets.
 
     Raises:
-        ConfigError: the directory has no config, or is that of a service.
+        ConfigError: the directory has no config, or belongs to a service.
     """
     if (directory / SERVICE_FILE).exists():
         raise ConfigError(f"{directory} is that of a service: its runs have no workflow that could run again.")
@@ -99,14 +99,14 @@ def _hidden_keys(value: Any, path: tuple[str, ...]) -> Iterator[str]:
 
 
 class RunReplay:
-    """Runs episodes of a run again.
+    """Replays recorded episodes of a run.
 
     Args:
         run: directory of the run.
-        workflow: name or import path of another workflow. None uses the run's.
-        reward_fn: another reward function. Its rewards are shown beside the recorded ones and not compared with them. None uses the
-            run's.
-        model: model that samples new answers. None answers from the journal.
+        workflow: name or import path of another workflow. If None, the run's own.
+        reward_fn: another reward function. Its rewards are shown beside the recorded rewards and not compared with them. If None, the
+            run's own.
+        model: model that samples new answers. If None, the answers are those in the journal.
     """
 
     def __init__(
@@ -150,7 +150,7 @@ class RunReplay:
         self._opened.close()
 
     def episodes(self, samples: str) -> Iterator[RecordedEpisode]:
-        """The selected episodes that were accepted or rejected; the last one if several have the same name."""
+        """Yield the selected episodes that were accepted or rejected. If several have the same name, only the last is yielded."""
         journal = self.directory / "journal"
         chosen = last_of_each_name(journal, selected(samples), ("accepted", "rejected"))
         for episode in read_episodes(journal, lambda writer, begin: (writer, begin.episode) in chosen):
@@ -165,7 +165,7 @@ class RunReplay:
         return self.replayer.replay(self.episodes(samples))
 
     def _find_image(self, wanted: ImageDigest) -> Any:
-        """An image of a recorded task: the image with the same pixels in the run's datasets."""
+        """Find the image of a recorded task: the image in the run's datasets that has the same pixels."""
         if self._rows is None:
             self._rows = chain(drawn_tasks.training_rows(self.config), drawn_tasks.evaluation_rows(self.config))
         while wanted not in self._images:

@@ -69,7 +69,7 @@ _LAST_WORD = "serve.last_word"
 
 
 class NewRun(Body):
-    """``/runs``."""
+    """Body of ``POST /runs``."""
 
     task: str | None = Field(
         None,
@@ -80,7 +80,7 @@ class NewRun(Body):
 
 
 class Feedback(Reward):
-    """``/feedback``."""
+    """Body of ``POST /feedback``."""
 
     run: str = ""
     final: bool = Field(True, description="true (the run ends) or false (it goes on)")
@@ -94,13 +94,13 @@ class OpenRun:
     task: str | None
     episode: OpenAIEpisode
     journal: EpisodeWriter
-    last_word: LastWord | None = None  # that could not be stored yet
+    last_word: LastWord | None = None  # final feedback that could not be stored yet
     touched: float = field(default_factory=time.monotonic)
 
 
 @dataclass(frozen=True)
 class LastWord:
-    """The feedback that ends a run, and the place of its sample. It is journaled before the sample is stored.
+    """The final feedback of a run, and the position of the run's sample in a group. Journaled before the sample is stored.
 
     Attributes:
         given: the feedback.
@@ -124,7 +124,7 @@ class RunBook:
         store: receives the experiences.
         config: the experiment.
         name: name of this service, which separates its groups from those of other services on the same store.
-        journal: records the runs, so that they outlive the process. None disables this.
+        journal: records the runs, so that they outlive the process. If None, open runs are lost when the process ends.
     """
 
     def __init__(
@@ -143,11 +143,11 @@ class RunBook:
         self._opened = 0  # number of runs that all processes have opened
         self._runs: dict[str, OpenRun] = {}
         self._ended: dict[str, LastWord] = {}  # of the latest runs
-        self._samples_of: dict[str, int] = {}  # number of samples that have a place in the groups of a task
+        self._samples_of: dict[str, int] = {}  # number of samples that were assigned to the groups of a task
         self._lock = threading.Lock()
 
     def open(self, task: str | None) -> dict[str, str]:
-        """Open a run. Returns its name, and URL and key for its OpenAI client."""
+        """Open a run. Returns its name, and the URL and key for the agent's OpenAI client."""
         with self._lock:
             if len(self._runs) >= self.config.service.max_open_runs:
                 raise RequestError(
@@ -160,7 +160,7 @@ class RunBook:
         return {"run": run.name, "base_url": run.episode.base_url, "api_key": run.episode.api_key}
 
     def _begin(self, name: str, task: str | None, ordinal: int, api_key: str | None = None) -> OpenRun:
-        """Begin a run, or continue one in this process."""
+        """Begin a new run, or one that an earlier process left open."""
         journal = EpisodeWriter(self._journal)
         gconfig = self.config.gconfig.new(n_samples=1)
         episode = self.front.episode(self.engine, gconfig=gconfig, journal=journal, api_key=api_key)
@@ -211,21 +211,21 @@ class RunBook:
                     return
 
     def end(self) -> None:
-        """Complete the groups that wait for further runs of their task."""
+        """Complete the groups that still wait for further runs of their task, with the runs that they have."""
         with self._lock:
             completed = sum(self.store.complete_group(name) for name in self.store.open_groups(f"{self.name}/"))
             if completed:
                 logger.info("%d groups have fewer than %d runs and are trained as they are", completed, self.config.group_size)
 
     def status(self) -> dict[str, Any]:
-        """Counts, and the version that samples."""
+        """Return counts of runs and experiences, and the version of the weights that sample."""
         with self._lock:
             return {**self.counts, "open": len(self._runs), "version": self.engine.get_version()}
 
     # -- the end of a run ----------------------------------------------------------------------------------------------
 
     def _end(self, run: OpenRun, given: dict[str, Any]) -> int:
-        """Store a run's experiences at its place in its group. The place stays the same if this is tried again."""
+        """Store a run's experiences under a group name and an index in the group. A retry uses the same name and index."""
         experiences = run.episode.experiences()
         for experience in experiences:
             experience.eid = ExperienceId(batch=self.name, task="", run=0)
@@ -274,9 +274,9 @@ class RunBook:
     # -- from one process to the next ----------------------------------------------------------------------------------
 
     def restore(self, directory: Path) -> int:
-        """Continue the runs that earlier processes left open. Returns how many.
+        """Continue the runs that earlier processes left open, and return the number of open runs.
 
-        A run whose final feedback was journaled and not stored is stored now.
+        A run whose final feedback was journaled but not stored is stored now.
 
         Args:
             directory: directory of the journal.
@@ -294,7 +294,7 @@ class RunBook:
             return len(self._runs)
 
     def _read_ended(self, directory: Path) -> dict[int, list[RecordedEpisode]]:
-        """Remember the runs that have ended. Returns an empty list for the records of each open run, by ordinal."""
+        """Remember the runs that have ended. Returns the ordinals of the open runs, each with an empty list for its records."""
         names: dict[tuple[int, int], tuple[int, dict[str, Any]]] = {}
         is_open: dict[int, list[RecordedEpisode]] = {}
         words: dict[int, LastWord] = {}
@@ -331,7 +331,7 @@ class RunBook:
 
 
 def application(book: RunBook, settings: ServiceSettings) -> FastAPI:
-    """The service's routes, behind its key."""
+    """Make the service's web application, whose routes require the service's key."""
 
     async def open_run(body: NewRun) -> dict[str, str]:
         return book.open(body.task)
@@ -349,19 +349,19 @@ def application(book: RunBook, settings: ServiceSettings) -> FastAPI:
 
 
 def _port(url: str | None) -> int:
-    """The port of a URL; 0 if there is none."""
+    """Return the port of a URL, or 0 if there is none."""
     return (urlsplit(url).port or 0) if url else 0
 
 
 def serve(config: PPOConfig, directory: RunDirectory, *, is_over: Callable[[], bool] = lambda: False) -> dict[str, Any]:
-    """Serve until a signal comes. ``service.json`` in the run directory (readable only by its owner) holds URL and key.
+    """Serve until a signal comes. ``service.json`` in the run directory (readable only by its owner) holds the URL and the key.
 
-    In the directory of an earlier service, this one uses its addresses and its key, and continues its open runs.
+    If the directory is that of an earlier service, the new service reuses its addresses and key, and continues its open runs.
 
     Args:
         config: the experiment.
-        directory: claimed for this process.
-        is_over: called twice a second; returning True ends the service.
+        directory: run directory claimed for this process.
+        is_over: called twice a second. The service ends when it returns True.
 
     Returns:
         The service's counts.

@@ -6,7 +6,7 @@
     <fileroot>/<experiment>/<trial>/trainer/         the trainer's run directory, with its checkpoints and published weights
     <fileroot>/<experiment>/<trial>/explorer-…/      one for each start of an explorer
 
-One of the explorers evaluates.
+The weights of a version are evaluated by one of the explorers.
 """
 
 from __future__ import annotations
@@ -29,26 +29,26 @@ from rollwright.tracking.run_directory import RunDirectory
 if TYPE_CHECKING:  # a benchmark needs no store
     from rollwright.store import Announcement, ExperienceStore, FileStore
 
-#: In the directory of a service: its addresses and its key.
+#: File in a service's directory that holds the service's addresses and key.
 SERVICE_FILE = "service.json"
 
-#: First part of a process's directory, by mode. ``train`` and ``serve`` continue in theirs, the others get a new one.
+#: First part of the name of a process's directory, by mode. ``train`` and ``serve`` continue in an old directory; others make a new one.
 DIRECTORIES = {"explore": "explorer", "train": "trainer", "bench": "bench", "serve": "service"}
 
 
 def trial_path(config: PPOConfig) -> Path:
-    """The directory that the processes of a run share."""
+    """Return the directory that the processes of a run share."""
     return Path(config.cluster.fileroot) / config.experiment_name / config.trial_name
 
 
 def process_directories(config: PPOConfig, mode: str) -> list[RunDirectory]:
-    """Run directories of the processes that ran or run in a mode, in the order of their start."""
+    """Return the run directories of all past and present processes of a mode, in the order of their start."""
     trial = trial_path(config)
     return [RunDirectory(trial.parent, trial.name, path.name) for path in sorted(trial.glob(f"{DIRECTORIES[mode]}-*"))]
 
 
 def claim_part(config: PPOConfig) -> RunDirectory:
-    """Claim the run directory of this process. A service continues in the directory of the last one that ended."""
+    """Claim a run directory for this process. A service takes over the directory of the newest service of this run that has ended."""
     trial, settings = trial_path(config), config_to_dict(config)
     trial.mkdir(parents=True, exist_ok=True)
     trial.chmod(0o700)
@@ -79,14 +79,14 @@ def open_run_store(config: PPOConfig) -> ExperienceStore | FileStore:
 
 
 def open_run_database(config: PPOConfig) -> ExperienceStore:
-    """Open the store of a run, for modes that claim tasks or store the samples of a group one by one."""
+    """Open a run's store, which must be a database, for modes that claim tasks or store the samples of a group one by one."""
     if config.store is not None and config.store.type == "file":
         raise ConfigError(f"mode {config.mode} needs a database: set store.type to sql or queue, not file.")
     return cast("ExperienceStore", open_run_store(config))
 
 
 def run_length(config: PPOConfig, dataset_size: int = 0) -> FinetuneSpec:
-    """Length of the run, the same for all of its processes."""
+    """Return the length of the run, the same for all of its processes."""
     return FinetuneSpec(config.total_train_epochs, dataset_size, config.train_dataset.batch_size, config.total_train_steps)
 
 
@@ -97,7 +97,7 @@ class StoreStaleness:
         config: the experiment.
 
     Attributes:
-        places: largest number of groups of all explorers that run, wait, or are in training.
+        places: maximum number of groups, over all explorers, that are running, waiting or being trained on.
     """
 
     def __init__(self, config: PPOConfig) -> None:
@@ -108,7 +108,7 @@ class StoreStaleness:
         self.places = int(self._rule.places)
 
     def oldest(self, version: int) -> int | None:
-        """Version of the oldest tokens that may be trained when ``version`` is published. None allows any age."""
+        """Return the oldest version whose tokens may be trained when ``version`` is published, or None if any age is allowed."""
         self._rule.publish(version)
         return max(0, self._rule.oldest) if self._limits_age else None
 
@@ -118,17 +118,17 @@ class StoreStaleness:
 
 @dataclass(frozen=True)
 class EvaluationTurns:
-    """A file that an explorer locks while it evaluates, and which holds the version that was evaluated last."""
+    """A file that an explorer locks while it evaluates, and that holds the version evaluated last."""
 
     path: Path  # the same for all explorers
 
     def last(self, newest: Announcement | None) -> int | None:
-        """The last version that any explorer has evaluated; None if there is none.
+        """Return the last version that any explorer has evaluated, or None if there is none.
 
-        A version that a restarted trainer took back does not count.
+        A version that a restarted trainer withdrew does not count.
 
         Args:
-            newest: announcement of the loaded weights. None before the first one.
+            newest: announcement of the loaded weights. None if no weights have been loaded.
         """
         try:
             epoch, version = map(int, self.path.read_text(encoding="ascii").split())

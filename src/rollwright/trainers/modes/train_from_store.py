@@ -1,7 +1,7 @@
 """Training from the store: the loop of ``PolicyTrainer`` with the store as the source of batches.
 
-A recover checkpoint commits what was drawn from the store. A trainer that was killed continues from its newest checkpoint and draws
-again what was drawn after it, and nothing else.
+A recover checkpoint commits what was drawn from the store. A trainer that was killed continues from its newest checkpoint, and draws
+again only what was drawn after that checkpoint.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ class StoreTrainer(PolicyTrainer):
 
     Args:
         config: the experiment.
-        directory: claimed for this process.
+        directory: run directory claimed for this process.
     """
 
     waiting = "wait"
@@ -61,11 +61,11 @@ class StoreTrainer(PolicyTrainer):
         self.actor.connect_engine(PublishedWeights(self.directory.path / "weights", self.store.announcements))
 
     def parts(self) -> dict[str, Part]:
-        """None, because the store commits what was drawn."""
+        """Return no parts, because the store commits what was drawn."""
         return {}
 
     def begin(self, resumed: bool) -> None:
-        """Become the store's trainer, at the newest checkpoint or at the beginning, and publish the first weights."""
+        """Take over the store as its only trainer, return it to the newest checkpoint or the beginning, and publish the current weights."""
         announced = self.store.announcements
         highest = announced.highest_version() if announced is not None and resumed else -1
         self.withdrawn = range(
@@ -77,7 +77,7 @@ class StoreTrainer(PolicyTrainer):
         self.ranks.call("republish")
 
     def next_batch(self, stop: StopSignal) -> Trajectory | None:
-        """The next batch; None if no more will come, or if a signal asks to stop."""
+        """Return the next batch, or None if no more will come or a signal asks to stop."""
         config = self.config
         rows = config.store.train_batch_size
         groups = config.train_dataset.batch_size if rows is None else None
@@ -88,15 +88,15 @@ class StoreTrainer(PolicyTrainer):
         return None if batch is None else trajectory_of(batch)
 
     def samples_with_own_weights(self) -> bool:
-        """True if tokens of the version just trained were sampled with this trainer's weights of that version.
+        """Return True if tokens of the version just trained were sampled with this trainer's weights of that version.
 
-        A file's experiences may come from any model. Samples of versions that a restart took back are trained with their recorded
-        log-probabilities, but say nothing about the engines.
+        Experiences from a file may come from any model. Samples of versions that a restart withdrew are trained with their recorded
+        log-probabilities, but prove nothing about the engines.
         """
         return self.store.announcements is not None and self.actor.version - 1 not in self.withdrawn
 
     def before_recover_visible(self) -> Callable[[], object]:
-        """Commit what was drawn together with the checkpoint."""
+        """Return a function that commits what was drawn together with the checkpoint."""
         return partial(self.store.commit, self.recover.path(self.step).name, version=self.actor.version)
 
     def _save_recover(self) -> None:
@@ -106,7 +106,7 @@ class StoreTrainer(PolicyTrainer):
 
 
 def trajectory_of(batch: StoredBatch) -> Trajectory:
-    """A batch of the store in tensor form, with the store's group ids; ``eid.run`` identifies the samples of a group.
+    """Convert a batch of the store to tensors, with the store's group ids. Rows of a group that have the same ``eid.run`` are a sample.
 
     Groups are in the order of their tasks, so that minibatches do not depend on the order of arrival.
     """
