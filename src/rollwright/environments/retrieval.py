@@ -73,7 +73,7 @@ class RetrievalClient:
 
     Args:
         address: ``host:port`` or a URL.
-        timeout: timeout of a request in seconds, for connecting, reading and writing each.
+        timeout: timeout in seconds, which applies separately to connecting, reading and writing.
         api_key: key to send as a bearer token. If None, no key is sent.
     """
 

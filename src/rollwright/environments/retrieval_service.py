@@ -64,7 +64,7 @@ class _Waiting:
 class QueryBatcher:
     """Searches in threads. Requests that arrive while all threads are busy form the next batch.
 
-    An idle thread searches the queries that have arrived at once, without waiting for more.
+    An idle thread immediately searches the queries that have arrived, without waiting for more.
 
     Args:
         retriever: the index.

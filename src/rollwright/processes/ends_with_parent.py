@@ -2,7 +2,7 @@
 
 ``supervised`` starts ``main`` in a separate process, the supervisor, whose standard input is a pipe from the parent. When the parent ends,
 even by SIGKILL, the pipe closes and the supervisor ends the command. If another process has inherited the pipe, the supervisor notices
-that its parent has changed. In both cases it also removes the directory that the parent shared with the command.
+that its parent has changed. In both cases the supervisor also removes the directory that the parent shared with the command.
 """
 
 from __future__ import annotations

@@ -37,7 +37,7 @@ _PR_SET_DUMPABLE, _PR_SET_SECCOMP = 4, 22
 
 
 def serve() -> dict[str, Any]:
-    """Answer requests until standard input ends. **Returns only in a forked process**, with the request that it has to run."""
+    """Answer requests until standard input ends. **Returns only in a forked process**, which has to run the returned request."""
     if _IS_ALONE:  # not dumpable: scripts, which run as the same user, can neither trace this process nor access its memory
         ctypes.CDLL(None).prctl(_PR_SET_DUMPABLE, 0)
     signal.signal(signal.SIGINT, signal.SIG_DFL)  # process 1 receives only signals that it handles
@@ -233,7 +233,7 @@ def _main() -> None:
 
 
 def _exit_code(body: Callable[[], None]) -> int:
-    """Run ``body`` and return the exit code of a script that ends in the same way; tracebacks begin in the script."""
+    """Run ``body`` and return the exit code that Python would give the script; printed tracebacks begin in the script."""
     try:
         body()
     except SystemExit as end:

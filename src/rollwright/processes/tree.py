@@ -20,7 +20,7 @@ def die_with_parent(parent: int | None = None, number: int = signal.SIGKILL) -> 
     """Arrange that this process ends when its parent ends in any way, even if this process hangs.
 
     Args:
-        parent: the parent's process id, which detects a parent that has already ended. None uses the current parent.
+        parent: the parent's process id, to detect that the parent has already ended. None uses the current parent.
         number: signal that ends this process (Linux only).
     """
     if sys.platform == "linux":
@@ -41,7 +41,7 @@ def die_with_parent(parent: int | None = None, number: int = signal.SIGKILL) -> 
 
 
 def children(pid: int) -> list[int]:
-    """Return the child processes of a process, in any session. The list is empty on other systems than Linux."""
+    """Return the child processes of a process, in any session. The list is empty on systems other than Linux."""
     found: list[int] = []
     with contextlib.suppress(OSError):
         for task in os.listdir(f"/proc/{pid}/task"):
@@ -84,7 +84,7 @@ def guarded(parent: int) -> None:
     """Fork a child and return in it. This process becomes its guard, which kills all descendants when the child or the parent ends.
 
     Call this function first, while the process has only one thread. From then on the kernel signals the guard when its parent ends, so
-    later imports do not delay the cleanup. On other systems than Linux there is no guard: this process ends with its parent, and
+    later imports do not delay the cleanup. On systems other than Linux there is no guard: this process ends with its parent, and
     double-forked processes outside its group outlive it.
 
     Args:

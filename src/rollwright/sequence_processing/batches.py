@@ -130,7 +130,7 @@ class LogprobResults:
 
     @classmethod
     def from_tensors(cls, logprobs: Sequence[Tensor], entropies: Sequence[Tensor], group: int) -> LogprobResults:
-        """Group one tensor of log-probabilities and one of entropies per response, in the order of the prompts, as ``[B][G]``."""
+        """Build results from one tensor of log-probabilities and one of entropies per response, in the order of the prompts."""
         return cls(
             logprobs=grouped(logprobs, group),
             entropies=grouped([entropy_T.cpu().numpy() for entropy_T in entropies], group),

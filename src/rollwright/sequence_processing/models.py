@@ -139,7 +139,7 @@ def free_bytes(device: torch.device) -> int:
 
 
 def cache_bytes(model: Any, rows: int, length: int) -> int | None:
-    """Return the size in bytes of a cache for ``rows`` sequences of ``length`` tokens, or None if the configuration does not tell it."""
+    """Return the size in bytes of a cache for ``rows`` sequences of ``length`` tokens, or None if the configuration lacks it."""
     config = model.config.get_text_config()
     layers, heads = getattr(config, "num_hidden_layers", None), getattr(config, "num_attention_heads", None)
     if layers is None or heads is None or hasattr(config, "kv_lora_rank"):

@@ -217,21 +217,21 @@ class BroadcastBackend(ServerBackend):
 
     @abstractmethod
     def sending_half(self, place: GroupPlace) -> SendingHalf:
-        """Form the group as rank 0; returns when all ranks have joined."""
+        """Form the group as rank 0, and return when all ranks have joined."""
 
     @abstractmethod
     def join_group(self, server: Server, place: GroupPlace) -> None:
-        """Have a server's ranks join; returns when the group is formed."""
+        """Have a server's ranks join, and return when the group is formed."""
 
     def begin_receiving(self, server: Server, version: int) -> None:
-        """Prepare a server for buckets."""
+        """Prepare a server to receive buckets of weights."""
 
     @abstractmethod
     def receive_bucket(self, server: Server, group_name: str, bucket: Bucket, version: int) -> None:
-        """Have a server receive a bucket; returns when the server has loaded it."""
+        """Have a server receive a bucket of weights, and return when the server has loaded it."""
 
     def end_receiving(self, server: Server, version: int) -> None:
-        """Finish after the last bucket."""
+        """Finish the update on a server after the last bucket."""
 
     def forget_group(self, server: Server, name: str) -> None:
         """Have a server leave a group, if it can do so without waiting for ranks that are gone."""

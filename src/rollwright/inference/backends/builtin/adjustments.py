@@ -56,7 +56,7 @@ class Adjustment:
         return EngineError(f"The grammar of the request cannot be followed further: {self._grammar.error:.500}")
 
     def apply(self, scores_V: Tensor) -> None:
-        """Adjust logits in place; the temperature must have divided them already."""
+        """Adjust, in place, logits that have already been divided by the temperature."""
         gconfig, temperature = self._gconfig, self._gconfig.effective_temperature
         if self._state is None:
             seen_V = torch.zeros_like(scores_V, dtype=torch.bool)

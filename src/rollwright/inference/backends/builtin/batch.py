@@ -1,7 +1,7 @@
 """Data of an engine step: sequences, the table of decoding rows, and the tokens of one forward pass.
 
-Tokens are packed along one axis, and each row's queries take its next columns. A step takes well under a millisecond with a small model,
-so anything that changes only when a sequence enters or leaves a row is computed then (``RowTable``, ``DecodeBatch``), not at every step.
+Tokens are packed along one axis; those of a row belong to the row's next cache columns. A step takes well under a millisecond with a small
+model, so anything that changes only when a sequence enters or leaves a row is computed then (``RowTable``, ``DecodeBatch``), not in each step.
 Rows are computed in blocks of ``KVCache.row_block`` and keys in blocks of ``KEY_BLOCK``: with few distinct shapes, a row's result depends
 little, or not at all, on its neighbours.
 
@@ -71,7 +71,7 @@ class Sequence:
         on_token: called in the engine's thread with the sequence, each sampled token, its log-probability and its version.
         cached: number of leading tokens whose keys and values are in the cache row.
         row: cache row of the sequence, or -1 while the sequence waits.
-        prefix_source: the holder of a computed prefix that will be copied.
+        prefix_source: running or kept sequence whose computed prefix will be copied to this sequence's row.
         prefilled: number of leading tokens that were computed as a prompt; the others were decoded one by one.
         is_current: False if older weights computed some of the keys and values.
     """
@@ -103,7 +103,7 @@ class Sequence:
 
     @property
     def next_scored(self) -> int | None:
-        """Index of the next prompt token that still has to be scored, or None if no token has to be."""
+        """Index of the next prompt token that still has to be scored, or None if all are scored."""
         if self.request.prompt_logprobs_from is None:
             return None
         index = max(1, self.request.prompt_logprobs_from) + len(self.prompt_logprobs)
@@ -113,8 +113,8 @@ class Sequence:
     def shareable_length(self) -> int:
         """Number of leading tokens whose keys and values equal those of a plain causal text sequence.
 
-        A trunk token sees all tokens before it, so leading trunk tokens at positions 0, 1, 2, ... qualify. For multi-modal prompts
-        the number is 0, because equal ids may stand for different images.
+        A trunk token (branch 0) sees all tokens before it, so leading trunk tokens at positions 0, 1, 2, ... qualify. For
+        multi-modal prompts the number is 0, because equal ids may stand for different images.
         """
         if self.request.multi_modal:
             return 0
@@ -253,7 +253,7 @@ class RowTable:
         self._counts[1:4, first:last] += 1  # cached, position, generated
 
     def leave(self, row: int, last: int, sequence: Sequence) -> None:
-        """Move the output of ``row`` to ``sequence``, which leaves it; the sequence in row ``last`` moves into the gap."""
+        """Move the output of ``row`` to ``sequence``, free the row, and fill the gap with the sequence in row ``last``."""
         count = int(self.generated[row] - self.flushed[row])
         sequence.tokens += self.tokens[row, :count].tolist()
         sequence.logprobs += self.logprobs[row, :count].tolist()
@@ -336,7 +336,7 @@ class ForwardBatch:
         return padded
 
     def rows_apart(self) -> Iterator[ForwardBatch]:
-        """Split into batches of one row each, without padding and reading only that row's columns."""
+        """Split into batches of one row each, which have no padding and read only the row's own columns."""
         counts = [self.query_length] * self.row_count if self.is_query is None else self.is_query.sum(1).tolist()
         for row, end in enumerate(itertools.accumulate(counts)):
             tokens = slice(end - counts[row], end)

@@ -5,8 +5,9 @@ what is computed beside it, nor on how its prompt is cut into chunks, nor on the
 
 Libraries do not guarantee this, because the order of summation may depend on matrix sizes. So the engine runs a check at startup, with
 its own weights and threads. It finds out how many rows each matrix of a layer can be multiplied with at once, and whether whole requests
-then get identical answers with one layer and part of the vocabulary. If they do not, it checks whether they do when requests are computed
-one at a time; if not, it raises. The outcome does not depend on ``max_running_requests``, so changing that setting does not change results.
+then get identical answers with one layer and part of the vocabulary. If the answers differ, the engine computes one request at a time and
+repeats the check; if that fails, too, it raises an error. The outcome does not depend on ``max_running_requests``, so changing that
+setting does not change results.
 
 Axes: ``T`` packed tokens, ``n`` rows, ``Q`` queries of a row, ``K`` cache columns, ``H`` heads, ``G`` key-value heads, ``D`` head size.
 """
@@ -146,7 +147,7 @@ def cut_products(runner: ModelRunner) -> str | None:
 
 
 def _alike_up_to(matrix: Matrix, most: int) -> int:
-    """Return the largest number of rows, in whole blocks, up to which each row gets the same bits, or 0 if even one block fails."""
+    """Return the largest number of rows at which each row gets the same bits as in a single block, or 0 if a single block fails."""
     block, generator = INVARIANT_ROWS, torch.Generator().manual_seed(0)
     inputs = torch.randn(most, matrix.weight.shape[1], generator=generator)
     alone = torch.cat([matrix.product(rows) for rows in inputs.split(block)])
@@ -164,8 +165,8 @@ def _alike_up_to(matrix: Matrix, most: int) -> int:
 def differing_request(runner: ModelRunner, prefill_tokens: int) -> str | None:
     """Describe a request whose answer depends on the other requests, or return None if there is none.
 
-    Each request is run alone, in another order, and among others, with prompts in parts and all together. It is also run after a prefix
-    of it, and as a second turn; if the runner reuses keys and values, these come from the cache.
+    Each request is run alone, in another order, and among others, with prompts in parts and all together. Each request is also run after
+    its own prefix, and as a second turn; if the runner reuses keys and values, they then come from the cache.
 
     Args:
         runner: the runner to check.

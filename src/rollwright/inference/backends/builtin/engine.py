@@ -154,7 +154,7 @@ class BuiltinEngine(InferenceEngine):
     def submit(
         self, requests: Iterable[ModelRequest], on_token: Callable[[Sequence, int, float, int], None] | None = None
     ) -> list[Future[ModelResponse]]:
-        """Queue requests together, in this order: no step runs between them.
+        """Queue requests together, in this order, without a step in between.
 
         Args:
             requests: the requests.
@@ -297,7 +297,7 @@ class BuiltinEngine(InferenceEngine):
 
     @contextlib.contextmanager
     def _between_steps(self) -> Iterator[None]:
-        """Keep the engine between two steps inside the context."""
+        """Wait until no step runs, and prevent steps inside the context."""
         if threading.current_thread() is self._thread:
             raise EngineError("The engine cannot be controlled from a callback of its own thread.")
         with self._control:
@@ -315,7 +315,7 @@ class BuiltinEngine(InferenceEngine):
     # ------------------------------------------------------------------ control
 
     def pause(self) -> None:
-        """Stop sampling; returns when no step runs. With ``on_weight_update="wait"`` running requests end first."""
+        """Stop sampling, and return when no step runs. With ``on_weight_update="wait"`` running requests end first."""
         if self.on_weight_update == "wait":
             self._drain()
         with self._state:
@@ -427,11 +427,11 @@ class BuiltinEngine(InferenceEngine):
         self.publish(version, paired(self.model, weights))
 
     def go_back(self, version: int, *, finish: bool = False) -> None:
-        """Return to an earlier version, whose weights are loaded next. Ends all requests, because versions only grow within a request.
+        """Set an earlier version, before its weights are loaded. Running requests end, because versions only grow within a request.
 
         Args:
             version: version of the weights that are loaded next.
-            finish: let running requests finish instead, and keep waiting requests for the weights that are loaded next.
+            finish: let running requests finish first, and keep waiting requests in the queue. If False, all requests are aborted.
         """
         if finish:
             self._drain()

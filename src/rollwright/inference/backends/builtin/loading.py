@@ -86,7 +86,7 @@ def paired(model: Any, weights: WeightStream) -> Iterator[tuple[Tensor, Tensor]]
 
     Args:
         model: a Hugging Face model.
-        weights: new tensors under the names of its ``state_dict`` or of its checkpoints.
+        weights: new tensors under their names in the model's ``state_dict`` or in its checkpoints.
 
     Raises:
         WeightUpdateError: a name or shape does not match the model.

@@ -37,7 +37,7 @@ _proved: weakref.WeakKeyDictionary[Any, set[tuple[str, str, int]]] = weakref.Wea
 
 @dataclass(frozen=True)
 class Difference:
-    """A difference, worded to follow the model's name, and what to do about it."""
+    """A difference and advice about it. ``reason`` continues a message that begins with the model's name."""
 
     reason: str
     advice: str = ""
@@ -98,7 +98,7 @@ def _operations(model: Any, length: int) -> float:
 def _differs(
     forward: Forward, model: Any, layers: list[LayerShape], tokens: list[int], lengths: list[int], border: int
 ) -> str | None:
-    """Compare rows computed in parts, which end before and after ``border`` tokens; return None if the results agree.
+    """Compare rows computed in parts, some ending before and some after ``border`` tokens, and describe a difference, if any.
 
     Later parts are ragged, because all rows end in the same pass. The last parts have one token, as in decoding.
     """

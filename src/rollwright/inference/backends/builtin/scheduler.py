@@ -173,7 +173,7 @@ def answer(stepper: Stepper, sequences: list[Sequence]) -> list[Finished]:
 
 @dataclass
 class Prefill:
-    """What to prefill in one step.
+    """The prefill work of one step.
 
     Attributes:
         groups: chunks that run together, of similar length, in row order.
