@@ -31,7 +31,7 @@ def replaced_file(path: str | Path, *, durable: bool = False, mode: int | None =
     Args:
         path: the target; its parent directories are created.
         durable: flush the file and its directory to the disk, so that the file survives a power failure.
-        mode: permission bits of the file. None keeps the default of a new file.
+        mode: permission bits of the file. If None, they are those of any new file.
     """
     target = Path(path).absolute()
     target.parent.mkdir(parents=True, exist_ok=True)

@@ -1,7 +1,7 @@
 """Names, keys and files of other systems; no other package knows them.
 
 ``dialects`` lists the config files that can be translated. ``foreign_keys`` and ``replacements`` are tables for
-hints in messages. The other files hold public names that only ported code uses.
+hints in messages. The other files define public names that only ported code uses.
 """
 
 #: Top-level packages whose names ``rollwright`` provides itself.

@@ -80,7 +80,7 @@ class ArealOpenAI(AsyncRunClient):
         tokenizer: the policy's tokenizer, or its path.
         tool_call_parser: how the model writes tool calls. Used only if its chat template does not show a form.
         reasoning_parser: name of a parser of ``<think>``; other names are an error.
-        engine_max_tokens: maximum number of tokens of a prompt and its answer. None uses the engine's limit.
+        engine_max_tokens: maximum number of tokens of a prompt and its answer. Default: the engine's limit.
         chat_template_type: ``hf`` or ``concat``; both continue a conversation from the sampled tokens.
         client_arguments: arguments of ``AsyncOpenAI``; ``base_url`` and ``api_key`` are replaced.
 
@@ -175,7 +175,7 @@ class ArealOpenAI(AsyncRunClient):
                 ``concat`` joins calls that extend one another; the experience has the id and reward of the last call.
 
         Raises:
-            WorkflowError: no call was rewarded. If only some were, the others have reward 0.
+            WorkflowError: no call was rewarded. If only some calls were, the others have reward 0.
         """
         if style not in ("concat", "individual"):
             raise WorkflowError(f"export_interactions(style={style!r}): it is concat or individual.")
@@ -200,7 +200,7 @@ class ArealOpenAI(AsyncRunClient):
 
 
 def _free(call: str, taken: dict[str, Any]) -> str:
-    """The call's id, followed by a number if the call had several samples."""
+    """Return the call's id, followed by a number if the call had several samples."""
     others = sum(name.partition("#")[0] == call for name in taken)
     return f"{call}#{others}" if others else call
 
@@ -223,5 +223,5 @@ class _Responses(AsyncResponses):
 
 @functools.lru_cache(maxsize=4)
 def _front_of(tokenizer: Any) -> OpenAIFront:
-    """The front of a tokenizer. Clients hold a reference, so a front that leaves this cache lives as long as its clients."""
+    """Return the front of a tokenizer. Clients hold a reference, so a front that leaves this cache lives as long as its clients."""
     return OpenAIFront(load_tokenizer(tokenizer))

@@ -57,7 +57,7 @@ def get_custom_dataset(
 
     Args:
         split: overrides the section's split.
-        dataset_config: the section. None makes one from ``section`` (``path``, ``type``, ``max_length``, …).
+        dataset_config: the section. If None, it is built from ``section`` (``path``, ``type``, ``max_length``, …).
         tokenizer, processor: count a prompt's tokens if ``max_length`` is set.
         rank, world_size: select the rows of one of several processes.
         **section: keys of a dataset section; they override those of ``dataset_config``.

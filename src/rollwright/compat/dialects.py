@@ -70,7 +70,7 @@ class Trinity(ConfigDialect):
     }
 
     def recognises(self, data: dict[str, Any]) -> bool:
-        """True if the top level has sections of Trinity-RFT's files."""
+        """Return True if the top level has sections of Trinity-RFT's files."""
         return bool({"buffer", "algorithm", "explorer", "synchronizer"} & set(data)) or "model_path" in (
             data.get("model") or {}
         )

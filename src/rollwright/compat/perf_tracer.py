@@ -37,7 +37,7 @@ def trace_scope(name: str, category: str | None = None, args: dict[str, Any] | N
 
 @asynccontextmanager
 async def atrace_scope(name: str, category: str | None = None, args: dict[str, Any] | None = None) -> AsyncIterator[None]:
-    """``trace_scope`` for ``async with``."""
+    """Record a span as ``trace_scope`` does, for ``async with``."""
     with trace_scope(name, category, args):
         yield
 
@@ -52,7 +52,7 @@ def trace_session_phase(
 def atrace_session_phase(
     phase: str, start_payload: dict[str, Any] | None = None, end_payload: dict[str, Any] | None = None
 ) -> AbstractAsyncContextManager[None]:
-    """``trace_session_phase`` for ``async with``."""
+    """Record a span as ``trace_session_phase`` does, for ``async with``."""
     return atrace_scope(phase, Category.MISC, {**(start_payload or {}), **(end_payload or {})})
 
 

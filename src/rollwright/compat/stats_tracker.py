@@ -34,7 +34,7 @@ class StatsTracker(MetricsTracker):
         self._masks: dict[str, Any] = {}
 
     def denominator(self, **masks: Any) -> None:
-        """Set the masks that ``stat`` averages over: bool tensors of one shape, kept by name until replaced. Their counts are reported as sums."""
+        """Set the masks that ``stat`` averages over: bool tensors, kept by name until replaced. Also reports the count of each as a sum."""
         for name, mask in masks.items():
             if str(getattr(mask, "dtype", "")) != "torch.bool" or mask.numel() == 0:
                 raise MetricError(
@@ -48,7 +48,7 @@ class StatsTracker(MetricsTracker):
 
         Args:
             denominator: name of the mask, as passed to ``denominator`` in this scope.
-            reduce_type: the reduction. None reports ``name/avg``, ``name/min`` and ``name/max``.
+            reduce_type: the reduction. If None, ``name/avg``, ``name/min`` and ``name/max`` are reported.
             **values: float tensors of the mask's shape.
 
         Raises:
@@ -90,7 +90,7 @@ class StatsTracker(MetricsTracker):
     scope_func_wrapper = MetricsTracker.scope
 
     def export(self, reset: bool = True, reduce_group: Any = None) -> dict[str, float]:
-        """Like ``MetricsTracker.export``. A ``reduce_group`` may have only one member, because a trainer reduces over its ranks itself."""
+        """Export as ``MetricsTracker.export`` does. A ``reduce_group`` may have only one member, because trainers reduce over ranks."""
         if reduce_group is not None:
             import torch.distributed
 

@@ -20,7 +20,7 @@ class WorkflowContext:
 
     Attributes:
         is_eval: True in an evaluation, whose metrics are named ``eval/…``.
-        task_id: ordinal of the task's draw. None outside an executor.
+        task_id: ordinal of the task's draw, or None outside an executor.
     """
 
     is_eval: bool = False

@@ -206,5 +206,5 @@ STAGE_CLASSES: dict[str, type] = {
 
 
 def section_of(config: Any) -> Any:
-    """The section of the model that a config trains."""
+    """Return the section of the model that a config trains."""
     return config.actor if isinstance(config, PPOConfig) else config.model

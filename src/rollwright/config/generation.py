@@ -125,7 +125,7 @@ class GenerationHyperparameters:
         return [(name, self[name]) for name in self]
 
     def copy(self) -> dict[str, Any]:
-        """A copy of the arguments as a dict."""
+        """Return a copy of the arguments as a dict."""
         return dict(self.items())
 
     @property

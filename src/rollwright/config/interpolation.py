@@ -131,7 +131,7 @@ class _Resolver:
         return None if source == "null" else self._text(source)
 
     def _named(self, key: str) -> Any:
-        """The value of another key."""
+        """Return the value of another key."""
         key = key.strip()
         bare = key.lstrip(".")
         above = self._open[-1][: len(bare) - len(key)] if bare != key else ()

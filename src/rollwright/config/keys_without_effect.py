@@ -38,7 +38,7 @@ _OF_SUPERVISED_EPISODES = ["workflow", "workflow_kwargs", "reward_fn", "rollout"
 
 
 def has_interval(section: IntervalConfig) -> bool:
-    """True if any interval is set."""
+    """Return True if any interval is set."""
     return any(getattr(section, name) is not None for name in _INTERVAL)
 
 
@@ -91,7 +91,7 @@ def _normalises(actor: PPOActorConfig) -> bool:
 
 
 def _deviation_is_the_same(actor: PPOActorConfig) -> bool:
-    """Whether taking the deviation before or after the mean makes no difference."""
+    """Return whether taking the deviation before or after the mean makes no difference."""
     norm, none = actor.adv_norm or NormConfig(), (None, "none")
     mean, deviation = norm.mean_level, norm.std_level
     leaves_out = norm.leave_one_out and mean not in none and deviation not in none

@@ -153,7 +153,7 @@ def config_to_dict(config: Any) -> dict[str, Any]:
 
 
 def to_yaml(config: Any) -> str:
-    """A config as YAML that loads to the same config."""
+    """Return a config as YAML that loads to the same config."""
     return dump_yaml(plain(config))
 
 
@@ -375,7 +375,7 @@ def _keys_of(cls: type) -> set[str]:
 
 
 def _holds(keys: Any, path: KeyPath) -> bool:
-    """True if a stage's own keys set the value at ``path``."""
+    """Return True if a stage's own keys set the value at ``path``."""
     for part in path:
         if not isinstance(keys, dict):
             return True  # the section was replaced by a value
@@ -385,7 +385,7 @@ def _holds(keys: Any, path: KeyPath) -> bool:
     return True
 
 
-#: Keys that a stage of each kind needs, and what they hold.
+#: Keys that a stage of each kind needs, and what each is.
 _NEEDED: dict[str, dict[str, str]] = {
     "model": {"path": "the directory to write the model to"},
     "sft": {"model.path": "the model to train", "train_dataset.path": "the rows to train on"},

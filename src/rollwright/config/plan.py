@@ -1,4 +1,4 @@
-"""Descriptions of what the stages of a run do."""
+"""Describes what the stages of a run do."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from rollwright.registry import import_path
 
 
 def resolved_yaml(stages: Sequence[Stage]) -> str:
-    """The stages with every key and its value, as YAML that loads to the same stages."""
+    """Return the stages with every key and its value, as YAML that loads to the same stages."""
     return dump_yaml({"stages": [stage.to_dict() for stage in stages]}).rstrip()
 
 

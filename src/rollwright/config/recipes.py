@@ -184,16 +184,16 @@ def defaults_of(config: Any) -> dict[str, Any]:
 
 
 def was_set(config: Any, key: str) -> bool:
-    """True if the value of a dotted key is neither its default nor that of :func:`defaults_of`."""
+    """Return True if the value of a dotted key is neither its default nor that of :func:`defaults_of`."""
     values = defaults_of(config)
     return was_changed(config, key) and (key not in values or _value(config, key) != values[key])
 
 
 def was_changed(config: Any, key: str) -> bool:
-    """True if the value of a dotted key is not that of a config made without arguments."""
+    """Return True if the value of a dotted key is not that of a config made without arguments."""
     return _value(config, key) != _value(type(config)(), key)
 
 
 def _value(section: Any, key: str) -> Any:
-    """The value of a dotted key, or None if a section above it is None."""
+    """Return the value of a dotted key, or None if a section above it is None."""
     return functools.reduce(lambda holder, name: getattr(holder, name, None), key.split("."), section)

@@ -41,12 +41,12 @@ def class_at(path: str) -> type:
 
 
 def schema_of_class(cls: type) -> dict[str, Any]:
-    """The schema of files that are loaded as ``cls``."""
+    """Return the schema of files that are loaded as ``cls``."""
     return {"$schema": DIALECT, **adapter_of(cls).json_schema(schema_generator=_JsonSchema)}
 
 
 def schema_of_files() -> dict[str, Any]:
-    """The schema of every file that ``rollwright run`` takes: one stage, or several under ``stages``."""
+    """Return the schema of every file that ``rollwright run`` takes: one stage, or several under ``stages``."""
     inputs = [(kind, "validation", adapter_of(cls)) for kind, cls in STAGE_CLASSES.items()]
     _, whole = pydantic.TypeAdapter.json_schemas(inputs, schema_generator=_JsonSchema)  # type: ignore[arg-type]
     definitions, shared, branches = whole["$defs"], {}, []

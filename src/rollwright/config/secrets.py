@@ -46,7 +46,7 @@ class Secret(str):
 
 
 def is_secret_name(key: object) -> bool:
-    """True for typical names of secrets in mappings with free keys: ``api_key``, ``HF_TOKEN``, ``password``."""
+    """Return True for typical names of secrets in mappings with free keys: ``api_key``, ``HF_TOKEN``, ``password``."""
     return bool(_SECRET_NAME.search(str(key)))
 
 
@@ -69,7 +69,7 @@ def hidden_by_name(key: object, value: Any) -> Any:
     return Secret(value) if type(value) is str and value and is_secret_name(key) else value
 
 
-# --- texts that may hold secrets --------------------------------------------------------------------------------------
+# --- strings that may be secret ----------------------------------------------------------------------------------------
 
 
 def secrets_of(config: Any, metadata: Mapping[str, Any] | None = None) -> Iterator[str]:

@@ -159,7 +159,7 @@ class ConfigDialect:
     second_names: ClassVar[Mapping[str, Mapping[str, str]]] = {}
 
     def recognises(self, data: dict[str, Any]) -> bool:
-        """True if a file with these keys belongs to the other system."""
+        """Return True if a file with these keys belongs to the other system."""
         return False
 
     def translate(self, data: dict[str, Any], origins: Origins) -> Document:
@@ -256,7 +256,7 @@ def _construct(node: yaml.Node, path: KeyPath, document: Document, above: tuple[
 
 
 def _flatten_merges(node: yaml.MappingNode) -> None:
-    """Resolve ``<<: *anchor``; keys that the mapping has itself win over merged ones."""
+    """Resolve ``<<: *anchor``; the mapping's own keys override merged ones."""
     if any(key.tag == "tag:yaml.org,2002:merge" for key, _ in node.value):
         own = [(key, value) for key, value in node.value if key.tag != "tag:yaml.org,2002:merge"]
         names = {key.value for key, _ in own}
@@ -289,7 +289,7 @@ def default_of(each: dataclasses.Field) -> Any:
 
 
 def plain(value: Any, metadata: Mapping[str, Any] | None = None) -> Any:
-    """Convert dataclasses, enums and paths to what YAML can hold, with placeholders for secrets.
+    """Convert dataclasses, enums and paths to values that YAML can represent, with placeholders for secrets.
 
     Args:
         value: a config, or the value of a key.

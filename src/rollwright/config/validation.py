@@ -98,7 +98,7 @@ def names_besides(cls: type) -> dict[Any, tuple[str, bool]]:
 
 
 def annotations_of(cls: type) -> dict[str, Any]:
-    """The resolved type of each field.
+    """Return the resolved type of each field.
 
     Raises:
         ConfigError: an annotation names a type that cannot be found.
@@ -135,7 +135,7 @@ def _named(kind: Any, value: Any, path: KeyPath, default: Any, faults: Faults) -
             if not isinstance(value, dict) and (typing.get_origin(choice) is list or Ellipsis in arguments):
                 return [_named(arguments[0], item, (*path, index), None, faults) for index, item in enumerate(value)]
     elif set(choices) in ({str}, {str, types.NoneType}) and not isinstance(value, str):
-        raw = faults.origins.raw(path)  # text on the command line needs no quotes
+        raw = faults.origins.raw(path)  # strings on the command line need no quotes
         if raw is not None and (value is not None or (not raw and len(choices) == 1)):
             return raw
     return value

@@ -43,13 +43,13 @@ def arithmetic(
 
     Args:
         split: train, valid or test.
-        size: number of tasks. None uses all of the split, at most 10,000.
+        size: number of tasks. Default: all tasks of the split, at most 10,000.
         digits: maximum number of digits of the operands.
         min_digits: minimum number of digits of the operands; by default ``digits``.
         operation: ``+``, ``-``, ``*`` or several of them, such as ``+-``.
         worked: True for completions that show the steps; False for the answer alone.
         answer_format: format of the answer at the end of the completion; ``{answer}`` is the number.
-        carries: share of the sums in which a column carries into the next one. None leaves it to chance (about half of two-digit
+        carries: share of the sums in which a column carries into the next one. If None, it is left to chance (about half of two-digit
             sums). Surplus tasks of the more frequent kind are left out.
         seed: seed of the choice and order of tasks.
 

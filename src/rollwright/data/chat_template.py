@@ -26,7 +26,7 @@ def render(tokenizer: Any, messages: Messages, tools: Sequence[Any] | None = Non
     Args:
         tokenizer: tokenizer with the chat template.
         messages: the conversation.
-        tools: functions to offer, in OpenAI's format. None offers none.
+        tools: functions to offer, in OpenAI's format.
         options: ``add_generation_prompt``, ``continue_final_message``, ``chat_template``, and variables of the template.
     """
     offered = {} if tools is None else {"tools": list(tools)}
@@ -41,7 +41,7 @@ def prompt_text(
     Args:
         tokenizer: tokenizer with the chat template.
         messages: the conversation so far.
-        tools: functions to offer. None offers none.
+        tools: functions to offer.
         enable_thinking: passed to the template; templates without this variable ignore it.
         variables: ``chat_template`` to replace the tokenizer's, and further variables of the template.
 

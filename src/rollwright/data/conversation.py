@@ -160,7 +160,7 @@ def _reply_text(
 
 
 def plain_message(message: Mapping[str, Any]) -> dict[str, Any]:
-    """A message as chat templates expect it: text content in one string, tool arguments as objects, nothing that is None."""
+    """Return a message as chat templates expect it: content as one string, tool arguments as objects, and no None values."""
     plain = {key: value for key, value in message.items() if value is not None and key in _TEMPLATE_KEYS}
     content = message.get("content")
     if isinstance(content, list) and all(block.get("type") == "text" for block in content):

@@ -73,7 +73,7 @@ def get_dataset(config: DatasetConfig, tokenizer: Any = None, enable_thinking: b
         config: ``path`` is a registered name, ``reasoning_gym:NAME``, the import path of a builder
             (``my.module:builder``), or what ``read_rows`` reads.
         tokenizer: tokenizer (or its directory or name) that counts the tokens of a prompt; required if ``max_length`` is set.
-        enable_thinking: template variable for the prompts that are counted. None uses the value in ``format``.
+        enable_thinking: template variable for the prompts that are counted. Default: the value in ``format``.
 
     Returns:
         Tasks that have ``messages`` and ``answer``, and ``completion`` if ``type`` is sft, or ``chosen`` and ``rejected`` if preference.
@@ -137,6 +137,6 @@ def has_subsets(config: DatasetConfig) -> bool:
 
 
 def _is_built(path: str) -> bool:
-    """True if rows come from a builder: registered, from reasoning_gym, or an import path."""
+    """Return True if rows come from a builder: registered, from reasoning_gym, or an import path."""
     _, colon, attribute = path.partition(":")
     return path in DATASET_REGISTRY or bool(colon and "/" not in path and attribute.isidentifier())

@@ -157,7 +157,7 @@ def messages_of(row: Row, layout: FormatConfig | None, where: str) -> list[Row]:
 
 
 def _read(row: Row, layout: FormatConfig | None, where: str) -> Row:
-    """Like ``to_task``, but the conversation may end with a reply."""
+    """Convert a row as ``to_task`` does, but allow a conversation that ends with a reply."""
     task, names = _with_messages(row, layout, where), layout or _PLAIN
     if not _is_by_names(names):
         if names.response_key in row:

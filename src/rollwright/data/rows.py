@@ -18,7 +18,7 @@ Row = dict[str, Any]
 
 
 class Rows(list[Row]):
-    """Rows with their sources: ``places[i]`` is ``file:line``, or the file and the row's number."""
+    """Rows with their sources: ``places[i]`` is the ``file:line`` of row ``i``, or its file and number."""
 
     def __init__(self, placed: Iterable[tuple[Row, str]] = ()) -> None:
         placed = list(placed)
@@ -230,7 +230,7 @@ def unreachable_hub() -> str:
 
     def ask() -> None:
         try:
-            # Longer than the wait below, so that a single limit decides about the message.
+            # Longer than the wait below, so that only one limit determines the message.
             huggingface_hub.get_session().head(place, timeout=10 * HUB_WAIT)
             found.append("")
         except Exception as error:  # its HTTP library raises many types

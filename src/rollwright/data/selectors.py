@@ -148,7 +148,7 @@ def make_selector(taskset: TasksetConfig, size: int, seed: int) -> Selector:
 class TaskMixture:
     """Draws batches of rows from several tasksets. Each row includes the name of its ``taskset`` and its ``ordinal``.
 
-    Each draw takes the taskset that is furthest behind its ratio, so the ratios hold in any stretch of draws.
+    Each draw is from the taskset that is furthest behind its ratio, so any stretch of draws keeps to the ratios.
 
     Args:
         tasksets: names, selectors and ratios.

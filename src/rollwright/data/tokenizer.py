@@ -32,7 +32,7 @@ def load_tokenizer(path: str | Path | Any, trust_remote_code: bool = False) -> A
 
     Args:
         path: directory or name; a tokenizer object is prepared and returned.
-        trust_remote_code: run code that comes with the tokenizer. Off unless asked for.
+        trust_remote_code: run code that comes with the tokenizer.
 
     Returns:
         The tokenizer, with ``apply_chat_template(tokenize=True) -> list[int]`` and a pad token (by default, the end token).

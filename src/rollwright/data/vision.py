@@ -104,7 +104,7 @@ def load_processor(path: str | Path | Any, tokenizer: Any = None) -> Any:
 
     Args:
         path: directory or name; a processor object is returned as it is.
-        tokenizer: the tokenizer. None loads it from ``path``.
+        tokenizer: the tokenizer. If None, it is loaded from ``path``.
 
     Raises:
         ConfigError: there is no image processor, or its model family needs its own processor.

@@ -37,7 +37,7 @@ PromptFunction = Callable[[dict[str, Any]], Any]
 
 
 def extract_messages(data: Mapping[str, Any]) -> list[dict[str, Any]]:
-    """The task's ``messages``.
+    """Return the task's ``messages``.
 
     Raises:
         WorkflowError: the task has no messages, or the last one is the assistant's.
@@ -83,13 +83,13 @@ class EpisodeWorkflow(RolloutWorkflow):
         tokenizer: the policy's tokenizer, or its path or name.
         enable_thinking: passed to the chat template; templates without this variable ignore it.
         rollout_stat_scope: scope of the reported metrics.
-        dump_dir: directory for a readable dump of each sample. None disables dumps.
-        get_input_ids_fn: ``(prompt, tokenizer, enable_thinking) -> token ids``, or its import path. None uses the chat template.
-        data_extract_prompt_fn: ``(task) -> prompt``, or its import path. None uses the task's ``messages``.
+        dump_dir: directory for a readable dump of each sample. If None, samples are not dumped.
+        get_input_ids_fn: ``(prompt, tokenizer, enable_thinking) -> token ids``, or its import path. Default: the chat template.
+        data_extract_prompt_fn: ``(task) -> prompt``, or its import path. Default: the task's ``messages``.
         reward_timeout: time limit of the reward function in seconds.
 
     Attributes:
-        group_size: episodes to run for one task. None uses ``gconfig.n_samples``.
+        group_size: episodes to run for one task. If None, ``gconfig.n_samples``.
     """
 
     group_size: int | None = None
@@ -121,7 +121,7 @@ class EpisodeWorkflow(RolloutWorkflow):
         self.gconfig = stopping_at_turn_end(gconfig.new_with_stop_and_pad_token_ids(tokenizer), tokenizer)
         self.async_reward_fn: Any = None if reward_fn is None else AsyncRewardWrapper(reward_fn, reward_timeout)
         if self.async_reward_fn is not None:
-            _ = self.async_reward_fn.columns  # raises before the run if the function cannot score a task
+            _ = self.async_reward_fn.columns  # raises now, before the run, if the function cannot score a task
         self.enable_thinking = enable_thinking
         self.rollout_stat_scope = rollout_stat_scope
         self.dump_dir = dump_dir

@@ -57,8 +57,8 @@ class IsolatedWorkflows:
 
     Args:
         tokenizer: the policy's tokenizer.
-        limit: maximum number of processes that run at once. None allows one per processor. Further samples wait; their time limit includes
-            the wait.
+        limit: maximum number of processes that run at once. Default: one per processor. Further samples wait; their time limit
+            includes the wait.
     """
 
     def __init__(self, tokenizer: Any, limit: int | None = None) -> None:
@@ -265,14 +265,14 @@ def main() -> None:
 
 
 def pack_experiences(experiences: Sequence[Experience] | None) -> bytes:
-    """Pack experiences: a line with their lengths, then their bytes. None and an empty list remain distinct."""
+    """Pack experiences as a line with their lengths, followed by their bytes. None and an empty list remain distinct."""
     parts = [experience.serialize() for experience in experiences or ()]
     lengths = None if experiences is None else [len(part) for part in parts]
     return b"".join([json.dumps(lengths).encode(), b"\n", *parts])
 
 
 def unpack_experiences(data: bytes) -> list[Experience] | None:
-    """Inverse of ``pack_experiences``."""
+    """Unpack what ``pack_experiences`` packed."""
     line, _, content = data.partition(b"\n")
     lengths = json.loads(line)
     if lengths is None:

@@ -1,4 +1,4 @@
-"""The model as a task-style workflow sees it: text or messages in, experiences out."""
+"""The model of a task-style workflow: takes text or messages, and returns experiences."""
 
 from __future__ import annotations
 
@@ -47,8 +47,8 @@ class ModelWrapper:
         tokenizer: the policy's tokenizer.
         gconfig: default generation arguments of calls.
         recorder: the sample's recorder; needed for the history.
-        loop: event loop for synchronous calls. None runs each call in a new one.
-        open_episode: opens this sample's run at the OpenAI front (``OpenAIFront.episode``). None if there is no front.
+        loop: event loop for synchronous calls. If None, each call runs in a new loop.
+        open_episode: opens this sample's run at the OpenAI front (``OpenAIFront.episode``), or None if there is no front.
         model_path: path of the policy's initial weights.
         template_kwargs: passed to the chat template.
     """
@@ -183,7 +183,7 @@ class ModelWrapper:
     async def convert_messages_to_experience_async(
         self, messages: Sequence[Mapping[str, Any]], tools: list[dict[str, Any]] | None = None
     ) -> Experience:
-        """Async form of ``convert_messages_to_experience``; it never waits."""
+        """Call ``convert_messages_to_experience``, for code that awaits it."""
         return self.convert_messages_to_experience(messages, tools)
 
     @property

@@ -55,13 +55,14 @@ class SearchAgentWorkflow(EpisodeWorkflow):
 
     Args:
         gconfig: generation arguments of one turn; the stop strings of the actions are added to its own.
-        max_tokens: maximum number of tokens of prompt, turns and tool text together. Long tool text is cut at its end, so that the next turn has room.
+        max_tokens: maximum number of tokens of prompt, turns and tool text together. Long tool text is cut at its end, to leave room for
+            the next turn.
         max_turns: maximum number of turns.
         verbose: log turns and length of each episode.
         search_tool: ``host:port`` of a retrieval service, ``{corpus: FILE}``, ``{encyclopedia: {...}}`` or an object with
             ``search(query, topk)`` and, for ``enable_access``, ``access(url)``, async or plain (plain ones run in a thread).
             If None, every tool call reports that no tool is connected.
-        prompt_template: template of the text before the first turn; placeholder ``{question}``. None uses ``PROMPT_TEMPLATE``.
+        prompt_template: template of the text before the first turn; placeholder ``{question}``. Default: ``PROMPT_TEMPLATE``.
         document_template: template of a document; placeholders ``{title}``, ``{contents}`` and ``{url}``.
         information_template: template of tool results; placeholder ``{documents}``.
         topk: number of documents that a search returns.
@@ -234,7 +235,7 @@ def _question(data: dict[str, Any]) -> str:
 def parse_action(text: str, kinds: tuple[str, ...] = ("search", "access", "answer")) -> tuple[str, str] | None:
     """Return the last closed action in a turn's text (its kind, and the stripped text in its tag), or None if there is no action.
 
-    A closing tag without an opening one is an action with an empty text, so that the model learns about it.
+    A closing tag without an opening one is an action with an empty text, so that the model is told about it.
     """
     found = [(match[1], match[2].strip()) for match in _ACTION.finditer(text) if match[1] in kinds]
     if found:

@@ -35,7 +35,7 @@ class SimpleWorkflow(ResettableWorkflow):
 
     @staticmethod
     def uses_chat_template(arguments: Mapping[str, Any]) -> bool:
-        """Whether prompts are rendered by the tokenizer's chat template."""
+        """Return whether prompts are rendered by the tokenizer's chat template."""
         return True
 
     def reset(self, task: Task) -> None:
@@ -65,7 +65,7 @@ class SimpleWorkflow(ResettableWorkflow):
         return experiences
 
     async def score(self, experience: Experience) -> float:
-        """The reward of one answer."""
+        """Return the reward of one answer."""
         return await self.reward(experience)
 
 

@@ -41,7 +41,7 @@ class _Steps(Workflow):
         raise WorkflowError(f"{type(self).__name__} defines no step(step_num).")
 
     async def step_async(self, step_num: int) -> bool:
-        """Async version of ``step``, for the Async classes."""
+        """Run one step; the async version of ``step``, for the Async classes."""
         raise WorkflowError(f"{type(self).__name__} defines no step_async(step_num).")
 
     def _steps(self) -> Iterator[list[Experience]]:
@@ -53,7 +53,7 @@ class _Steps(Workflow):
                 return
 
     async def _steps_async(self) -> AsyncIterator[list[Experience]]:
-        """Async version of ``_steps``, with ``step_async``."""
+        """Run the steps with ``step_async``, and yield the experiences of each."""
         for number in range(self.max_step_num):
             goes_on = await self.step_async(step_num=number)
             yield self._experiences_of(number)
@@ -71,7 +71,7 @@ class StepWiseRewardWorkflow(_Steps):
     """Rewards each step separately. A subclass defines ``step``, ``max_step_num`` and ``reward``, which scores the calls of a step."""
 
     def reward(self, exps: list[Experience], step_num: int) -> float:
-        """The reward of a step's calls."""
+        """Return the reward of a step's calls."""
         raise WorkflowError(f"{type(self).__name__} defines no reward(exps, step_num).")
 
     def run(self) -> list[Experience]:
@@ -86,7 +86,7 @@ class AsyncStepWiseRewardWorkflow(StepWiseRewardWorkflow):
     """Like ``StepWiseRewardWorkflow``, with ``step_async`` and ``reward_async``."""
 
     async def reward_async(self, exps: list[Experience], step_num: int) -> float:
-        """The reward of a step's calls."""
+        """Return the reward of a step's calls."""
         raise WorkflowError(f"{type(self).__name__} defines no reward_async(exps, step_num).")
 
     async def run_async(self) -> list[Experience]:
@@ -103,7 +103,7 @@ class RewardPropagationWorkflow(_Steps):
     """Gives every call the reward of the whole run. A subclass defines ``step``, ``max_step_num`` and ``reward``."""
 
     def reward(self, exps: list[Experience]) -> float:
-        """The reward of the run."""
+        """Return the reward of the run."""
         raise WorkflowError(f"{type(self).__name__} defines no reward(exps).")
 
     def run(self) -> list[Experience]:
@@ -117,7 +117,7 @@ class AsyncRewardPropagationWorkflow(RewardPropagationWorkflow):
     """Like ``RewardPropagationWorkflow``, with ``step_async`` and ``reward_async``."""
 
     async def reward_async(self, exps: list[Experience]) -> float:
-        """The reward of the run."""
+        """Return the reward of the run."""
         raise WorkflowError(f"{type(self).__name__} defines no reward_async(exps).")
 
     async def run_async(self) -> list[Experience]:

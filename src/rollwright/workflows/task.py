@@ -43,7 +43,7 @@ class Task:
 
     @classmethod
     def from_row(cls, row: Mapping[str, Any], taskset: TasksetConfig, *, is_eval: bool = False) -> Task:
-        """Make the task of one row of ``taskset``; a row's own workflow and reward columns win over the defaults."""
+        """Make the task of one row of ``taskset``; a row's own workflow and reward columns override the defaults."""
         layout = taskset.columns
         return cls(
             workflow=(layout.workflow_key and row.get(layout.workflow_key)) or taskset.workflow,
@@ -91,7 +91,7 @@ class Task:
         return {**defaults, **self.workflow_args}
 
     def workflow_class(self) -> type[Workflow]:
-        """The workflow class that this task is run with."""
+        """Return the workflow class that this task is run with."""
         if self.workflow is None:
             raise WorkflowError(f"task {self.task_id!r} names no workflow; set the taskset's workflow.")
         return WORKFLOWS.get(self.workflow) if isinstance(self.workflow, str) else self.workflow
@@ -208,7 +208,7 @@ class ResettableWorkflow(Workflow):
 
 
 def _definer(kind: type) -> type:
-    """The nearest class, ``kind`` or one of its bases, that defines ``run`` or ``run_async``."""
+    """Return the nearest class, ``kind`` or one of its bases, that defines ``run`` or ``run_async``."""
     return next((base for base in kind.__mro__ if {"run", "run_async"} & vars(base).keys()), Workflow)
 
 
@@ -364,8 +364,8 @@ class TaskReward:
 
         Args:
             experience: the reply; the function gets its tokens.
-            response: text to score. None scores the experience's response.
-            columns: further columns for the function; the row's own columns win.
+            response: text to score. Default: the experience's response.
+            columns: further columns for the function; the row's own columns override them.
         """
         return await self.function(
             experience.prompt_text,

@@ -39,11 +39,11 @@ class TaskRunner(RolloutWorkflow):
     Args:
         tasksets: the tasksets that rows come from. A row names its taskset in ``"taskset"``; the default is the first one.
         tokenizer: the policy's tokenizer.
-        gconfig: generation arguments of tasksets without their own. None uses the defaults.
-        group_size: samples of a task whose taskset sets no ``group_size``. None uses the task's ``gconfig.n_samples``.
+        gconfig: generation arguments of tasksets that have none.
+        group_size: samples of a task whose taskset sets no ``group_size``. Default: the task's ``gconfig.n_samples``.
         is_eval: True for evaluation tasks.
         services: object with two attributes: ``openai_front`` records the calls of samples' OpenAI clients, or is None if there are
-            no such clients; ``auxiliary_models`` are OpenAI clients for models that are not trained. None provides neither.
+            no such clients; ``auxiliary_models`` are OpenAI clients for models that are not trained.
         max_abandoned_threads: number of hanging threads at which the run stops.
         model_path: path of the policy's initial weights.
         feedback: called after each run with the task's ordinal and the mean reward.
@@ -78,11 +78,11 @@ class TaskRunner(RolloutWorkflow):
         self.model_path = model_path
         self.threads = AbandonableThreads(max_abandoned_threads)
         self._workflows = WorkflowPool()
-        self._delivers_one: dict[type, bool] = {}  # by workflow class: whether a run delivers one sample, or several
+        self._delivers_one: dict[type, bool] = {}  # workflow class -> True if a run delivers one sample, False if several
         self._processes: dict[str, IsolatedWorkflows] = {}
 
     def task_of(self, data: dict[str, Any]) -> Task:
-        """The task of a row."""
+        """Return the task of a row."""
         taskset = self._taskset_of(data)
         task = Task.from_row(data, taskset, is_eval=self.is_eval)
         task.rollout_args = self.generation_of(taskset)
@@ -92,7 +92,7 @@ class TaskRunner(RolloutWorkflow):
         return self.tasksets.get(data.get("taskset", ""), self.default_taskset)
 
     def generation_of(self, taskset: TasksetConfig) -> GenerationHyperparameters:
-        """The generation arguments of a taskset's tasks: its own, else the runner's."""
+        """Return the generation arguments of a taskset's tasks: its own, else the runner's."""
         return (taskset.gconfig or self.gconfig or GenerationHyperparameters()).new()
 
     def first_runs(self, data: dict[str, Any]) -> list[int]:
@@ -113,7 +113,7 @@ class TaskRunner(RolloutWorkflow):
 
     @staticmethod
     def samples_in(rows: Trajectory) -> int:
-        """Number of samples that a run delivered."""
+        """Return the number of samples that a run delivered."""
         return int(rows["sample_ids"].unique().numel())
 
     @staticmethod

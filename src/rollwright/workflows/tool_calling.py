@@ -41,7 +41,7 @@ class ToolCallingWorkflow(ResettableWorkflow):
 
     * ``tools``: functions, their import paths, or ``execute_python`` (the default);
     * ``max_turns`` (8): maximum number of replies;
-    * ``tool_timeout`` (30): seconds that one call may take.
+    * ``tool_timeout`` (30): time limit of a call in seconds.
     """
 
     @staticmethod
@@ -124,7 +124,7 @@ class ToolFunctions:
     Args:
         tools: functions, plain or async, import paths of functions, or names in ``FUNCTIONS``. Parameters need type hints, and
             a Google-style docstring describes the function and each parameter.
-        timeout: seconds that one call may take. A plain function that takes longer is left behind in its thread.
+        timeout: seconds that one call may take. A plain function that takes longer is abandoned in its thread.
 
     Raises:
         WorkflowError: a function cannot be found, two share a name, or no schema can be made for a function.

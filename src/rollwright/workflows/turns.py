@@ -53,7 +53,7 @@ class TokenSequence:
 
         Args:
             response: the engine's response.
-            trained: number of leading tokens that are trained; the rest count as context. None trains all.
+            trained: number of leading tokens that are trained; the rest count as context. Default: all.
         """
         if 1 not in self.loss_mask and response.output_versions:
             self.version = response.output_versions[0]
@@ -86,7 +86,7 @@ class Turns(TokenSequence):
         gconfig: how a turn is sampled.
         tokenizer: for the engine's stop strings.
         max_turns: maximum number of turns.
-        max_tokens: limit of the whole sequence, including the prompt. None leaves the engine's context as the only limit.
+        max_tokens: limit of the whole sequence, including the prompt. If None, only the engine's context limits it.
 
     Attributes:
         count: turns so far.
@@ -116,7 +116,7 @@ class Turns(TokenSequence):
 
     @property
     def is_last(self) -> bool:
-        """True if this was the last turn, so nobody would read further context."""
+        """True if this was the last turn, so further context would not be read."""
         return self.count == self._max_turns
 
     @property
@@ -265,7 +265,7 @@ class BranchedSequence(TokenSequence):
         return {"position_ids": self.position_ids, "branch_ids": self.branch_ids} if self.isolated else {}
 
     def row(self, reward: float) -> dict[str, Any]:
-        """The row of the episode, with the columns of its layout."""
+        """Return the row of the episode, with the columns of its layout."""
         return super().row(reward) | (self.layout() or {"other_context": self.other_context})
 
 

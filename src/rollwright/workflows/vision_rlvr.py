@@ -25,7 +25,7 @@ from rollwright.workflows.rlvr import Prompt, RLVRWorkflow
 
 
 def extract_prompt(data: dict[str, Any]) -> Any:
-    """The task's ``messages``: a conversation, or text that a chat template has rendered."""
+    """Return the task's ``messages``: a conversation, or text that a chat template has rendered."""
     return data["messages"] if isinstance(data.get("messages"), str) else extract_messages(data)
 
 
@@ -40,7 +40,7 @@ class VisionRLVRWorkflow(RLVRWorkflow):
     Args:
         reward_fn: scores the completion; the images are in its ``data``.
         processor: a processor, called as ``processor(images=…, text=…, padding=False, return_tensors="pt")``, or its directory
-            or name. None loads it from the tokenizer's directory.
+            or name. If None, it is loaded from the tokenizer's directory.
         image_key: column that holds the images.
 
     The other arguments are those of :class:`EpisodeWorkflow`.

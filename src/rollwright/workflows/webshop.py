@@ -35,7 +35,7 @@ class WebShopWorkflow(ResettableWorkflow):
     * ``shop``: arguments of ``environments.shop.shop``: seed, products, goals, page_size;
     * ``package``: true for the real WebShop if it is installed, or the arguments of its environment;
     * ``max_steps`` (15), ``rich`` (buttons marked), ``show_actions`` (list what can be clicked; default true),
-    * ``system_prompt``: in place of the module's; empty for none.
+    * ``system_prompt``: replaces the module's; an empty string omits it.
     """
 
     def reset(self, task: Task) -> None:
