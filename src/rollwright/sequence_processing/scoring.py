@@ -19,7 +19,7 @@ from rollwright.sequence_processing.generation import BatchSize
 from rollwright.sequence_processing.models import evaluation_mode, halved_after, scoring_batch_size
 from rollwright.training.logprobs import TokenScorer
 
-#: Number of logits computed at a time. Several float32 tensors of this size exist meanwhile.
+#: Number of logits computed at a time. Several float32 tensors of this size are in memory together.
 _CHUNK_ENTRIES = {"cpu": 1 << 21, "cuda": 1 << 25}
 
 #: Once a batch has ``_FEW_ROWS`` rows, it ends before a row that is shorter than this share of the longest row.

@@ -1,8 +1,8 @@
 """Data of an engine step: sequences, the table of decoding rows, and the tokens of one forward pass.
 
-Tokens are packed along one axis; those of a row belong to the row's next cache columns. A step takes well under a millisecond with a small
-model, so anything that changes only when a sequence enters or leaves a row is computed then (``RowTable``, ``DecodeBatch``), not in each step.
-Rows are computed in blocks of ``KVCache.row_block`` and keys in blocks of ``KEY_BLOCK``: with few distinct shapes, a row's result depends
+Tokens are packed along one axis, and each token has a cache row and column. With a small model a step takes well under a millisecond, so
+anything that changes only when a sequence enters or leaves a row is computed then (``RowTable``, ``DecodeBatch``), not in each step. Rows
+are computed in blocks of ``KVCache.row_block`` and keys in blocks of ``KEY_BLOCK``: with few distinct shapes, a row's result depends
 little, or not at all, on its neighbours.
 
 Axes: ``T`` packed tokens, ``n`` rows, ``Q`` padded queries of a row, ``K`` cache columns.

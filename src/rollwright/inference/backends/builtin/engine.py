@@ -46,7 +46,7 @@ from rollwright.tracking.logging import getLogger
 logger = getLogger(__name__)
 
 _IDLE_SECONDS = 0.002  # after this long without a step, the cores are left to other threads of the process
-_MEASURED_ROWS, _MEASURED_TOKENS = 32, 64  # of the decode step that is timed with each number of threads
+_MEASURED_ROWS, _MEASURED_TOKENS = 32, 64  # size of the decode step that is timed with each number of threads
 
 OnWeightUpdate = Literal["recompute", "keep", "wait"]
 

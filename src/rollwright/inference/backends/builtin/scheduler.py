@@ -42,7 +42,7 @@ class Stepper:
         self._table = RowTable(max_rows)
         self.scheduler = Scheduler(runner, self._table, kept_bytes, prefill_tokens)
         self.version = version
-        self._decode: tuple[DecodeBatch, StepPlan] | None = None  # of the previous step
+        self._decode: tuple[DecodeBatch, StepPlan] | None = None  # batch and plan of the previous step
         self._decode_layout = 0, 0  # changes of the table and of the cache when ``_decode`` was made
         self._counts = dict.fromkeys(("steps", "prefill_tokens", "generated_tokens", "finished", "aborted"), 0)
 
