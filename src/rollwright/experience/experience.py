@@ -349,7 +349,7 @@ def _shows_the_same(images: dict[str, Any] | None, before: dict[str, Any] | None
 def experience_of(
     calls: list[RequestRecord], reward: float | None = None, call_rewards: Mapping[int, float] | None = None
 ) -> Experience:
-    """Make the experience of requests that each continue the one before; arguments as for ``experiences_of``."""
+    """Make one experience from requests that each continue the previous one; arguments as for ``experiences_of``."""
     prompt_length, last = len(calls[0].prompt), calls[-1]
     tokens = torch.from_numpy(np.concatenate([last.prompt.array, last.output]).astype(np.int64))
     length = len(tokens) - prompt_length

@@ -252,7 +252,7 @@ class RecordMatch:
 
     @property
     def outputs(self) -> slice:
-        """Slice of the record's output."""
+        """The matched slice of the record's output."""
         return slice(self.offset, self.offset + self.stop - self.start)
 
 

@@ -144,7 +144,7 @@ def report_operators(result: PipelineResult, tracker: MetricsTracker) -> None:
 class GroupOperators:
     """Acceptance function that applies a run's operators in place to each complete group, and rejects the group if nothing is left.
 
-    Rejected groups are replaced, so batches stay full. Metrics go to ``tracker``; None uses the run's.
+    Rejected groups are replaced, so batches stay full. Metrics go to ``tracker``; None uses the run's tracker.
     """
 
     def __init__(self, operators: Sequence[OperatorConfig], tracker: MetricsTracker | None = None) -> None:
@@ -307,7 +307,7 @@ class OverlongShaping(ExperienceOperator):
 
 @OPERATORS.register("truncation_mask")
 class TruncationMask(ExperienceOperator):
-    """Excludes experiences that a length limit truncated from training: clears their action mask or, with ``drop``, drops them.
+    """Excludes truncated experiences from training: clears their action mask or, if ``drop`` is True, drops them.
 
     A cleared experience still counts in its group's mean reward; a dropped one does not.
     """
@@ -333,7 +333,7 @@ class TruncationMask(ExperienceOperator):
 @OPERATORS.register("pass_rate_calculator")
 @OPERATORS.register("pass_rate")
 class PassRate(ExperienceOperator):
-    """Stores the share of a task's samples that pass in ``info["pass_rate"]``, and drops tasks that are too hard or too easy.
+    """Stores a task's pass rate, the share of its samples that pass, in ``info["pass_rate"]``; drops tasks that are too hard or too easy.
 
     Args:
         threshold: lowest reward with which a sample passes; for a sample of several rows, the mean reward counts.

@@ -77,7 +77,7 @@ def _checksum_of(head: bytes, body: bytes) -> str:
 
 
 def _check(data: bytes, size: int, metadata: Mapping[str, str]) -> None:
-    """Verify the checksum of bytes; the first version wrote none.
+    """Verify the checksum of packed bytes; the first version of the format has none.
 
     Raises:
         ValueError: the checksum is missing or does not match.
@@ -114,7 +114,7 @@ def safetensors_head(named: Iterable[tuple[str, torch.Tensor]], metadata: Mappin
 
 
 def unpack_bytes(data: bytes) -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
-    """Unpack ``pack_bytes``.
+    """Unpack the result of ``pack_bytes``.
 
     Raises:
         TrajectoryError: the bytes are damaged, another format or a later version.

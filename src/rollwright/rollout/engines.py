@@ -47,7 +47,7 @@ def _executors(
 
 
 class RolloutEngine(InferenceEngine):
-    """The inference engine seen from the trainer.
+    """The inference engine as the trainer sees it, together with an executor that runs workflows on it.
 
     Args:
         config: settings of the engine and the executor.
@@ -178,7 +178,7 @@ class RolloutEngine(InferenceEngine):
     def pause(self) -> None:
         """Start no more samples and sample no more tokens. Calls nest: sampling continues after as many calls of ``resume``.
 
-        In deterministic mode, wait first until running samples have ended.
+        In deterministic mode, running samples finish first.
         """
         executor = self.executor
         with self._pause_lock:
@@ -253,7 +253,7 @@ class LocalRolloutEngine(RolloutEngine):
 
     Args:
         config: settings; ``config.path`` names the model if ``model`` is None.
-        model: a live model, whose weights are shared with its trainer; or a directory or name.
+        model: a live model that shares its weights with its trainer, or a directory or name.
         tokenizer: the model's tokenizer, or its directory or name.
         seed: the run's seed.
         deterministic: see docs/determinism.md.
@@ -361,12 +361,12 @@ class RemoteEngine(RolloutEngine):
 
 
 class RemoteSGLangEngine(RemoteEngine):
-    """Servers that speak SGLang's protocol: SGLang, or ``rollwright serve-model``."""
+    """Rollout engine for servers that speak SGLang's protocol: SGLang, or ``rollwright serve-model``."""
 
     backend = "sglang"
 
 
 class RemoteVLLMEngine(RemoteEngine):
-    """vLLM servers."""
+    """Rollout engine for vLLM servers."""
 
     backend = "vllm"

@@ -120,7 +120,7 @@ class EpisodeRunner:
 
     Attributes:
         stopped_by: the error that stopped rollout for good, or None while it runs.
-        abandoned: episodes that did not end after their cancellation.
+        abandoned: number of episodes that did not end after their cancellation.
     """
 
     def __init__(

@@ -45,7 +45,7 @@ class LoopThread:
     """Owns an event loop and its thread, from the first call to ``stop``. The thread does not keep the process alive.
 
     Args:
-        at_exit: function that calls ``stop``; run if the process exits first, because a thread inside torch would abort its exit.
+        at_exit: function that calls ``stop``. It runs if the process exits first, because a thread inside torch would abort the process.
     """
 
     def __init__(self, at_exit: Callable[[], None]) -> None:

@@ -57,7 +57,7 @@ class Waiter:
     future: concurrent.futures.Future[list[Group]] = field(default_factory=concurrent.futures.Future)
 
     def fail(self, error: BaseException) -> None:
-        """Answer with an error."""
+        """Answer the caller with an error."""
         if not self.future.done():
             self.future.set_exception(error)
 
@@ -75,7 +75,7 @@ class RolloutExecutor:
         workers: run the episodes in other processes. None runs them on this executor's loop.
 
     Raises:
-        ConfigError: ``over_sampling`` in deterministic mode, because what it cuts depends on timing.
+        ConfigError: ``over_sampling`` is set in deterministic mode, but which samples it cuts depends on timing.
     """
 
     def __init__(
@@ -147,7 +147,7 @@ class RolloutExecutor:
             Id of the task, for ``wait_for_task``.
 
         Raises:
-            RolloutError: too many submitted tasks were not taken yet, or rollout has stopped.
+            RolloutError: too many submitted tasks have not been taken yet, or rollout has stopped.
         """
         self._start()
         if len(self._scheduler.tasks) >= MAX_UNDELIVERED_TASKS:
@@ -172,7 +172,7 @@ class RolloutExecutor:
             The rows of these groups as one trajectory.
 
         Raises:
-            TimeoutError: not complete in time; complete groups stay for the next call.
+            TimeoutError: the groups are not complete in time; those that are complete stay for the next call.
             RolloutError: no timeout was given and no queued or running task can complete the groups; or rollout has stopped.
         """
         if count < 1:
@@ -202,7 +202,7 @@ class RolloutExecutor:
         """Take the group of one submitted task.
 
         Raises:
-            TimeoutError: not complete in time.
+            TimeoutError: the group is not complete in time.
             RolloutError: the task was rejected, dropped, failed, delivered already or never submitted.
         """
         scheduler, caller = self._scheduler, threading.get_ident()
@@ -226,7 +226,7 @@ class RolloutExecutor:
         return self._await(Waiter(take, caller), timeout, f"wait_for_task({task_id})")
 
     def wait_for_any(self, timeout: float | None = None) -> dict[int, Trajectory | str]:
-        """Take every submitted task that has ended, as soon as there is one.
+        """Wait until a submitted task has ended, and take all submitted tasks that have ended by then.
 
         Args:
             timeout: seconds to wait. None waits until a task ends.
@@ -274,7 +274,7 @@ class RolloutExecutor:
             The rows of the accepted groups, in the order of ``data_list``.
 
         Raises:
-            RolloutError: no group was accepted; the message counts the reasons and names the first failure.
+            RolloutError: no group was accepted; the message gives the reasons and the first failure.
         """
         tasks = list(data_list)
         if not tasks:
@@ -324,7 +324,7 @@ class RolloutExecutor:
 
         Raises:
             DatasetEnded: an iterator ended, and no group is left.
-            RolloutError: nothing was accepted in two epochs, earlier batches were not published, or rollout has stopped.
+            RolloutError: no group was accepted in two epochs, earlier batches are not published yet, or rollout has stopped.
             DataError: the dataset is empty or yields values that are not tasks.
         """
         self._start()
@@ -478,7 +478,7 @@ class RolloutExecutor:
         Call this before the first task and, if there is a checkpoint, after ``load_state_dict``.
 
         Args:
-            directories: directories of their journals.
+            directories: journal directories of these processes.
         """
         scheduler, journal = self._scheduler, self._episodes.journal
         past = read_past(directories, lambda ordinal: not scheduler.frontier.is_done(ordinal), journal)

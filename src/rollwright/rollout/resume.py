@@ -68,7 +68,7 @@ class PastEpisodes:
 
     @property
     def count(self) -> int:
-        """Number of ``episodes``."""
+        """Number of recorded episodes in ``episodes``."""
         return sum(map(len, self.episodes.values()))
 
     def row(self, row: dict[str, Any]) -> dict[str, Any]:
@@ -199,7 +199,7 @@ class ReplayOrder:
         rejected: ends of the groups that were rejected or filtered, by ordinal.
 
     Attributes:
-        remaining: ordinals of the groups that are still to be delivered again, in order (its keys).
+        remaining: ordinals of the groups that are still to be delivered again, in order (the keys of a dict).
         deferred: failed tasks, held back until the interrupted batches have been replayed.
     """
 

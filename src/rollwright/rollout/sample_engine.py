@@ -47,7 +47,7 @@ class SampleEngine(SampleBoundEngine):
         episode: writes the sample's journal. None disables it.
 
     Attributes:
-        uncounted: time that does not count against the sample's limit.
+        uncounted: time that does not count against the sample's time limit.
     """
 
     recorder: Recorder

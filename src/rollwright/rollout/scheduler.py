@@ -41,11 +41,11 @@ RESULTS_KEPT = 65_536  # reasons of dropped tasks, kept for wait_for_task
 
 
 class Staleness:
-    """Counts groups by state, and decides which may be admitted and when a batch may leave.
+    """Counts groups by state, and decides how many may be admitted and when a batch may leave.
 
     Args:
-        max_head_offpolicyness: most versions between a group's admission and its training.
-        batch: groups in a training batch. None does not limit admission.
+        max_head_offpolicyness: maximum number of versions between a group's admission and its training.
+        batch: groups in a training batch. If None, admission is not limited.
         over_sampling: share of extra groups that are started, and cut when their batch is complete.
 
     Attributes:
@@ -215,7 +215,7 @@ class GroupScheduler:
         return None
 
     def _move(self, group: Group, state: GroupState) -> None:
-        """Change the state of a group, and where it is counted."""
+        """Change the state of a group and update the counts."""
         if group.in_stream:
             self._staleness.move(group.admitted, group.state, state)
             (self._running.add if state is GroupState.RUNNING else self._running.discard)(group)

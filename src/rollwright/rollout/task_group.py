@@ -99,7 +99,7 @@ class Group:
         return f"{kind} {self.ordinal} ({text if len(text) <= 160 else text[:157] + '…'})"
 
     def first_attempt(self, index: int) -> int:
-        """Return the number of a sample's first attempt: 0, or the recorded attempt, or the next one if that attempt failed."""
+        """Return the number of a sample's first attempt: the recorded attempt, the next if that one failed, or 0 without a record."""
         past = self.past.get(index)
         return 0 if past is None else past.begin.attempt + (past.end is not None and past.end.outcome == "failed")
 

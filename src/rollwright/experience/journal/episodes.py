@@ -184,12 +184,12 @@ Wanted = Callable[[int, Begin], bool]
 
 
 def last_of_each_name(directory: str | Path, wanted: Wanted, outcomes: tuple[str, ...]) -> dict[tuple[int, int], bool]:
-    """Find the last ended and selected episode of each name; a sample runs again, under the same name, if its run was resumed.
+    """Find the last selected episode of each name. A resumed run can run a sample again, so a name can have several episodes.
 
     Args:
         directory: directory of the journal.
         wanted: predicate that selects the episodes.
-        outcomes: outcomes that count.
+        outcomes: only episodes that ended with one of these outcomes are considered.
 
     Returns:
         For each episode, as (writer, number), whether a later process also has an episode of this name that was not selected.

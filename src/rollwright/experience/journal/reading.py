@@ -50,7 +50,7 @@ class Gap:
         path: path of the file.
         begin, end: half-open range of bytes.
         steps: last step that the process recorded before the gap, and first step after it; each may be None.
-        is_tail: no complete record follows: the writer was killed during a write or is still writing, or the end is lost.
+        is_tail: True if no complete record follows: the writer was killed during a write or is still writing, or the end is lost.
         note: the reason, if there are no bytes to show.
     """
 

@@ -63,7 +63,7 @@ class Begin(Record, tag="begin"):
 
 
 class ModelCall(Record, tag="call"):
-    """A model request and its answer, or why it was refused."""
+    """A model request and its answer, or the reason for its rejection."""
 
     episode: int
     index: int  # number among the calls of the episode, including refused ones
@@ -106,7 +106,7 @@ class DurableResult(Record, tag="result"):
 
 
 class Row(Record):
-    """A row of an episode as a delta of its last call; log-probabilities and versions are those of its calls."""
+    """A row of an episode, stored as a delta of the row's last call. Log-probabilities and versions are stored only in the calls."""
 
     base: int
     kept: int
@@ -263,7 +263,7 @@ def pack_value(value: Any, encoder: msgspec.msgpack.Encoder = _VALUES) -> bytes:
 
 
 def unpack_value(packed: bytes) -> Any:
-    """Unpack ``pack_value``; tuples and arrays become lists."""
+    """Unpack the result of ``pack_value``; tuples and arrays become lists."""
     return msgspec.msgpack.decode(packed, strict=False)
 
 
@@ -283,7 +283,7 @@ def pack_versions(versions: np.ndarray) -> int | bytes:
 
 
 def unpack_versions(packed: int | bytes, count: int) -> np.ndarray:
-    """Unpack ``pack_versions``."""
+    """Unpack the result of ``pack_versions``."""
     return np.full(count, packed, dtype=np.int32) if isinstance(packed, int) else np.frombuffer(packed, dtype="<i4")
 
 
@@ -336,7 +336,7 @@ def pack_task(task: dict[str, Any]) -> bytes:
 
 
 def unpack_task(packed: bytes) -> dict[str, Any]:
-    """Unpack ``pack_task``; tuples and arrays become lists, and images become ``ImageDigest``."""
+    """Unpack the result of ``pack_task``; tuples and arrays become lists, and images become ``ImageDigest``."""
     return _DECODER.decode(packed)
 
 

@@ -50,7 +50,7 @@ class Reward(Body):
 
 
 class OpenAIEpisode(OpenAIProtocol):
-    """The calls made with one API key.
+    """One run of an agent: the calls made with one API key.
 
     Created by ``OpenAIFront.episode``; ``base_url, api_key = front.episode(engine)`` is enough for an agent that takes these two.
     When the agent has ended, leave the ``with`` block or call ``close``; the key is rejected from then on.
@@ -223,7 +223,7 @@ class OpenAIEpisode(OpenAIProtocol):
         return {index: reward for index, reward in rewards.items() if reward}
 
     def experiences(self, reward: float | None = None) -> list[Experience]:
-        """Convert the run to experiences: calls that extend one another become one sequence, branches become several.
+        """Convert the run to experiences: calls that extend one another form one sequence, and each branch forms a sequence of its own.
 
         Args:
             reward: reward of the run. None uses the value of ``set_reward``.

@@ -103,7 +103,7 @@ class OpenAIFront:
         journal: EpisodeWriter | None = None,
         api_key: str | None = None,
     ) -> OpenAIEpisode:
-        """Open a run with its own key, whose calls ``engine`` answers. May be called from any thread.
+        """Open a run that has its own key; ``engine`` answers its calls. May be called from any thread.
 
         Args:
             engine: usually the engine that a workflow gets, which is bound to its sample.

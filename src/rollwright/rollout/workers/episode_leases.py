@@ -174,7 +174,7 @@ class RolloutWorkers:
         self._send_to_all()
 
     def release(self, addresses: Sequence[str], version: int) -> None:
-        """Continue with the servers at these addresses, which hold this version."""
+        """Resume requests, to the servers at ``addresses``, which hold ``version``."""
         with self._lock:
             self._is_held, self._serving = False, (list(addresses), version)
         self._send_to_all()
@@ -213,7 +213,7 @@ class RolloutWorkers:
     def _send(
         self, processes: Sequence[Process], is_held: bool, serving: tuple[list[str], int]
     ) -> list[tuple[Process, LostProcessError]]:
-        """Make workers hold, or use these servers; return the workers that were lost."""
+        """Make workers either stop requests or use these servers; return the workers that were lost."""
         method, timeout = ("hold", self._drain_timeout) if is_held else ("release", self._timeout)
         arguments = () if is_held else serving
         lost = list[tuple[Process, LostProcessError]]()

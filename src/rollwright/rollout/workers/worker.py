@@ -44,7 +44,7 @@ class RolloutWorker:
         group_size: samples of a task; if more than 1, the workflow runs with ``n_samples=1``.
         seed: the run's seed.
         journal: records the episodes. None disables recording.
-        evaluation: workflow of the evaluation and its constructor's arguments. None uses the same workflow.
+        evaluation: workflow of the evaluation and its constructor's arguments. If None, ``workflow`` is evaluated.
     """
 
     def __init__(
@@ -110,7 +110,7 @@ class RolloutWorker:
             self.engine.weights.hold(drained=self._drains)
 
     def release(self, addresses: list[str], version: int) -> None:
-        """Continue with the servers at these addresses, which hold this version."""
+        """Resume requests, to the servers at ``addresses``, which hold ``version``."""
         if isinstance(self.engine, RemoteInferenceEngine):
             self.engine.weights.follow(addresses, version)
 
