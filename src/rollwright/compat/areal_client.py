@@ -48,7 +48,7 @@ class InteractionWithTokenLogpReward:
 
 
 class ArealOpenAI(AsyncRunClient):
-    """An ``openai.AsyncOpenAI`` whose calls are answered by ``engine``, with methods to reward and export them.
+    """An ``openai.AsyncOpenAI`` whose calls are answered by ``engine``, with methods to reward and export the calls.
 
     ::
 

@@ -58,12 +58,12 @@ def get_custom_dataset(
     Args:
         split: overrides the section's split.
         dataset_config: the section. If None, it is built from ``section`` (``path``, ``type``, ``max_length``, …).
-        tokenizer, processor: count a prompt's tokens if ``max_length`` is set.
+        tokenizer, processor: one of them counts a prompt's tokens, if ``max_length`` is set.
         rank, world_size: select the rows of one of several processes.
         **section: keys of a dataset section; they override those of ``dataset_config``.
 
     Raises:
-        DataError: as ``get_dataset``; or a dataset section has no such key.
+        DataError: as in ``get_dataset``, or a key in ``section`` is unknown.
     """
     if unknown := sorted(section.keys() - {field.name for field in fields(DatasetConfig)}):
         raise DataError(

@@ -1,7 +1,7 @@
 """The metrics of this process under the names of AReaL's interface: ``stats_tracker.get("rollout").scalar(reward=1.0)``.
 
-``get()`` is a view of ``get_tracker()``: reports through either are exported, logged and shown together. The metrics of an evaluation
-begin with ``eval/`` wherever they are reported, so its scope is ``rollout``, too.
+``get()`` is a view of ``get_tracker()``: metrics reported through either are exported, logged and shown together. Metrics of an
+evaluation always begin with ``eval/``, so an evaluation also uses the scope ``rollout``.
 """
 
 from __future__ import annotations

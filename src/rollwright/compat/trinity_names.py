@@ -19,7 +19,7 @@ def Deprecated(marked: Marked) -> Marked:  # noqa: N802
     return marked
 
 
-#: Likewise for classes and functions marked as experimental.
+#: The same for classes and functions marked as experimental.
 Experimental = Deprecated
 
 
@@ -65,6 +65,6 @@ def get_math_verify_worker() -> MathVerifyWorker:
 
 
 def verify_math_answer(response_text: str, ground_truth: Any) -> tuple[float, dict[str, Any]]:
-    """Return 1 if a response's answer equals the truth according to ``accuracy``, else 0, and the values compared."""
+    """Return 1 if ``accuracy`` finds that a response's answer equals the truth, else 0; and a dict with the truth and the result."""
     value = accuracy(response_text, ground_truth)
     return value, {"ground_truth": ground_truth, "is_correct": bool(value)}

@@ -1,4 +1,4 @@
-"""How devices are divided between generation and training, as one expression."""
+"""Parses expressions that divide devices between generation and training."""
 
 from __future__ import annotations
 

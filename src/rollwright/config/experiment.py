@@ -39,7 +39,7 @@ class FinetuneSpec:
 
     @property
     def total_steps(self) -> int:
-        """Optimisation steps of the run: ``total_train_steps``, or epochs × steps of one."""
+        """Optimisation steps of the run: ``total_train_steps``, or epochs × steps per epoch."""
         return self.total_train_steps or self.total_train_epochs * self.steps_per_epoch
 
 
@@ -116,7 +116,7 @@ class PPOConfig(EpisodesConfig, BaseExperimentConfig):
 
     @property
     def group_size(self) -> int:
-        """Samples of each training task; the run's ``gconfig.n_samples``, which means nothing else."""
+        """Samples of each training task: the run's ``gconfig.n_samples``."""
         return self.gconfig.n_samples
 
 

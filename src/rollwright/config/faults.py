@@ -57,7 +57,7 @@ class Faults:
 
 @dataclass(frozen=True)
 class Look:
-    """One key of one section, as a rule checks it.
+    """The key of a section that a rule checks.
 
     Attributes:
         section: the config or section.
@@ -108,7 +108,7 @@ def refuse_set(of: type | UnionType, keys: Iterable[str], when: Callable[[Any], 
 
 
 def unread(of: type | UnionType, keys: Iterable[str], when: Callable[[Any], object], why: Message) -> Rule:
-    """Make a rule that rejects keys that are set, because they are not read if ``when(section)`` is true."""
+    """Make a rule that rejects keys that are set, although they are not read if ``when(section)`` is true."""
 
     def find(look: Look) -> Iterator[Fault]:
         yield look.path, Unread(f"is set, but not read: {_written_out(why, look)}; take it out, or change that")
@@ -122,7 +122,7 @@ def must_be_found(
     look_up: Callable[[Any, Any], object],
     when: Callable[[Any], object] = lambda section: True,
 ) -> Rule:
-    """Make a rule that calls ``look_up(section, value)`` for each key that is not None, and reports its ``RollwrightError``."""
+    """Make a rule that calls ``look_up(section, value)`` for each key whose value is not None; a ``RollwrightError`` is a fault."""
 
     def find(look: Look) -> Iterator[Fault]:
         if look.value is not None:

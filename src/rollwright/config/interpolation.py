@@ -179,7 +179,7 @@ def _arguments(text: str) -> Iterator[str]:
 
 
 def _outside_brackets(text: str, start: int) -> Iterator[tuple[int, str]]:
-    """Yield position and character of each comma or closing brace after ``start`` that is in no quotes and no bracket opened there."""
+    """Yield position and character of each comma or closing brace from ``start`` on, except in quotes or nested brackets."""
     depth, quote = 0, ""
     for place in range(start, len(text)):
         character = text[place]

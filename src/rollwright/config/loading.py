@@ -83,7 +83,7 @@ def split_arguments(argv: Sequence[str]) -> tuple[str, list[str]]:
     """Split a command line into the config file and the overrides.
 
     Raises:
-        ConfigError: the arguments other than overrides are not exactly one file.
+        ConfigError: not exactly one config file is given.
     """
     words = list(argv)
     while "--config" in words:

@@ -109,7 +109,7 @@ class Origins:
     renamed: dict[KeyPath, Written] = field(default_factory=dict)  # keys that were given under a second name
 
     def of(self, path: KeyPath) -> str:
-        """Return the ``file:line`` or the override that set a key, or its nearest parent if the key itself was not written."""
+        """Return where a key was set: ``file:line`` or an override. If the key was not written, return that of its nearest parent."""
         for above in (path[:length] for length in range(len(path), -1, -1)):
             if override := self._override(above):
                 return f"override {override.text!r}"

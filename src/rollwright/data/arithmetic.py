@@ -1,6 +1,6 @@
 """Procedural tasks: arithmetic with worked solutions.
 
-A task belongs to train, valid or test by a hash of the task itself, so no two splits ever share one, whatever their
+A hash of the task decides whether it belongs to train, valid or test, so splits never share a task, whatever their
 sizes and seeds; ``37+58`` and ``58+37`` count as the same task.
 """
 

@@ -180,7 +180,7 @@ def _plain_call(call: Mapping[str, Any]) -> dict[str, Any]:
     function = call["function"]
     arguments = function.get("arguments", {})
     if isinstance(arguments, str):
-        with contextlib.suppress(json.JSONDecodeError):  # arguments that are no JSON are shown as the model wrote them
+        with contextlib.suppress(json.JSONDecodeError):  # invalid JSON is shown as the model wrote it
             arguments = json.loads(arguments)
     return {"type": "function", "function": {"name": function["name"], "arguments": arguments}}
 
@@ -189,7 +189,7 @@ def _reasoning_and_text(message: dict[str, Any]) -> tuple[str, Any]:
     """Return reasoning and text of an assistant's message, whether the reasoning is in a field or in the text."""
     reasoning, content = message.get("reasoning_content") or "", message["content"]
     if reasoning and isinstance(content, str):
-        content = content.lstrip()  # Inspect begins it with a line break
+        content = content.lstrip()  # Inspect puts a line break before the text
     if not reasoning and isinstance(content, str) and "</think>" in content:
         before, _, after = content.partition("</think>")
         before = before.strip()

@@ -40,7 +40,7 @@ def read_rows(path: str | Path, split: str = "train", name: str | None = None, l
         path: a file (``.jsonl``, ``.json``, ``.csv``, ``.tsv``, ``.parquet``), a directory of such files named by split
             (``train.jsonl``, ``test-00000.parquet``), a directory written by ``Dataset.save_to_disk``, or the name of a
             Hugging Face dataset. A file is read as a whole, whatever ``split`` is.
-        split: which split of a directory or dataset; slices such as ``train[:100]`` only for Hugging Face names.
+        split: split of a directory or dataset. Slices such as ``train[:100]`` work only for Hugging Face names.
         name: subset (configuration) of a Hugging Face dataset.
         limit: read only the first rows.
 

@@ -96,7 +96,7 @@ class Uniform(Selector):
 
 @SELECTORS.register("difficulty")
 class ByDifficulty(Selector):
-    """Prefers tasks whose mean reward so far is near a target, which are neither solved nor hopeless.
+    """Prefers tasks whose mean reward so far is near a target, because they are neither solved nor hopeless.
 
     A task's weight is ``exp(-sharpness · |mean reward - target_reward|)``; a task without a reward so far counts as on target.
 

@@ -57,7 +57,7 @@ def extract_messages(data: Mapping[str, Any]) -> list[dict[str, Any]]:
 
 
 def chat_input_ids(prompt: Any, tokenizer: Any, enable_thinking: bool = False) -> list[int]:
-    """Return the token ids ``[P]`` of messages with the generation prompt, or of plain text without one.
+    """Return the token ids ``[P]`` of messages with the generation prompt; plain text is encoded unchanged.
 
     Args:
         prompt: messages, or text.

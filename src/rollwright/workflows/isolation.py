@@ -295,7 +295,7 @@ class Parent:
         threading.Thread(target=self._read, name="answers", daemon=True).start()
 
     def ask(self, call: str, /, **arguments: Any) -> Future[Any]:
-        """Ask the parent to do something.
+        """Send a request to the parent.
 
         Returns:
             A future with the answer, or with the ``RollwrightError`` that the parent raised.

@@ -61,8 +61,8 @@ class PathPart:
 
     Attributes:
         response: the engine's response; None if the engine had no room for it.
-        content: sampled tokens before the closing tag.
-        is_closed: the model wrote the closing tag.
+        content: number of sampled tokens before the closing tag.
+        is_closed: True if the model wrote the closing tag.
     """
 
     opening: list[int]
@@ -73,7 +73,7 @@ class PathPart:
 
     @property
     def is_cut(self) -> bool:
-        """True if it was cut by its own limit or the engine's context."""
+        """True if the part was cut by its own limit or the engine's context."""
         return self.response is None or self.response.truncated
 
     @property
@@ -97,7 +97,7 @@ class ParallelGenerationWorkflow(EpisodeWorkflow):
 
     * a goal without outlines has one path, numbered 1;
     * a part without its closing tag gets it as a marker. If a limit cut the part, the row counts as truncated;
-    * if the engine's context has no room, a path stays empty, and the row ends without a conclusion.
+    * a path that has no room in the engine's context stays empty; a conclusion that has no room is left out.
 
     Args:
         reward_fn: scores the completion: goal, paths and conclusion, including markers.

@@ -34,7 +34,7 @@ class WebShopWorkflow(ResettableWorkflow):
 
     * ``shop``: arguments of ``environments.shop.shop``: seed, products, goals, page_size;
     * ``package``: true for the real WebShop if it is installed, or the arguments of its environment;
-    * ``max_steps`` (15), ``rich`` (buttons marked), ``show_actions`` (list what can be clicked; default true),
+    * ``max_steps`` (15); ``rich`` (false): mark buttons; ``show_actions`` (true): list what can be clicked;
     * ``system_prompt``: replaces the module's; an empty string omits it.
     """
 
