@@ -318,7 +318,7 @@ class RemoteEngine(RolloutEngine):
 
     Attributes:
         backend: name of a registered backend or an import path. If empty, ``config.backend`` is used.
-        watch: restarts lost servers; set it before ``initialize``. None if the servers were started elsewhere.
+        watch: restarts lost servers; set it before ``initialize``. It is None if the servers were started elsewhere.
     """
 
     backend = ""

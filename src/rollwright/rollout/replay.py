@@ -120,7 +120,7 @@ class Replayer:
         then = [row.reward for row in recorded.end.rows] if recorded.end is not None else []
         try:
             rows = await self._run(recorded)
-        except Exception as error:  # whatever the workflow raises, the others go on
+        except Exception as error:  # whatever the workflow raises, the other episodes continue
             return Replayed(recorded.name, "failed", f"{type(error).__name__}: {error}", [], then, error)
         now = [] if rows is None else rows["rewards"].tolist()
         if self.engine is not None:  # the weights that sampled it may no longer exist

@@ -57,7 +57,7 @@ class Begin(Record, tag="begin"):
     version: int  # of the weights when the episode began
     workflow: str
     samples_asked: int
-    task: bytes | None  # the row, packed; None if it cannot be packed (``task_error``)
+    task: bytes | None  # the packed row, or None if it cannot be packed (see ``task_error``)
     task_error: str
     time: float
 
@@ -66,7 +66,7 @@ class ModelCall(Record, tag="call"):
     """A model request and its answer, or the reason for its rejection."""
 
     episode: int
-    index: int  # number among the calls of the episode, including refused ones
+    index: int  # number among the calls of the episode, including rejected calls
     conversation: int
     turn: int
     base: int  # index of the earlier call whose prompt and output this prompt begins with; -1 if none
@@ -87,7 +87,7 @@ class ModelCall(Record, tag="call"):
     layout: list[list[int]] | None = None  # position_ids and branch_ids of the prompt
     logprobs_shifted: bool = False
     metadata: bytes | None = None
-    refused: str | None = None  # the message of a PromptTooLongError
+    refused: str | None = None  # message of the PromptTooLongError that rejected the request
     server: str = ""  # server that answered; empty for an engine in this process
 
 

@@ -175,7 +175,7 @@ class OpenAIFront:
         self.close()
 
     def episode_of(self, api_key: str | None) -> OpenAIEpisode:
-        """Return the run of a key.
+        """Return the run that an API key identifies.
 
         Raises:
             RequestError: the key is unknown or its run has ended (401), or runs are being restored (503).
