@@ -1,4 +1,4 @@
-"""Advantages from rewards, with samples as their own baseline.
+"""Advantages from rewards, without a critic: the baseline comes from the rewards of the samples.
 
 A row is one token sequence; a sample (one execution of a workflow) may have several rows. Every mean and deviation here weights a row by
 one over the number of rows of its sample, so a sample of four rows does not count four times.
@@ -22,12 +22,12 @@ from rollwright.errors import ConfigError, TrainingError
 #: Rewards, group ids and sample ids of rows, each ``[B]`` -> baseline and scale of each row.
 Estimator = Callable[[Tensor, Tensor, Tensor], tuple[Tensor, Tensor]]
 
-#: A deviation below this share of the largest reward is rounding, not variance.
+#: A deviation below this share of the largest absolute reward is rounding, not variance.
 _NO_VARIANCE = 1e-6
 
 
 def _segments(ids_B: Tensor) -> tuple[Tensor, int]:
-    """Map arbitrary ids to consecutive numbers; also returns their count."""
+    """Map arbitrary ids to consecutive numbers, and return these numbers and their count."""
     unique, index_B = torch.unique(ids_B, return_inverse=True)
     return index_B, int(unique.numel())
 
@@ -47,15 +47,15 @@ def baseline_and_scale(
     std_after_mean: bool = False,
     eps: float = 1e-6,
 ) -> tuple[Tensor, Tensor]:
-    """Baseline that is subtracted from each row's reward, and factor of the difference.
+    """Compute the baseline that is subtracted from each row's reward, and the factor that scales the difference.
 
     Group mean and deviation are GRPO's (arXiv 2402.03300, section 4.1.2); the group mean alone is Dr. GRPO's (arXiv
-    2503.20783); leave-one-out is RLOO's (arXiv 2402.14740). With the group's mean, the batch's deviation of the rewards is Lite
-    PPO's (arXiv 2508.08221), and that of the rewards less their group's mean REINFORCE++-baseline's (arXiv 2501.03262).
-    Deviations are those of the population (no Bessel correction).
+    2503.20783); leave-one-out is RLOO's (arXiv 2402.14740). The group mean with the batch deviation of the rewards is Lite
+    PPO's (arXiv 2508.08221); the group mean with the batch deviation of the rewards minus their group mean is
+    REINFORCE++-baseline's (arXiv 2501.03262). Deviations are those of the population (no Bessel correction).
 
-    A sample without a comparison (a group of one, or a group or batch without variance if the level uses a deviation) gets scale 0, so
-    its advantage is 0 and never its raw reward.
+    A sample that nothing can be compared with gets scale 0, so its advantage is 0 and never its raw reward. This is a sample in a group
+    of one or, if a deviation is used, in a group or batch without variance.
 
     Args:
         rewards_B: reward of each row.
@@ -82,7 +82,7 @@ def baseline_and_scale(
     whole_batch_B = torch.zeros_like(group_ids_B)
 
     def moments(level: str, values_B: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Mean, deviation and number of samples of each row's group (or of the batch), all ``[B]``."""
+        """Return the mean, deviation and number of samples of each row's group (or of the batch), all ``[B]``."""
         index_B, count = _segments(group_ids_B if level == "group" else whole_batch_B)
         samples = _sum_by(weights, index_B, count)
         mean_B = (_sum_by(weights * values_B, index_B, count) / samples)[index_B]
@@ -105,8 +105,8 @@ def baseline_and_scale(
 def find_estimator(config: PPOActorConfig) -> Estimator:
     """Find the advantage estimator that ``config.adv_estimator`` names and bind its arguments.
 
-    An estimator returns baseline and scale of each row, or the advantage of each row. An advantage is converted to scale 1 and the
-    remaining baseline, so that with token rewards a token's advantage is its row's minus the rewards before the token.
+    An estimator returns either the baseline and scale of each row, or the advantage of each row. An advantage is converted to scale 1 and
+    a baseline (reward minus advantage). With token rewards, a token's advantage is then that of its row minus the rewards before the token.
 
     Returns:
         A function of the shaped reward of each row (with ``token_rewards``, the total reward of the row), ``group_ids_B`` and
@@ -147,13 +147,13 @@ def find_estimator(config: PPOActorConfig) -> Estimator:
 
 
 def returns_to_go(token_rewards_BL: Tensor, mask_BL: Tensor) -> Tensor:
-    """The sum of each row's token rewards from a token to the end of the row, ``[B, L]``; no discount."""
+    """Sum the token rewards from each token to the end of its row, ``[B, L]``, without a discount."""
     masked_BL = token_rewards_BL * mask_BL
     return masked_BL.flip(-1).cumsum(-1).flip(-1)
 
 
 def groups_without_variance(rewards_B: Tensor, group_ids_B: Tensor) -> tuple[Tensor, Tensor]:
-    """Number of groups whose rewards are all equal (under a group baseline they train nothing), and number of all groups."""
+    """Count the groups whose rewards are all equal (they train nothing under a group baseline), and all groups."""
     index_B, count = _segments(group_ids_B)
     rewards = rewards_B.double()
     low = rewards.new_full((count,), torch.inf).scatter_reduce_(0, index_B, rewards, "amin")

@@ -2,7 +2,7 @@
 
 A policy loss takes ``logp_BL`` (with gradient), ``old_logp_BL`` (the proximal policy, the denominator of the ratio), ``advantages_BL``
 and ``mask_BL``. It returns a ``PolicyLoss`` or only its values. A loss that corrects for the behaviour policy itself also takes
-``behaviour_logp_BL``, the log-probabilities at sampling; they differ from ``old_logp_BL`` if the latter are recomputed.
+``behaviour_logp_BL``, the log-probabilities at sampling, which differ from ``old_logp_BL`` if the trainer recomputes the latter.
 ``POLICY_LOSSES`` maps the names in a config to losses. The loss of a batch is ``(weights_BL * values_BL).sum()`` with the weights of
 ``aggregation_weights``."""
 
@@ -33,7 +33,7 @@ NotNegative = Annotated[float, Field(ge=0.0)]
 #: Parameter of losses that correct for the behaviour policy themselves.
 _BEHAVIOUR = "behaviour_logp_BL"
 
-#: Parameters of losses that have a config key of their own.
+#: Loss parameters that have their own config key: parameter -> key.
 _FROM_CONFIG = {"level": "importance_level", "eps_clip": "eps_clip", "eps_clip_higher": "eps_clip_higher", "c_clip": "c_clip"}
 
 
@@ -54,7 +54,7 @@ def find_policy_loss(config: PPOActorConfig) -> Callable[[Tensor, Tensor, Tensor
         ConfigError: the loss is unknown (the message lists the names), does not accept an argument, or corrects for the behaviour policy
             while ``use_decoupled_loss`` does so too; or an argument has the wrong type or range.
     """
-    for key, message in unread_keys(config, shifted=True):  # this section does not tell whether engines shift them
+    for key, message in unread_keys(config, shifted=True):  # the section does not say whether engines shift log-probabilities
         logger.warning("actor.%s %s", key, message)
     return _with_arguments(config)
 
@@ -98,11 +98,11 @@ def _with_arguments(config: PPOActorConfig) -> Callable[[Tensor, Tensor, Tensor,
 
 
 def unread_keys(config: PPOActorConfig, *, shifted: bool = False) -> list[tuple[str, str]]:
-    """Keys that are set but not read by the loss of ``config``, each with a message.
+    """Return the keys that are set but that the loss of ``config`` does not read, each with a message.
 
     Args:
         config: the ``actor`` section.
-        shifted: engines may return log-probabilities that differ from the policy's, so the trainer's own replace them.
+        shifted: True if engines may return log-probabilities that differ from the policy's and that the trainer therefore replaces.
     """
     parameters = inspect.signature(POLICY_LOSSES.get(config.policy_loss)).parameters
     read = ", ".join(key for parameter, key in _FROM_CONFIG.items() if parameter in parameters) or "none of its kind"
@@ -115,7 +115,7 @@ def unread_keys(config: PPOActorConfig, *, shifted: bool = False) -> list[tuple[
 
 
 def reads_anchor(config: PPOActorConfig) -> bool:
-    """True if the loss of ``config`` depends on the log-probabilities that the trainer recomputes, measured on a few tokens."""
+    """Return True if the loss of ``config`` depends on the log-probabilities that the trainer recomputes, as tested on a few tokens."""
     loss = _with_arguments(config)
     generator = torch.Generator().manual_seed(1)
     logp_BL, behaviour_BL, *anchors = (-3.0 * torch.rand(4, 6, generator=generator) for _ in range(4))
@@ -131,7 +131,7 @@ def reads_anchor(config: PPOActorConfig) -> bool:
 
 @dataclass
 class PolicyLoss:
-    """A loss for each token, and what happened to its ratio."""
+    """The loss of each token, with its importance ratio and whether it was clipped."""
 
     values: Tensor  # [B, L]
     ratio: Tensor  # [B, L], detached
@@ -149,16 +149,17 @@ def clip_loss(
     eps_clip_higher: float | None = None,
     c_clip: float | None = None,
 ) -> PolicyLoss:
-    """PPO's clipped surrogate (arXiv 1707.06347, eq. 7), with DAPO's separate upper clip and the dual clip.
+    """Compute PPO's clipped surrogate (arXiv 1707.06347, eq. 7), with DAPO's separate upper clip and the dual clip.
 
-    With ``level="sequence"`` it is GSPO (arXiv 2507.18071, eq. 5; with advantages per token GSPO-token, section 4.3), with
-    ``level="turn"`` the same over a turn's tokens. Leave-one-out advantages and ``level="sequence_product"`` make RLOO.
+    With ``level="sequence"`` it is GSPO (arXiv 2507.18071, eq. 5), or GSPO-token (section 4.3) if advantages are per token.
+    ``level="turn"`` is the same over the tokens of a turn. With ``level="sequence_product"`` and leave-one-out advantages it is RLOO.
 
     Args:
         level: level of the ratio, see ``importance_ratio``.
         eps_clip: lower clip, ``1 - eps_clip``.
-        eps_clip_higher: upper clip, ``1 + eps_clip_higher``; None uses ``eps_clip`` (arXiv 2503.14476, eq. 10).
-        c_clip: bound ``c_clip · |A|`` of the loss for negative advantages (dual-clip PPO, arXiv 1912.09729, eq. 5).
+        eps_clip_higher: upper clip, ``1 + eps_clip_higher`` (arXiv 2503.14476, eq. 10). If None, ``eps_clip``.
+        c_clip: upper bound ``c_clip · |A|`` of the loss for negative advantages (dual-clip PPO, arXiv 1912.09729, eq. 5). If None, there
+            is no bound.
     """
     ratio_BL = importance_ratio(logp_BL, old_logp_BL, mask_BL, level)
     upper = eps_clip if eps_clip_higher is None else eps_clip_higher
@@ -184,7 +185,7 @@ def cispo_loss(
     weight_low: NotNegative = 0.0,
     weight_high: Positive = 5.0,
 ) -> PolicyLoss:
-    """CISPO: the importance weight is clipped, not the update, so every token keeps a gradient (arXiv 2506.13585, eq. 4).
+    """Compute the CISPO loss: it clips the importance weight, not the update, so every token keeps a gradient (arXiv 2506.13585, eq. 4).
 
     Args:
         weight_low: smallest weight (the paper sets no lower bound).
@@ -207,11 +208,11 @@ def sapo_loss(
     tau_positive: Positive = 1.0,
     tau_negative: Positive = 1.05,
 ) -> PolicyLoss:
-    """SAPO: a smooth gate ``4/τ · σ(τ (r - 1))`` in place of the hard clip (arXiv 2511.20347, eq. 5 and 6).
+    """Compute the SAPO loss: a smooth gate ``4/τ · σ(τ (r - 1))`` replaces the hard clip (arXiv 2511.20347, eq. 5 and 6).
 
     Args:
         tau_positive: sharpness of the gate for positive advantages.
-        tau_negative: sharpness for all others; larger, because their gradients spread over the whole vocabulary.
+        tau_negative: sharpness for all other advantages. It is larger, because their gradients spread over the whole vocabulary.
     """
     ratio_BL = importance_ratio(logp_BL, old_logp_BL, mask_BL, level)
     tau_BL = torch.where(advantages_BL > 0, tau_positive, tau_negative).to(ratio_BL.dtype)
@@ -229,16 +230,16 @@ def reinforce_loss(
     level: str = "token",
     weight_high: Positive | None = 2.0,
 ) -> PolicyLoss:
-    """REINFORCE (Williams, 1992), ``-A log π``, weighted by the truncated ratio ``π / μ`` to the policy that sampled.
+    """Compute the REINFORCE loss ``-A log π`` (Williams, 1992), weighted by the truncated ratio ``π / μ`` to the policy that sampled.
 
     On policy the weight is 1. After the first of several steps on a batch, and on stale samples, the weight makes the gradient that of the
     current policy (truncated importance sampling; IMPALA, arXiv 1802.01561, section 4). Without it, the probability of bad samples would
     decrease without bound.
 
     Args:
-        behaviour_logp_BL: log-probabilities at sampling; None uses ``old_logp_BL``.
+        behaviour_logp_BL: log-probabilities at sampling. If None, ``old_logp_BL``.
         level: level of the weight, see ``importance_ratio``.
-        weight_high: largest weight; None disables weights, as in Williams' paper.
+        weight_high: largest weight. If None, all weights are 1, as in Williams' paper.
     """
     behaviour_logp_BL = old_logp_BL if behaviour_logp_BL is None else behaviour_logp_BL
     ratio_BL = importance_ratio(logp_BL, behaviour_logp_BL, mask_BL, level).detach()
@@ -258,10 +259,10 @@ def opmd_loss(
     weight_high: Positive | None = 2.0,
     tau: NotNegative = 1.0,
 ) -> PolicyLoss:
-    """Online policy mirror descent in its simple form: ``-A log π / (1 + τ)`` (arXiv 2505.17826, appendix A).
+    """Compute the loss of online policy mirror descent in its simple form, ``-A log π / (1 + τ)`` (arXiv 2505.17826, appendix A).
 
     Args:
-        behaviour_logp_BL, level, weight_high: as for ``reinforce_loss``; the paper uses no weights (None).
+        behaviour_logp_BL, level, weight_high: see ``reinforce_loss``. The paper uses no weights (``weight_high=None``).
         tau: strength of the pull towards the current policy.
     """
     result = reinforce_loss(
@@ -285,13 +286,13 @@ def topr_loss(
     *,
     behaviour_logp_BL: Tensor | None = None,
 ) -> PolicyLoss:
-    """Tapered off-policy REINFORCE (arXiv 2503.14286, eq. 8): full weight on good samples, tapered weight on bad ones.
+    """Compute the loss of tapered off-policy REINFORCE (arXiv 2503.14286, eq. 8): good samples have full weight, bad ones less.
 
-    Rows of positive advantage have weight 1; the others are weighted by the whole row's ratio ``π(y) / μ(y)``, clipped to [0, 1]. As in the
-    paper, the ratio is the product over the row's tokens, to the behaviour policy.
+    Tokens with a negative advantage are weighted by the whole row's ratio ``π(y) / μ(y)``, clipped to [0, 1]; all others have weight 1. As
+    in the paper, the ratio is the product over the row's tokens, relative to the behaviour policy.
 
     Args:
-        behaviour_logp_BL: log-probabilities at sampling; None uses ``old_logp_BL``.
+        behaviour_logp_BL: log-probabilities at sampling. If None, ``old_logp_BL``.
     """
     behaviour_logp_BL = old_logp_BL if behaviour_logp_BL is None else behaviour_logp_BL
     ratio_BL = importance_ratio(logp_BL, behaviour_logp_BL, mask_BL, "sequence_product").detach()
@@ -301,7 +302,7 @@ def topr_loss(
 
 
 def sft_loss(logp_BL: Tensor) -> Tensor:
-    """Negative log-likelihood of each token, ``[B, L]``."""
+    """Return the negative log-likelihood of each token, ``[B, L]``."""
     return -logp_BL
 
 
@@ -314,13 +315,13 @@ def dpo_loss(
     beta: float = 0.1,
     label_smoothing: float = 0.0,
 ) -> tuple[Tensor, Tensor]:
-    """Direct preference optimisation (arXiv 2305.18290, eq. 7), with the label smoothing of conservative DPO.
+    """Compute the loss of direct preference optimisation (arXiv 2305.18290, eq. 7), with the label smoothing of conservative DPO.
 
     Args:
         chosen_logp_B: log-probability of each whole chosen completion under the policy (a sum over its tokens).
-        rejected_logp_B: the same for the rejected one.
-        ref_chosen_logp_B: under the reference.
-        ref_rejected_logp_B: under the reference.
+        rejected_logp_B: log-probability of each rejected completion under the policy.
+        ref_chosen_logp_B: log-probability of each chosen completion under the reference.
+        ref_rejected_logp_B: log-probability of each rejected completion under the reference.
         beta: strength of the pull towards the reference.
         label_smoothing: assumed share of pairs with swapped labels.
 
@@ -338,9 +339,10 @@ def dpo_loss(
 def aggregation_weights(
     mask_BL: Tensor, how: str, *, constant: float = 1.0, reduce: Callable[[Tensor], Tensor] = lambda total: total
 ) -> Tensor:
-    """Weight of every token in the loss, including the denominator of the whole batch.
+    """Compute the weight of every token in the loss, including the denominator of the whole batch.
 
-    The weights are computed once, before the batch is divided into micro-batches or over ranks, so dividing it cannot change the gradient.
+    The weights are computed before the batch is divided into micro-batches, and the denominator covers all ranks (see ``reduce``), so
+    dividing the batch cannot change the gradient.
 
     Args:
         mask_BL: 1 where a token trains.
@@ -352,7 +354,7 @@ def aggregation_weights(
         reduce: sums a scalar over the ranks that share the batch.
 
     Returns:
-        ``[B, L]`` float, 0 where ``mask_BL`` is 0. All zeros if nothing trains.
+        ``[B, L]`` float, 0 where ``mask_BL`` is 0. If no token trains, all weights are 0.
     """
     mask_BL = mask_BL.to(torch.get_default_dtype() if not mask_BL.is_floating_point() else mask_BL.dtype)
     tokens_B = mask_BL.sum(-1)
@@ -372,7 +374,7 @@ LOG_RATIO_LIMIT = 20.0
 
 
 def turn_index(mask_BL: Tensor) -> Tensor:
-    """Turn of each trained token: 1, 2, … for the runs of consecutive 1s in a row, 0 outside them."""
+    """Number the turns of each row: 1, 2, … for its stretches of consecutive trained tokens, 0 at all other tokens."""
     mask_BL = mask_BL > 0
     starts_BL = mask_BL.clone()
     starts_BL[:, 1:] &= ~mask_BL[:, :-1]
@@ -380,20 +382,20 @@ def turn_index(mask_BL: Tensor) -> Tensor:
 
 
 def importance_ratio(logp_BL: Tensor, old_logp_BL: Tensor, mask_BL: Tensor, level: str = "token") -> Tensor:
-    """Ratio of two policies' probabilities at a given level.
+    """Compute the ratio of two policies' probabilities at a given level.
 
     Args:
         logp_BL: log-probabilities under the new policy.
-        old_logp_BL: under the old one.
+        old_logp_BL: log-probabilities under the old policy.
         mask_BL: 1 where a token trains.
-        level: ``token``: of each token. ``sequence``: the geometric mean over the row, which is GSPO's length-normalised
-            sequence ratio (arXiv 2507.18071, eq. 7). ``turn``: the geometric mean over each run of trained tokens.
-            ``sequence_product``: the product over the row, the ratio of two whole sequences.
+        level: ``token``: the ratio of each token. ``sequence``: the geometric mean over the row, which is GSPO's length-normalised
+            sequence ratio (arXiv 2507.18071, eq. 7). ``turn``: the geometric mean over each stretch of consecutive trained tokens.
+            ``sequence_product``: the product over the row, which is the ratio of whole sequences.
 
     Returns:
-        ``[B, L]``; all tokens of a turn or row have the same value, 1 where ``mask_BL`` is 0. The gradient at a token is
-        that of its own log-probability times this value (GSPO-token, arXiv 2507.18071, section 4.3), so that advantages may differ
-        between the tokens of a row. If they are equal, this is the gradient of the mean.
+        ``[B, L]``, with one value for all tokens of a turn or row, and 1 where ``mask_BL`` is 0. The gradient at a token is the gradient
+        of its own log-probability times this value (GSPO-token, arXiv 2507.18071, section 4.3), so advantages may differ between the
+        tokens of a row. If the advantages are equal, this is the gradient of the mean.
     """
     mask_BL = mask_BL.to(logp_BL.dtype)
     own_BL = (logp_BL - old_logp_BL) * mask_BL
@@ -418,18 +420,18 @@ def importance_ratio(logp_BL: Tensor, old_logp_BL: Tensor, mask_BL: Tensor, leve
 def behaviour_weight(
     prox_logp_BL: Tensor, behaviour_logp_BL: Tensor, mask_BL: Tensor, *, cap: float | None, mode: str, level: str = "token"
 ) -> tuple[Tensor, Tensor]:
-    """Importance weight of the proximal policy over the behaviour policy.
+    """Compute the importance weight of the proximal policy over the behaviour policy.
 
-    It is the factor outside the clip of decoupled PPO (arXiv 2505.24298, eq. 5). If the two policies differ only because engine and
-    trainer compute different numbers, it is truncated (``clamp``) or masked (``mask``) importance sampling of that mismatch. No gradient
-    flows through it.
+    This is the factor outside the clip of decoupled PPO (arXiv 2505.24298, eq. 5). If the two policies differ only because engine and
+    trainer compute different numbers, the weight is truncated (``clamp``) or masked (``mask``) importance sampling that corrects this
+    mismatch. No gradient flows through the weight.
 
     Args:
         prox_logp_BL: log-probabilities under the policy before this batch's first step.
         behaviour_logp_BL: log-probabilities at sampling.
         mask_BL: 1 where a token trains.
-        cap: largest weight; None disables the cap.
-        mode: above the cap, ``mask`` sets the weight to 0 and ``clamp`` sets it to the cap.
+        cap: largest weight. If None, weights are not capped.
+        mode: above the cap, ``mask`` sets a weight to 0 and ``clamp`` sets it to the cap.
         level: see ``importance_ratio``. ``sequence_product`` is the weight of the whole sequence; ``sequence`` is its geometric mean over
             tokens.
 
@@ -449,9 +451,9 @@ def behaviour_weight(
 
 
 def interpolated_prox_logp(logp_BL: Tensor, behaviour_logp_BL: Tensor, versions_BL: Tensor, current_version: int) -> Tensor:
-    """Log-probabilities of the proximal policy after a step on the batch, without a forward pass of their own.
+    """Approximate the log-probabilities of the proximal policy after a step on the batch, without an extra forward pass.
 
-    They are interpolated between behaviour and current policy by version: ``log μ + α (log π - log μ)`` with
+    They are interpolated between the behaviour policy and the current policy by version: ``log μ + α (log π - log μ)`` with
     ``α = (v - 1 - v_b) / (v - v_b)``, for the trainer's version ``v`` and the version ``v_b`` that sampled the token. A token of
     the current version, or of the one before, keeps its behaviour log-probability.
 
@@ -471,27 +473,27 @@ def interpolated_prox_logp(logp_BL: Tensor, behaviour_logp_BL: Tensor, versions_
 
 
 def k1(logp_BL: Tensor, ref_logp_BL: Tensor) -> Tensor:
-    """``-log r``: unbiased, noisy."""
+    """Estimate KL(p || q) by ``-log r`` with ``r = q(x) / p(x)``: unbiased, noisy."""
     return logp_BL - ref_logp_BL
 
 
 def k2(logp_BL: Tensor, ref_logp_BL: Tensor) -> Tensor:
-    """``(log r)² / 2``: low variance, small bias."""
+    """Estimate KL(p || q) by ``(log r)² / 2`` with ``r = q(x) / p(x)``: low variance, small bias."""
     return 0.5 * (ref_logp_BL - logp_BL).square()
 
 
 def k3(logp_BL: Tensor, ref_logp_BL: Tensor) -> Tensor:
-    """``(r - 1) - log r``: unbiased, never negative."""
+    """Estimate KL(p || q) by ``(r - 1) - log r`` with ``r = q(x) / p(x)``: unbiased, never negative."""
     log_ratio_BL = ref_logp_BL - logp_BL
     return torch.expm1(log_ratio_BL.clamp(-LOG_RATIO_LIMIT, LOG_RATIO_LIMIT)) - log_ratio_BL
 
 
 def kl_estimate(logp_BL: Tensor, ref_logp_BL: Tensor, estimator: str) -> Tensor:
-    """KL(policy || reference) for each token sampled from the policy.
+    """Estimate KL(policy || reference) for each token sampled from the policy.
 
     Args:
         logp_BL: log-probabilities of the tokens under the policy.
-        ref_logp_BL: the same under the reference.
+        ref_logp_BL: log-probabilities of the tokens under the reference.
         estimator: ``k1``, ``k2``, ``k3``, or a name or import path of ``KL_ESTIMATORS``.
 
     Returns:
@@ -504,11 +506,11 @@ def kl_estimate(logp_BL: Tensor, ref_logp_BL: Tensor, estimator: str) -> Tensor:
 
 
 def kl_loss(logp_BL: Tensor, ref_logp_BL: Tensor, estimator: str) -> Tensor:
-    """The KL term of a loss: the estimate as its value, and a gradient that lowers the KL.
+    """Compute the KL term of a loss: its value is the estimate, and its gradient lowers the KL.
 
-    The derivative of k1 itself is the score function, whose mean is zero, so as a loss it would be pure noise. The value is therefore
-    k1 and the gradient ``k1 · ∇ log p``, which equals the gradient of k2 and on on-policy samples is an unbiased estimate of the
-    gradient of KL(policy || reference).
+    The derivative of k1 itself is the score function, whose mean is zero, so k1 would be pure noise as a loss. For k1, the value is
+    therefore k1 and the gradient is ``k1 · ∇ log p``. This gradient equals that of k2 and, on on-policy samples, is an unbiased estimate
+    of the gradient of KL(policy || reference).
     """
     estimate_BL = kl_estimate(logp_BL, ref_logp_BL, estimator)
     if estimator != "k1":

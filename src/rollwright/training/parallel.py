@@ -1,7 +1,7 @@
-"""Several processes as plain functions: join them, exchange messages, sum numbers and statistics across them.
+"""Communication between training processes (ranks): join them, exchange messages, sum numbers and statistics over them.
 
-Numbers of the training go over the default group (NCCL on GPUs, Gloo on CPUs). Messages go over a control group: Gloo everywhere, with a
-timeout of days, because ranks wait there while the first one samples, writes or sends weights.
+Training numbers go over the default group (NCCL on GPUs, Gloo on CPUs). Messages go over a control group: Gloo everywhere, with a
+timeout of days, because the other ranks wait there while the first rank samples, writes or sends weights.
 
 With one process, every function is the identity.
 """
@@ -31,7 +31,7 @@ from rollwright.errors import LostRankError, TrainingError
 #: Timeout of the control group.
 CONTROL_TIMEOUT = timedelta(days=7)
 
-_store: Any = None  # where a rank that fails writes the cause
+_store: Any = None  # a rank that fails writes the cause here
 _neighbours: dict[int, int] = {}  # on the first rank: process ids of the ranks on its host
 _control_groups: weakref.WeakKeyDictionary[Any, Any] = (
     weakref.WeakKeyDictionary()
@@ -39,7 +39,7 @@ _control_groups: weakref.WeakKeyDictionary[Any, Any] = (
 
 
 def environment_ranks() -> int:
-    """Number of ranks that train together or are about to, by torchrun's ``WORLD_SIZE``."""
+    """Return the number of ranks that have joined or, before that, the number in torchrun's ``WORLD_SIZE``."""
     return dist.get_world_size() if dist.is_initialized() else int(os.environ.get("WORLD_SIZE", "1"))
 
 
@@ -51,7 +51,7 @@ def join_processes(device: torch.device, *, also_alone: bool = False) -> torch.d
         also_alone: create a group even for one process, which a sharded model needs.
 
     Returns:
-        The device of this rank; on CUDA the one of ``LOCAL_RANK``.
+        The device of this rank. If several ranks train on CUDA, it is the GPU with the number ``LOCAL_RANK``.
     """
     backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"  # Gloo on GPUs, too, for tensors on the CPU
     if environment_ranks() <= 1:
@@ -74,8 +74,8 @@ def join_processes(device: torch.device, *, also_alone: bool = False) -> torch.d
                 f"WORLD_SIZE is {os.environ['WORLD_SIZE']}, and the environment has no {' and no '.join(missing)}: start several processes "
                 "with cluster.processes or torchrun, and one with WORLD_SIZE unset."
             )
-        # Its default arguments keep the group that exists when it is imported. Imported later, it would keep Gloo's threads alive
-        # after ``destroy_process_group``, and one that frees a tensor while Python ends aborts the process.
+        # This module's default arguments hold the process group that exists at import time. If it were imported later, Gloo's threads
+        # would outlive ``destroy_process_group``, and a thread that frees a tensor while Python shuts down aborts the process.
         importlib.import_module("torch.distributed.nn.functional")
         global _store
         store, number, size = next(rendezvous("env://"))
@@ -101,7 +101,7 @@ def _meet_neighbours(size: int) -> None:
 
 
 def lost_neighbour() -> int | None:
-    """On the first rank: a rank on this host whose process has ended, if any."""
+    """Return a rank on this host whose process has ended, or None. Ranks other than the first always return None."""
     for other, pid in _neighbours.items():
         try:
             os.kill(pid, 0)
@@ -111,21 +111,21 @@ def lost_neighbour() -> int | None:
 
 
 def is_first_cause(message: str) -> bool:
-    """Publish why this rank ends; True if no other rank published a cause before."""
+    """Publish why this rank ends. Returns True if no other rank has published a cause before."""
     number, store = os.environ.get("RANK", "0"), _store
     if store is None and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != str(True):
-        return number == "0"  # they have not met, and have no store in common
+        return number == "0"  # the ranks have not joined and share no store
     try:
         mine = f"rank {number}: {message}"
         store = store or PrefixStore("rollwright", next(rendezvous("env://"))[0])
         return store.compare_set("cause", "", mine).decode() == mine
-    except RuntimeError:  # the process that kept the store has ended, and has said why
+    except RuntimeError:  # the process that hosts the store has ended and reported its cause
         return False
 
 
 @contextlib.contextmanager
 def watched() -> Iterator[None]:
-    """Raise ``LostRankError`` in place of the error that a collective call raises when another rank has ended.
+    """Raise ``LostRankError`` instead of the error that a collective call raises when another rank has ended.
 
     Raises:
         LostRankError: another rank has ended.
@@ -140,12 +140,15 @@ def watched() -> Iterator[None]:
 
 
 def control_group() -> dist.ProcessGroup:
-    """The group for messages between ranks. Collective the first time."""
+    """Return the process group for messages between ranks. The first call is collective."""
     return _groups_beside()[0]
 
 
 def checkpoint_group() -> dist.ProcessGroup | None:
-    """Process group for checkpoints, so that a background thread can use it while training uses the others. None with one process."""
+    """Return the process group for checkpoints, or None with one process.
+
+    Checkpoints have their own group so that a background thread can use it while training uses the others.
+    """
     return _groups_beside()[1] if world_size() > 1 else None
 
 
@@ -159,12 +162,12 @@ def _groups_beside() -> list[Any]:
 
 
 def world_size() -> int:
-    """Number of ranks that train together."""
+    """Return the number of ranks that train together."""
     return dist.get_world_size() if dist.is_initialized() else 1
 
 
 def rank() -> int:
-    """Number of this rank."""
+    """Return the number of this rank."""
     return dist.get_rank() if dist.is_initialized() else 0
 
 
@@ -177,7 +180,7 @@ def summed(value: Tensor) -> Tensor:
 
 
 def largest(value: int, device: torch.device) -> int:
-    """Maximum of a number over ranks."""
+    """Return the maximum of a number over ranks."""
     if world_size() == 1:
         return value
     box = torch.tensor(value, device=device)
@@ -186,19 +189,19 @@ def largest(value: int, device: torch.device) -> int:
 
 
 def wait_for_all() -> None:
-    """Return when every rank has called this."""
+    """Wait until every rank has called this function."""
     if world_size() > 1:
         dist.barrier(group=control_group())
 
 
 def from_first_rank(make: Callable[[], Any]) -> Any:
-    """Call ``make`` on the first rank and return its result on every rank; if it fails there, every rank raises.
+    """Call ``make`` on the first rank and return its result on every rank. If ``make`` fails, every rank raises.
 
     Args:
         make: called on the first rank only, for as long as it needs; returns a JSON value.
 
     Raises:
-        RollwrightError: of the type that ``make`` raised, with its message; ``TrainingError`` for any other failure.
+        RollwrightError: the error that ``make`` raised, on every rank. Any other exception becomes a ``TrainingError`` on the other ranks.
     """
     if world_size() == 1:
         return make()
@@ -208,13 +211,13 @@ def from_first_rank(make: Callable[[], Any]) -> Any:
 
 
 def on_all_ranks(make: Callable[[], Any]) -> list[Any]:
-    """Call ``make`` on each rank and return the results in rank order on every rank; if it fails on one, every rank raises.
+    """Call ``make`` on each rank and return the results in rank order on every rank. If one call fails, every rank raises.
 
     Args:
         make: returns a JSON value.
 
     Raises:
-        RollwrightError: as ``from_first_rank``; the message names the rank.
+        RollwrightError: see ``from_first_rank``. The message names the rank.
     """
     failure, text = _outcome(make)
     parts = gathered(text.encode())
@@ -225,7 +228,7 @@ def on_all_ranks(make: Callable[[], Any]) -> list[Any]:
 def _outcome(make: Callable[[], Any]) -> tuple[Exception | None, str]:
     try:
         return None, json.dumps({"value": make()})
-    except Exception as error:  # of any kind: the other ranks wait for an answer
+    except Exception as error:  # any exception, because the other ranks wait for an answer
         return error, json.dumps({"error": type(error).__name__, "message": str(error)})
 
 
@@ -233,7 +236,7 @@ def _value_of(answer: dict[str, Any], failure: Exception | None, where: str) -> 
     if failure is not None:
         raise failure
     if "error" in answer:
-        kind = getattr(errors, answer["error"], TrainingError)  # ours, or one that the failed rank shows in full
+        kind = getattr(errors, answer["error"], TrainingError)  # one of our errors; the failed rank shows others in full
         raise kind(f"{where}: {answer['message']}")
     return answer["value"]
 
@@ -251,7 +254,7 @@ def broadcast(data: bytes) -> bytes:
 
 
 def scattered(parts: list[bytes] | None) -> bytes:
-    """Send each rank its part of ``parts``, which only the first rank gives; returns this rank's part."""
+    """Send each rank its part of ``parts``, which only the first rank passes, and return this rank's part."""
     if world_size() == 1:
         assert parts is not None
         return parts[0]
@@ -267,7 +270,7 @@ def scattered(parts: list[bytes] | None) -> bytes:
 
 
 def gathered(part: bytes) -> list[bytes] | None:
-    """The bytes of every rank in rank order, on the first rank; None on the others."""
+    """Gather the bytes of every rank. The first rank returns them in rank order, the other ranks return None."""
     if world_size() == 1:
         return [part]
     sizes = torch.zeros(world_size(), dtype=torch.long)
@@ -285,7 +288,10 @@ def gathered(part: bytes) -> list[bytes] | None:
 
 
 def gathered_rows(value_B: Tensor) -> tuple[Tensor, slice]:
-    """The rows of all ranks in rank order, and the slice of this rank's. Ranks may have different numbers of rows."""
+    """Gather the rows of all ranks in rank order, and return them with the slice of this rank's rows.
+
+    Ranks may have different numbers of rows.
+    """
     if world_size() == 1:
         return value_B, slice(0, value_B.shape[0])
     sizes = torch.zeros(world_size(), dtype=torch.long, device=value_B.device)
@@ -301,12 +307,12 @@ def gathered_rows(value_B: Tensor) -> tuple[Tensor, slice]:
 
 
 def full_tensor(value: Any) -> Tensor:
-    """The whole of a sharded tensor, gathered on every rank; other tensors are returned unchanged. Collective."""
+    """Gather a sharded tensor on every rank; other tensors are returned unchanged. Collective."""
     return value.full_tensor() if isinstance(value, DTensor) else value
 
 
 def local_tensor(value: Tensor) -> Tensor:
-    """This rank's shard of a sharded tensor; other tensors are returned unchanged."""
+    """Return this rank's shard of a sharded tensor; other tensors are returned unchanged."""
     return value.to_local() if isinstance(value, DTensor) else value
 
 
@@ -322,7 +328,7 @@ _NEGATED = "-"
 
 
 class TokenStatistics:
-    """Accumulates masked means and extremes on the device, without a synchronisation for each."""
+    """Accumulates masked means and extremes on the device. Only ``export`` synchronises."""
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
@@ -353,7 +359,7 @@ class TokenStatistics:
         self.largest(_NEGATED + name, -values_BL, mask_BL)
 
     def export(self) -> dict[str, float]:
-        """Every mean and extreme over all ranks; names without any value are left out."""
+        """Return every mean and extreme over all ranks. Names without a value are left out. Collective."""
         result: dict[str, float] = {}
         if self._sums:
             pairs = summed(torch.stack(list(self._sums.values()))).tolist()

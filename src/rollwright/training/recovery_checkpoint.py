@@ -1,15 +1,15 @@
 """Recovery checkpoints: the whole state that a run resumes from, written atomically and read without pickle.
 
 A state is a nested dict whose leaves are tensors or JSON values. ``torch.distributed.checkpoint`` writes the tensors of models
-(``ModelTensors``) to ``parts/`` as safetensors, each rank its own shards; rank 0 writes other tensors to ``state.safetensors`` and the
-rest to ``state.json``. ``checksums.json`` has a checksum of each file, so damage is noticed and never loaded. The state includes those of
-the random generators.
+(``ModelTensors``) to ``parts/`` as safetensors; each rank writes its own shards. Rank 0 writes other tensors to ``state.safetensors`` and
+the rest to ``state.json``. ``checksums.json`` has a checksum of each file, so a damaged checkpoint is detected and not loaded. The state
+includes the states of the random generators.
 
 Invariants:
 
 * a checkpoint becomes visible only after every rank has written its part;
-* no rank holds more than its own part (and one copy of it during a write in the background), neither in writing nor in reading;
-* a checkpoint can be read by another number of ranks than wrote it.
+* in writing and reading, no rank holds more than its own part (and one copy of it during a write in the background);
+* the number of ranks that read a checkpoint may differ from the number that wrote it.
 """
 
 from __future__ import annotations
@@ -52,12 +52,12 @@ _TENSOR, _PART, _SHAPE = "__tensor__", "__part__", "shape"
 _FORMAT = 3
 _PARTS = "parts"
 _FILES = ("state.json", "state.safetensors")
-#: Smallest size of a rank's files in bytes, and their largest number. A second copy of one file is held in memory while it is written.
+#: Minimum size of a rank's files in bytes, and maximum number of files. While a file is written, a copy of it is held in memory.
 _FILE_BYTES, _MOST_FILES = 64 << 20, 16
 
 
 class ModelTensors(dict[str, Any]):
-    """Tensors by name, also in nested dicts, that are sharded over ranks or equal on all ranks."""
+    """Tensors by name (nested dicts are allowed), each of which is sharded over ranks or equal on all ranks."""
 
 
 @dataclass(frozen=True)
@@ -117,7 +117,7 @@ def write_state(
         in_background: return after the shards are copied, and write them while training continues.
 
     Returns:
-        A future that is done when the checkpoint is visible, or has the error of any rank.
+        A future that completes when the checkpoint is visible, or fails with the error of any rank.
 
     Raises:
         CheckpointError: the checkpoint could not be written (only without ``in_background``).
@@ -194,7 +194,7 @@ class _PartWriter(HuggingFaceStorageWriter):
 
 
 def _files_of(parts: dict[str, Tensor]) -> dict[str, int]:
-    """Number of the file that a rank writes each tensor to."""
+    """Assign each tensor to one of this rank's files. Returns file numbers by tensor name."""
     files, number, size = {}, 1, 0
     most = max(_FILE_BYTES, sum(local_tensor(tensor).nbytes for tensor in parts.values()) // _MOST_FILES)
     for name, tensor in parts.items():
@@ -206,7 +206,7 @@ def _files_of(parts: dict[str, Tensor]) -> dict[str, int]:
 
 
 def _causes(failure: BaseException) -> dict[int, BaseException]:
-    """Exceptions of the failed ranks by rank; torch wraps them in its own exception."""
+    """Return the exceptions of the failed ranks, by rank. torch wraps them in its own exception."""
     return (
         {rank: error for rank, (error, _) in failure.failures.items()}
         if isinstance(failure, CheckpointException)
@@ -241,9 +241,9 @@ def _separate(value: Any, path: str, tensors: dict[str, Tensor], parts: dict[str
 
 
 def read_state(directory: str | Path) -> dict[str, Any]:
-    """Read a state that ``write_state`` wrote. Tensors of models become ``SavedTensor``; others are read to the CPU.
+    """Read a state that ``write_state`` wrote. Tensors of models become ``SavedTensor``; other tensors are read to the CPU.
 
-    ``check_state`` finds damage that leaves the files readable.
+    Only ``check_state`` finds damage that leaves the files readable.
 
     Raises:
         CheckpointError: there is no readable checkpoint, or it has another format.
@@ -312,7 +312,7 @@ def _reunite(value: Any, tensors: dict[str, Tensor], directory: Path) -> Any:
 
 
 class RecoverCheckpoints:
-    """Recovery checkpoints of a run: ``step_00000012`` and so on in one directory; only the newest are kept."""
+    """Recovery checkpoints of a run, named ``step_00000012`` and so on, in one directory. Only the newest are kept."""
 
     _NAME = re.compile(r"step_(\d{8,})")
 
@@ -330,20 +330,20 @@ class RecoverCheckpoints:
         self._written: tuple[int, Future[None]] | None = None
 
     def steps(self) -> list[int]:
-        """Steps that have a complete checkpoint, ascending."""
+        """Return the steps that have a complete checkpoint, in ascending order."""
         if not self.directory.is_dir():
             return []
         found = (self._NAME.fullmatch(path.name) for path in self.directory.iterdir() if path.is_dir())
         return sorted(int(match[1]) for match in found if match)
 
     def path(self, step: int) -> Path:
-        """Directory of the checkpoint of a step."""
+        """Return the directory of a step's checkpoint."""
         return self.directory / f"step_{step:08d}"
 
     def save(self, step: int, state: dict[str, Any], *, before_visible: Callable[[], object] | None = None) -> Path:
-        """Write the checkpoint of a step, then remove the oldest ones and all of later steps. Collective.
+        """Write the checkpoint of a step, then remove the oldest checkpoints and those of later steps. Collective.
 
-        A checkpoint of a later step is damaged, or the run went back to before it.
+        If there is a checkpoint of a later step, it is damaged, or the run has gone back to an earlier step.
 
         Args:
             step: number of the step.
@@ -362,7 +362,7 @@ class RecoverCheckpoints:
         return self.path(step)
 
     def wait(self) -> None:
-        """Wait until a checkpoint that is written in the background is visible. Collective.
+        """Wait until the checkpoint that is being written in the background, if any, is visible. Collective.
 
         Raises:
             CheckpointError: the checkpoint could not be written.
@@ -377,10 +377,10 @@ class RecoverCheckpoints:
                 shutil.rmtree(self.path(old))
 
     def load(self, step: int | None = None) -> tuple[int, dict[str, Any]]:
-        """Load a checkpoint; returns its step and state. Collective.
+        """Load a checkpoint, and return its step and state. Collective.
 
         Args:
-            step: step to load. None loads the newest intact checkpoint and skips damaged ones with a warning.
+            step: step to load. If None, the newest intact checkpoint is loaded, and damaged ones are skipped with a warning.
 
         Raises:
             CheckpointError: there is no checkpoint, or all are damaged.
@@ -407,7 +407,7 @@ class RecoverCheckpoints:
         )
 
     def set_aside_damaged(self, into: Path) -> list[int]:
-        """If no checkpoint is intact, move all of them to ``into`` and return their steps. Call it on rank 0 only."""
+        """If no checkpoint is intact, move all of them to ``into`` and return their steps. Call this only on rank 0."""
         steps = self.steps()
         for step in reversed(steps):
             try:
@@ -422,12 +422,12 @@ class RecoverCheckpoints:
         return steps
 
     def _check(self, step: int) -> None:
-        """Check the files of a checkpoint, each rank its share; every rank raises if one finds damage."""
+        """Check the files of a checkpoint, divided over the ranks. If one rank finds damage, every rank raises."""
         parallel.on_all_ranks(lambda: check_state(self.path(step), share=parallel.rank(), shares=parallel.world_size()))
 
 
 def random_states() -> dict[str, Any]:
-    """States of the global random generators of Python, NumPy and torch."""
+    """Return the states of the global random generators of Python, NumPy and torch."""
     numbers = numpy.random.get_state(legacy=False)
     key = torch.from_numpy(numbers["state"]["key"].astype(numpy.int64))
     states: dict[str, Any] = {
@@ -441,7 +441,7 @@ def random_states() -> dict[str, Any]:
 
 
 def restore_random_states(states: dict[str, Any]) -> None:
-    """Restore the global random generators from ``random_states``."""
+    """Restore the global random generators from a result of ``random_states``."""
     kind, internal, gauss = states["python"]
     random.setstate((kind, tuple(internal), gauss))
     numbers = states["numpy"]
