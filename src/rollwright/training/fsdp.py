@@ -1,6 +1,6 @@
-"""Models sharded over ranks with FSDP2: created without memory, filled and gathered one tensor at a time.
+"""Models sharded over ranks with FSDP2. They are created without memory, then filled and gathered one tensor at a time.
 
-No rank holds the whole model, only its shard and one whole tensor (or one layer while it computes).
+No rank holds the whole model, only its shard and one whole tensor (or one layer during computation).
 """
 
 from __future__ import annotations
@@ -32,12 +32,13 @@ _GATHER, _ENOUGH = b"gather", b"enough"
 
 
 def wants_sharding(config: TrainEngineConfig, device: torch.device, *, is_shared: bool) -> bool:
-    """Whether to shard a model's parameters.
+    """Return whether to shard a model's parameters.
 
     Args:
-        config: section of the model. ``shard: auto`` shards with several ranks, and on a GPU, so that one rank and eight compute the same.
+        config: section of the model. ``shard: auto`` shards over several ranks, and also on one GPU, so that one rank computes the same
+            as eight, unless ``is_shared``.
         device: device of the model.
-        is_shared: an engine in this process may compute with the model's own tensors, which must be whole for that.
+        is_shared: True if an engine in this process may compute with the model's own tensors, which must then be whole.
 
     Raises:
         ConfigError: the setting cannot be applied.
@@ -57,7 +58,7 @@ def wants_sharding(config: TrainEngineConfig, device: torch.device, *, is_shared
 def shard(
     module: nn.Module, layers: list[nn.Module], compute_dtype: torch.dtype, config: TrainEngineConfig, device: torch.device
 ) -> None:
-    """Shard a model's parameters, gradients and optimizer state in place, one unit for each layer.
+    """Shard a model's parameters, gradients and optimizer state in place, with one FSDP unit for each layer.
 
     Args:
         module: the outermost module whose forward pass is called.
@@ -99,7 +100,7 @@ def _mesh_of(group: Any, device: str, copies: int, size: int) -> Any:
 
 
 def is_sharded(model: nn.Module) -> bool:
-    """True if FSDP (1 or 2) shards a model's parameters."""
+    """Return True if FSDP (1 or 2) shards a model's parameters."""
     return any(isinstance(parameter, DTensor) for parameter in model.parameters()) or any(
         isinstance(module, FullyShardedDataParallel) for module in model.modules()
     )
@@ -127,24 +128,24 @@ def allocate(model: nn.Module, device: torch.device) -> None:
 
 
 def transformer_layers(model: nn.Module) -> list[nn.Module]:
-    """Transformer blocks of a Hugging Face model, from its own list of classes that must not be split."""
+    """Return the transformer blocks of a Hugging Face model, according to its ``_no_split_modules``."""
     names = set(getattr(model, "_no_split_modules", None) or [])
     return [module for module in model.modules() if type(module).__name__.removeprefix("FSDP") in names]
 
 
 def own_tensors(model: nn.Module) -> dict[str, Tensor]:
-    """Parameters and persistent buffers by name, not gathered; a tied tensor once, under its first name."""
+    """Return parameters and persistent buffers by name, without gathering them. A tied tensor appears once, under its first name."""
     named = {name: tensor for name, tensor in model.state_dict(keep_vars=True).items() if isinstance(tensor, Tensor)}
     first: dict[int, str] = {}
     return {name: tensor.detach() for name, tensor in named.items() if first.setdefault(id(tensor), name) == name}
 
 
 def whole_weights(model: nn.Module, dtype: torch.dtype | None = None) -> WeightStream:
-    """Stream a model's tensors by name, each gathered when it is read. Collective.
+    """Stream a model's tensors by name; each is gathered when it is read. Collective.
 
     Args:
-        model: a model, sharded or not. Tensors of an unsharded model in their own type are not copied.
-        dtype: type of floating-point tensors. None keeps their own.
+        model: a model, sharded or not. Tensors that are neither sharded nor converted are not copied.
+        dtype: type to convert floating-point tensors to. If None, each tensor keeps its own type.
     """
 
     def kind(tensor: Tensor) -> torch.dtype:
@@ -162,7 +163,7 @@ def whole_weights(model: nn.Module, dtype: torch.dtype | None = None) -> WeightS
 
 
 def with_whole_weights(weights: WeightStream, use: Callable[[WeightStream], Result]) -> Result:
-    """Gather the weights and pass them to ``use`` on rank 0; returns its result on every rank. Collective.
+    """Gather the weights, pass them to ``use`` on rank 0, and return the result of ``use`` on every rank. Collective.
 
     ``use`` may read the stream any number of times and stop early. If it fails, every rank raises.
 
@@ -209,7 +210,7 @@ def with_whole_weights(weights: WeightStream, use: Callable[[WeightStream], Resu
 def initialise_randomly(model: nn.Module) -> None:
     """Initialise weights with the architecture's own rule, one module at a time; the result does not depend on the number of ranks.
 
-    They differ from an unsharded model with the same seed, which draws in another order.
+    The weights differ from those of an unsharded model with the same seed, which draws them in another order.
     """
     seed = parallel.from_first_rank(lambda: torch.initial_seed() % (1 << 62))
     done: set[int] = set()

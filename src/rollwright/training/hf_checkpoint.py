@@ -1,4 +1,4 @@
-"""Hugging Face checkpoints: each rank loads its own shards of the weights, and a model is saved one tensor at a time."""
+"""Hugging Face checkpoints. Each rank loads its own shards of the weights, and a model is saved one tensor at a time."""
 
 from __future__ import annotations
 
@@ -76,11 +76,11 @@ def _names_of_same(model: Any) -> dict[str, str]:
 
 
 def _weight_files(path: str) -> list[Path]:
-    """The checkpoint's safetensors files on this machine; rank 0 downloads missing ones first."""
+    """Return the checkpoint's safetensors files on this machine. Rank 0 downloads missing files first."""
     directory = Path(path)
     if not directory.is_dir():
         directory = Path(parallel.from_first_rank(lambda: _fetched(path)))
-        if not directory.is_dir():  # another host
+        if not directory.is_dir():  # another host downloads for itself
             directory = Path(_fetched(path))
     index = directory / _INDEX
     if index.is_file():
@@ -104,7 +104,7 @@ def _fetched(name: str) -> str:
 
 
 class _Files(FileSystem):
-    """The files of a checkpoint, without other safetensors files in their directory."""
+    """A file system that lists only the files of a checkpoint, not other safetensors files in their directory."""
 
     def __init__(self, files: list[Path]) -> None:
         self._files = files
@@ -125,10 +125,10 @@ def save_model(
 
     Args:
         model: a Hugging Face model.
-        directory: replaced if it exists.
-        tokenizer: its files and chat template are written too.
-        image_processor: image processor of a vision model; its file is written too.
-        weights: tensors to write, under the model's own names and read one at a time. None writes the model's parameters.
+        directory: target directory; replaced if it exists.
+        tokenizer: tokenizer whose files and chat template are written too. If None, no tokenizer is written.
+        image_processor: image processor whose file is written too. If None, no image processor is written.
+        weights: tensors to write, under the model's own names, read one at a time. If None, the model's own parameters.
     """
     weights = whole_weights(model) if weights is None else weights
     with replaced_directory(directory) as draft, without_progress_bars():

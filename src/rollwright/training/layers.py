@@ -1,10 +1,10 @@
 """Layers computed in fewer passes over memory: the output layer with its softmax, RMSNorm and rotary positions.
 
 ``output_logprobs`` maps hidden states to log-probabilities of given tokens without ever holding all logits in float32. It computes
-``logits_chunk_mib`` of logits at a time. A small number of logits is kept for the backward pass; more are recomputed there. The softmax
-works on a few rows at a time, which fit into the processor's cache.
+``logits_chunk_mib`` of logits at a time. If the logits are few, they are kept for the backward pass; otherwise they are recomputed there.
+The softmax works on a few rows at a time, which fit into the processor's cache.
 
-``use_fast_layers`` replaces layers of a Hugging Face model that trains in float32 on a CPU if the replacement computes the same."""
+``use_fast_layers`` replaces layers of a Hugging Face model that trains in float32 on a CPU if the replacement computes the same result."""
 
 from __future__ import annotations
 
@@ -38,16 +38,16 @@ def output_logprobs(
     entropy_gradient: bool = True,
     chunk_bytes: int = 256 << 20,
 ) -> tuple[Tensor, Tensor]:
-    """Log-probabilities of labels under an output layer, and entropies.
+    """Compute log-probabilities of labels under an output layer, and entropies.
 
     Args:
-        head: module that maps hidden states to logits; has a ``weight [V, H]``.
+        head: module that maps hidden states to logits and has a ``weight [V, H]``.
         hidden_TH: hidden states of the tokens that predict the labels.
         labels_T: token ids.
         temperature_T: divisor of the logits.
         with_entropy: compute entropies; otherwise they are 0.
         entropy_gradient: let gradients flow through the entropies.
-        chunk_bytes: size of the float32 logits that are held at a time.
+        chunk_bytes: size in bytes of the float32 logits that are held at a time.
 
     Returns:
         ``logprobs_T`` and ``entropy_T``, in nats.
@@ -74,7 +74,7 @@ def output_logprobs(
 def selected_logprobs(
     logits_TV: Tensor, labels_T: Tensor, temperature_T: Tensor, *, with_entropy: bool = False, entropy_gradient: bool = True
 ) -> tuple[Tensor, Tensor]:
-    """Log-probability of a label for each row of logits, and the entropy of the distribution.
+    """Compute the log-probability of one label for each row of logits, and the entropy of each row's distribution.
 
     Args:
         logits_TV: unscaled logits, of any float type; the softmax is computed in float32 at least.
@@ -163,14 +163,14 @@ class _LinearLogprobs(torch.autograd.Function):
 
 
 def _cached_parts(logits_TV: Tensor) -> Iterator[slice]:
-    """Rows of logits that fit into the processor's cache; all rows on a GPU."""
+    """Divide rows of logits into parts that fit into the processor's cache; on a GPU, all rows are one part."""
     tokens, vocabulary = logits_TV.shape
     size = max(1, tokens if logits_TV.is_cuda else _CACHED_LOGITS // vocabulary)
     return (slice(place, place + size) for place in range(0, max(1, tokens), size))
 
 
 def _softmax(logits_TV: Tensor, labels_T: Tensor, temperature_T: Tensor, with_entropy: bool) -> tuple[Tensor, Tensor, Tensor]:
-    """Log-probabilities of labels, log-normalisers and entropies (0 without ``with_entropy``), each ``[T]`` in at least float32."""
+    """Compute log-probabilities of labels, log-normalisers and entropies (0 without ``with_entropy``), ``[T]`` in at least float32."""
     wide = torch.promote_types(logits_TV.dtype, torch.float32)
     is_scaled = logits_TV.is_cuda or bool((temperature_T != 1).any())
     found = []
@@ -220,9 +220,9 @@ def _logits_to_gradient(
 
 @torch.no_grad()
 def use_fast_layers(model: nn.Module) -> int:
-    """Replace a model's RMSNorm layers and the rotary positions of its attention in place if the replacement computes the same.
+    """Replace a model's RMSNorm layers and its attention's rotary positions in place, if the replacement computes the same result.
 
-    Architectures use one name for different computations (some add one to a norm's weight), so each layer is tried on a probe first.
+    Architectures use one name for different computations (some add one to a norm's weight), so each layer is first tried on a probe.
 
     Returns:
         Number of replaced layers.
@@ -243,7 +243,7 @@ def _is_norm(module: Any) -> bool:
     if not type(module).__name__.endswith("RMSNorm") or not isinstance(epsilon, float) or weight is None or weight.dim() != 1:
         return False
     probe = torch.linspace(-2.0, 3.0, 3 * weight.shape[0], dtype=weight.dtype).view(3, -1)
-    tried = torch.linspace(0.5, 1.5, weight.shape[0], dtype=weight.dtype)  # the layer's own may have no memory yet
+    tried = torch.linspace(0.5, 1.5, weight.shape[0], dtype=weight.dtype)  # the layer's own weight may not be allocated yet
     return _is_same(
         lambda: (torch.func.functional_call(module, {"weight": tried}, (probe,)),),
         lambda: (_RMSNorm.apply(probe, tried, epsilon),),  # type: ignore[arg-type, return-value]
@@ -251,7 +251,7 @@ def _is_norm(module: Any) -> bool:
 
 
 def _is_same(theirs: Callable[[], tuple[Tensor, ...]], ours: Callable[[], tuple[Tensor, ...]]) -> bool:
-    """True if a layer's own computation accepts the probe and returns the same as ours."""
+    """Return True if a layer's own computation accepts the probe and returns the same values as ours."""
     try:
         expected = theirs()
     except (RuntimeError, TypeError, ValueError, IndexError):  # same class name, but another signature
@@ -286,7 +286,7 @@ def _norm_forward(self: Any, hidden_states: Tensor) -> Tensor:
 
 
 class _Rotation(torch.autograd.Function):
-    """Rotary positions (arXiv 2104.09864, eq. 34): each pair ``(x_i, x_{i + D/2})`` is turned by its angle."""
+    """Rotary positions (arXiv 2104.09864, eq. 34): each pair ``(x_i, x_{i + D/2})`` is rotated by its angle."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
@@ -306,7 +306,7 @@ class _Rotation(torch.autograd.Function):
 def _rotate(
     theirs: Callable[..., tuple[Tensor, Tensor]], q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, unsqueeze_dim: int = 1
 ) -> tuple[Tensor, Tensor]:
-    if cos.shape[-1] != q.shape[-1]:  # partial rotary: only a part of each head is turned
+    if cos.shape[-1] != q.shape[-1]:  # partial rotary: only a part of each head is rotated
         return theirs(q, k, cos, sin, unsqueeze_dim=unsqueeze_dim)
     cos, sin = cos.unsqueeze(unsqueeze_dim), sin.unsqueeze(unsqueeze_dim)
     return _Rotation.apply(q, cos, sin), _Rotation.apply(k, cos, sin)  # type: ignore[return-value]
@@ -316,7 +316,10 @@ _ROTATE = "apply_rotary_pos_emb"
 
 
 def _with_fast_rotation(module: nn.Module) -> Callable[..., Any] | None:
-    """An attention layer's forward pass with the fast ``apply_rotary_pos_emb``; None if it has none or computes something else."""
+    """Return an attention layer's forward pass with the fast ``apply_rotary_pos_emb``.
+
+    Returns None if the layer does not use that function, or if the function computes something else.
+    """
     forward = type(module).forward
     theirs = getattr(forward, "__globals__", {}).get(_ROTATE)
     if theirs is None or _ROTATE not in forward.__code__.co_names or forward.__closure__:

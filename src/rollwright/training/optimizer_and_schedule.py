@@ -45,12 +45,12 @@ def make_optimizer(model: nn.Module, config: OptimizerConfig) -> torch.optim.Opt
 
 
 def adamw_8bit(groups: list[dict[str, Any]], **arguments: Any) -> torch.optim.Optimizer:
-    """torchao's AdamW with 8-bit moments (arXiv 2110.02861)."""
+    """Make torchao's AdamW with 8-bit moments (arXiv 2110.02861)."""
     return _of_torchao("AdamW8bit", groups, arguments)
 
 
 def adamw_4bit(groups: list[dict[str, Any]], **arguments: Any) -> torch.optim.Optimizer:
-    """torchao's AdamW with 4-bit moments (arXiv 2309.01507)."""
+    """Make torchao's AdamW with 4-bit moments (arXiv 2309.01507)."""
     return _of_torchao("AdamW4bit", groups, arguments)
 
 
@@ -63,12 +63,12 @@ def _of_torchao(name: str, groups: list[dict[str, Any]], arguments: dict[str, An
 
 
 def learning_rate_factor(step: int, config: OptimizerConfig, total_steps: int | None) -> float:
-    """Factor of the peak learning rate in a step.
+    """Return the factor by which the peak learning rate is multiplied in a step.
 
     Args:
         step: number of steps already made, 0 in the first step.
         config: section with warm-up, schedule and minimum.
-        total_steps: steps of the run. None if unknown, which requires a constant rate without warm-up.
+        total_steps: number of steps of the run. None if unknown; the factor is then always 1.
 
     Returns:
         The factor. Warm-up is linear and reaches 1 in its last step, so no step has rate 0.
@@ -115,9 +115,9 @@ def set_learning_rate(group: dict[str, Any], rate: float) -> None:
 def optimizer_state(
     model: nn.Module, optimizer: torch.optim.Optimizer, scheduler: torch.optim.lr_scheduler.LambdaLR
 ) -> dict[str, Any]:
-    """Optimizer moments by parameter name (each rank's shards), schedule and learning rates.
+    """Return the optimizer's moments by parameter name (each rank's shards), the schedule and the learning rates.
 
-    Quantised moments are saved as float32 and rounded again when they are loaded.
+    Quantised moments are saved as float32 and quantised again when they are loaded.
     """
     moments: dict[str, Any] = {}
     for name, parameter in model.named_parameters():
@@ -138,7 +138,7 @@ def load_optimizer_state(
     scheduler: torch.optim.lr_scheduler.LambdaLR,
     state: dict[str, Any],
 ) -> None:
-    """Restore optimizer and schedule from what ``optimizer_state`` returned or a checkpoint holds."""
+    """Restore optimizer and schedule from a result of ``optimizer_state`` or from a checkpoint."""
     _allocate_state(optimizer)
     pairs: list[tuple[Any, Tensor]] = []
     quantised: list[tuple[Tensor, Tensor]] = []
@@ -165,7 +165,7 @@ def load_optimizer_state(
 
 @torch.no_grad()
 def _allocate_state(optimizer: torch.optim.Optimizer) -> None:
-    """Make an optimizer allocate its state by a step with learning rate 0 and gradient 0."""
+    """Make an optimizer allocate its state, by taking a step with learning rate 0 and gradient 0."""
     if optimizer.state:
         return
     rates = [float(group["lr"]) for group in optimizer.param_groups]

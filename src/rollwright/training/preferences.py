@@ -15,9 +15,9 @@ from rollwright.training.engine import TrainEngine, trained_tokens
 class PreferenceEngine(TrainEngine):
     """A model that learns which of two replies to prefer.
 
-    The loss of a pair depends on both of its rows, which may be in different micro-batches. So the rows are scored first and the loss is
-    differentiated with respect to their log-probabilities; the backward pass then weights the tokens of each row by this derivative. By
-    the chain rule the gradient is the same, at the cost of one more forward pass.
+    The loss of a pair depends on both of its rows, which may be in different micro-batches. Therefore all rows are scored first, and the
+    loss is differentiated with respect to their log-probabilities. The backward pass then weights the tokens of each row by this
+    derivative. By the chain rule, the gradient is the same, at the cost of one more forward pass.
     """
 
     needs_reference = True
@@ -27,7 +27,7 @@ class PreferenceEngine(TrainEngine):
 
         Args:
             batch: ``input_ids``, ``attention_mask`` and ``loss_mask`` (the replies), all ``[2P, L]``: row 2i is the preferred reply
-                of pair i, row 2i + 1 the other. ``ref_logp [2P, L]`` is computed if absent.
+                of pair i, row 2i + 1 the rejected one. ``ref_logp [2P, L]`` is computed if absent.
             beta: strength of the pull towards the reference.
             label_smoothing: assumed share of pairs with swapped labels.
 

@@ -1,9 +1,9 @@
 """Publish new weights to the inference engines, and check that they compute with them.
 
-An engine that shares the trainer's weights does not step between the first optimizer step of an update and its publication:
-``before_first_step`` pauses it, ``publish`` sets the next version and resumes it. After each publication the engines' log-probabilities
-of a probe are compared with the trainer's, because a version label proves nothing: rank 0 asks the engines, and all ranks score and
-compare the answers.
+An engine that shares the trainer's weights does not sample between the first optimizer step of an update and the publication:
+``before_first_step`` pauses the engine, ``publish`` sets the next version and resumes it. After each publication, the engines answer a
+fixed request (the probe), and their log-probabilities are compared with the trainer's, because a version label proves nothing. Rank 0
+sends the probe, and all ranks score and compare the answers.
 """
 
 from __future__ import annotations
@@ -36,11 +36,11 @@ if TYPE_CHECKING:
 
 logger = getLogger("publish")
 
-#: Not 1: an engine that leaves the temperature out of its log-probabilities would pass at 1.
+#: Temperature of the probe. At 1, an engine that leaves the temperature out of its log-probabilities would pass the audit.
 TEMPERATURE = 0.7
 PROMPT_TOKENS, NEW_TOKENS = 12, 16
-#: Probe tokens of an engine in the trainer's process: one of the prompt's pass and one of a decode step. The tokens of the next batch are
-#: compared as well.
+#: Number of tokens that an engine in the trainer's process samples for the probe: one in the prefill and one in a decode step. The tokens
+#: of the next batch are compared as well.
 NEW_TOKENS_IN_PROCESS = 2
 
 #: ``(input_ids [1, L], temperature)`` -> log-probabilities ``[1, L]`` under the trainer's weights, index t for token t.
@@ -75,7 +75,7 @@ class Publication:
 
 
 class SharedWeights:
-    """The engine in this process computes with the trainer's own tensors: nothing is copied.
+    """Publishes to an engine in this process that computes with the trainer's own tensors, so that nothing is copied.
 
     Attributes:
         engine: engine that samples with the weights.
@@ -96,7 +96,7 @@ class SharedWeights:
             self._paused = True
 
     def publish(self, trainer: TrainEngine, version: int) -> None:
-        """Set the engine's version, audit it, and resume it.
+        """Set the engine's version, then audit and resume the engine.
 
         Raises:
             WeightUpdateError: the engine does not compute what the trainer computes; it stays paused.
@@ -110,7 +110,7 @@ class SharedWeights:
             self.engine.resume()
 
     def succeeded_by(self, other: Publisher) -> Publisher:
-        """Switch to another publisher, also during an update."""
+        """Return the publisher to use from now on, and resume the engine if that is another one. Allowed during an update."""
         if isinstance(other, SharedWeights):
             return self
         if self._paused:
@@ -120,10 +120,10 @@ class SharedWeights:
 
 
 class SentWeights:
-    """The engine has its own weights: they are copied in this process, or sent to servers as ``meta`` specifies.
+    """Publishes to an engine that has its own weights: they are copied within this process, or sent to servers as ``meta`` specifies.
 
-    Paused servers answer no probe. With one training process, the audit runs when they resume. The ranks of a sharded trainer must score
-    the probe together, so they run it before the next first step, which is before they train on anything that these servers sampled.
+    Paused servers do not answer the probe. With one training process, the audit runs when the servers resume. Several ranks must score the
+    probe together, so their audit runs before the first step of the next update, before they train on anything these servers sampled.
 
     Attributes:
         engine: engine that receives the weights.
@@ -136,7 +136,7 @@ class SentWeights:
         self.publication: Publication | None = None
         self.agreements: list[Agreement] = []
         self.meta = meta
-        self._due: tuple[TrainEngine, int] | None = None  # a version that was not audited yet
+        self._due: tuple[TrainEngine, int] | None = None  # the version to audit
 
     def before_first_step(self) -> None:
         """Run the audit if one is due; it stays due while the engine is paused.
@@ -183,8 +183,11 @@ Publisher = SharedWeights | SentWeights
 
 
 def published_dtype(trainer: TrainEngine, engine: WeightReceiver) -> torch.dtype | None:
-    """Type in which weights are sent, the same on every rank: the type that rank 0's engine holds or was configured with. If unknown,
-    bfloat16 if the trainer computes in it, and otherwise None, which keeps each tensor's own type."""
+    """Return the type in which weights are sent, the same on every rank.
+
+    It is the type that rank 0's engine holds or was configured with. If that is unknown, it is bfloat16 if the trainer computes in
+    bfloat16, and otherwise None, which keeps each tensor's own type.
+    """
 
     def held() -> str | None:
         dtype = engine.sampler.weight_dtype
@@ -200,7 +203,7 @@ def audit_engine(engine: WeightReceiver, trainer: TrainEngine, version: int, new
     """Let the engines sample a probe and compare their log-probabilities with the trainer's. Collective.
 
     Args:
-        engine: engine in this process or client of servers; only that of rank 0 is asked.
+        engine: engine in this process or client of servers; only rank 0's engine samples.
         trainer: the trainer.
         version: version under which the trainer's current weights were published.
         new_tokens: length of the answer.
@@ -240,7 +243,7 @@ def audit_engine(engine: WeightReceiver, trainer: TrainEngine, version: int, new
 
 
 def probe_request(model: torch.nn.Module, new_tokens: int = NEW_TOKENS) -> ModelRequest:
-    """The fixed probe: ids spread over the model's vocabulary, sampled at temperature 0.7 to a forced length."""
+    """Make the probe request: ids spread over the model's vocabulary, to be continued at temperature 0.7 to a fixed length."""
     vocabulary = int(model.config.get_text_config().vocab_size)  # type: ignore[union-attr]
     ids = [(7 + 31 * index * index + 17 * index) % vocabulary for index in range(PROMPT_TOKENS)]
     gconfig = GenerationHyperparameters(max_new_tokens=new_tokens, temperature=TEMPERATURE, ignore_eos=True)
@@ -293,14 +296,14 @@ def audit(
 def require_agreement(
     engine: str, version: int, mean: float, largest: float, tolerance: float | None, *dtypes: torch.dtype | str
 ) -> None:
-    """Refuse an engine that does not compute what the trainer computes; for the audit's probe and for the tokens of each step.
+    """Raise an error if an engine does not compute what the trainer computes, on the audit's probe or on the tokens of a step.
 
     Args:
         engine: name of the engine.
         version: version of the weights that the engine reports.
         mean, largest: absolute differences of log-probabilities between engine and trainer.
-        tolerance: largest mean difference (``rollout.logprob_tolerance``). None sets it to 1e-3 if all ``dtypes`` are float32 (or
-            ``auto``), and to ``TOLERANCE_OF_16_BITS`` otherwise.
+        tolerance: largest mean difference (``rollout.logprob_tolerance``). If None, it is 1e-3 if all ``dtypes`` are float32 (or
+            ``auto``), and otherwise ``TOLERANCE_OF_16_BITS``.
         dtypes: compute types of trainer and engine.
 
     Raises:
@@ -322,10 +325,10 @@ def publisher_for(trainer: TrainEngine, engine: WeightReceiver | None, meta: Wei
 
     Args:
         trainer: trainer whose weights are published.
-        engine: a connected engine. None looks for the servers that this process is connected to, then for server addresses in the
+        engine: a connected engine. If None, the servers that this process is connected to, or else those whose addresses are in the
             environment.
-        meta: how to transfer weights. None shares them if the engine computes with the trainer's own tensors, copies them if the engine
-            is in this process, and otherwise leaves the choice to the client.
+        meta: how to transfer weights. If None, they are shared if the engine computes with the trainer's own tensors, copied if the
+            engine is in this process, and otherwise sent in the way that the client chooses.
 
     Raises:
         WeightUpdateError: there is no engine to publish to, or ``meta`` does not fit it.
@@ -342,7 +345,7 @@ def publisher_for(trainer: TrainEngine, engine: WeightReceiver | None, meta: Wei
 
 
 def _find_servers(meta: WeightUpdateMeta | None) -> RemoteInferenceEngine:
-    """The client that this process samples with, or a new client of the servers in the environment."""
+    """Return the client that this process samples with, or a new client for the servers in the environment."""
     if parallel.rank() == 0 and (clients := CONNECTED_ENGINES):
         if len({frozenset(client.addresses) for client in clients}) > 1:
             names = "; ".join(", ".join(client.addresses) for client in clients)

@@ -1,9 +1,8 @@
 """Auxiliary load-balancing loss of mixture-of-experts models.
 
-As in transformers, it is added, times its coefficient, if the model's configuration has ``output_router_logits: true``. The loss is a
+As in transformers, the loss times its coefficient is added if the model's configuration has ``output_router_logits: true``. It is a
 product of two means over all tokens of an optimizer step (Switch Transformer, https://arxiv.org/abs/2101.03961, equations 4 to 6), so it
-is not a sum over micro-batches or ranks. It takes a separate forward pass over the padded rows; a step whose rows do not fit into one
-micro-batch is refused.
+is not a sum over micro-batches or ranks. It takes a separate forward pass over the padded rows, which must fit into one micro-batch.
 """
 
 from __future__ import annotations
@@ -35,12 +34,13 @@ class RouterLoss:
     """
 
     def __init__(self, model: nn.Module, max_tokens: int) -> None:
-        """Args:
-        model: the Hugging Face model to train.
-        max_tokens: most padded tokens of a forward pass.
+        """
+        Args:
+            model: the Hugging Face model to train.
+            max_tokens: maximum number of padded tokens in a forward pass.
 
         Raises:
-            ConfigError: the configuration asks for the loss, but the model is sharded or trained by several ranks.
+            ConfigError: the model's configuration enables the loss, but the model is sharded or trained by several ranks.
         """
         self._model, self._max_tokens = model, max_tokens
         config: Any = getattr(model, "config", None)
@@ -71,7 +71,7 @@ class RouterLoss:
         )
 
     def __call__(self, batch: Trajectory) -> Tensor:
-        """Loss of an optimizer step's rows, times the coefficient.
+        """Compute the loss of an optimizer step's rows, times the coefficient.
 
         Raises:
             TrainingError: the rows do not fit into one forward pass or have branches, or the model returns no such loss.

@@ -30,13 +30,13 @@ def attend(
     softcap: float | None = None,
     sinks_H: Tensor | None = None,
 ) -> Tensor:
-    """Attention of every token over its visible tokens.
+    """Compute the attention of every token over the tokens that it sees.
 
     Args:
         query_HTD: queries of the layout's tokens; ``key_HTD`` and ``value_HTD`` may have fewer heads (grouped-query attention).
         tree: the layout.
         scaling: factor of the scores.
-        softcap: scores are capped to ``softcap * tanh(x / softcap)``.
+        softcap: if set, scores are capped to ``softcap * tanh(x / softcap)``.
         sinks_H: attention sinks, each an extra term ``exp(sink)`` in the softmax normaliser. Not supported on GPUs.
 
     Returns:
@@ -55,9 +55,9 @@ def attend(
 
 
 class TreeAttention(torch.autograd.Function):
-    """Attention by the calls of a tree.
+    """Attention over a tree, computed as the tree's calls.
 
-    Results of several calls over the same queries are merged with their log-normalisers. The gradient of a call needs only the
+    Results of several calls for the same queries are merged by their log-normalisers. The gradient of a call needs only the
     merged result and normaliser (arXiv 2205.14135, appendix B.2), so only those are saved. A sink is merged last, as a key whose
     value is 0.
     """
@@ -102,7 +102,7 @@ class TreeAttention(torch.autograd.Function):
         own_calls, shared_calls = ctx.calls
         make = (
             torch.empty_like if all(call.is_causal for call in own_calls) else torch.zeros_like
-        )  # else some are only added to
+        )  # otherwise some gradients are only added to
         grad_key_THD, grad_value_THD = make(key_THD), make(value_THD)
         for call in itertools.chain(own_calls, shared_calls):
             grads = _backward(call, grad_THD, query_THD, key_THD, value_THD, out_THD, normaliser_TH, ctx.scaling, ctx.softcap)
@@ -125,13 +125,13 @@ class TreeAttention(torch.autograd.Function):
 
 
 def _pieces(call: AttentionCall, places: Tensor | slice, *layouts: Tensor) -> list[Tensor]:
-    """Rows of ``[T, H, ...]`` tensors at the places of a call, ``[N, H, L, ...]`` each."""
+    """Select rows of ``[T, H, ...]`` tensors by a call's layout indices; returns ``[N, H, L, ...]`` each."""
     selected = (x[places] for x in layouts)
     return [(x.unflatten(0, (call.pieces, -1)) if isinstance(places, slice) else x).transpose(1, 2) for x in selected]
 
 
 def _write(call: AttentionCall, target: Tensor, values_NQH: Tensor) -> None:
-    """Write a call's values for its queries, ``[N, Q, H, ...]``, to their places in the layout."""
+    """Write a call's values for its queries, ``[N, Q, H, ...]``, to the queries' rows of ``target``."""
     if isinstance(call.queries, slice):
         target[call.queries] = values_NQH.flatten(0, 1)
     elif call.padding is None:
@@ -143,9 +143,9 @@ def _write(call: AttentionCall, target: Tensor, values_NQH: Tensor) -> None:
 def _operands(
     call: AttentionCall, query_THD: Tensor, key_THD: Tensor, value_THD: Tensor, scaling: float, softcap: float | None
 ) -> tuple[Tensor, Tensor, Tensor, dict[str, Any] | None]:
-    """Queries, keys and values of a call with equal numbers of heads, and the other arguments of PyTorch's CPU kernel.
+    """Return a call's queries, keys and values with equal numbers of heads, and the other arguments for PyTorch's CPU kernel.
 
-    The arguments are None if the kernel cannot compute the call.
+    The other arguments are None if the kernel cannot compute the call.
     """
     (query_NHQD,) = _pieces(call, call.queries, query_THD)
     key_NHKD, value_NHKD = _pieces(call, call.keys, key_THD, value_THD)
@@ -163,7 +163,7 @@ def _operands(
 def _forward(
     call: AttentionCall, query_THD: Tensor, key_THD: Tensor, value_THD: Tensor, scaling: float, softcap: float | None
 ) -> tuple[Tensor, Tensor]:
-    """Output ``[N, H, Q, D]`` and log-normalisers ``[N, H, Q]`` of a call."""
+    """Compute the output ``[N, H, Q, D]`` and log-normalisers ``[N, H, Q]`` of a call."""
     query, key, value, arguments = _operands(call, query_THD, key_THD, value_THD, scaling, softcap)
     if arguments is not None:
         return torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(query, key, value, **arguments)
@@ -184,7 +184,7 @@ def _backward(
     scaling: float,
     softcap: float | None,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Gradients of a call's queries ``[N, H, Q, D]``, keys and values ``[N, Hk, K, D]``."""
+    """Compute the gradients of a call's queries ``[N, H, Q, D]``, keys and values ``[N, Hk, K, D]``."""
     query, key, value, arguments = _operands(call, query_THD, key_THD, value_THD, scaling, softcap)
     grad, out, normaliser = _pieces(call, call.queries, grad_THD, out_THD, normaliser_TH)
     if call.padding is not None:  # padding contributes nothing
@@ -207,7 +207,7 @@ def _backward(
 
 
 def _products(call: AttentionCall, query: Tensor, key: Tensor, scaling: float, softcap: float | None) -> tuple[Tensor, Tensor]:
-    """Scaled and capped products of queries and keys in at least float32, and the mask of those that count."""
+    """Compute the scaled and capped products of queries and keys in at least float32, and the mask of the allowed pairs."""
     products = (query @ key.transpose(-1, -2)).to(torch.promote_types(query.dtype, torch.float32)) * scaling
     if softcap is not None:
         products = softcap * torch.tanh(products / softcap)
@@ -225,7 +225,7 @@ def attend_in_blocks(
     *,
     compiled: bool,
 ) -> Tensor:
-    """``attend`` by FlexAttention, which skips blocks in which no token sees another; for GPUs."""
+    """Compute ``attend`` with FlexAttention, which skips blocks in which no token sees another. For GPUs."""
     from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 
     ends_T, branches_T = tree.ends, tree.branches
@@ -265,7 +265,7 @@ _NAME = "prefix_tree"
 
 
 def over_tree(model: Any) -> AbstractContextManager[None]:
-    """Context in which a model's attention layers use the ``prefix_tree`` argument of its forward pass.
+    """Return a context in which a model's attention layers use the ``prefix_tree`` argument of the model's forward pass.
 
     Gradient checkpointing recomputes layers after the context has ended: see ``recomputed_alike``.
     """
@@ -274,7 +274,7 @@ def over_tree(model: Any) -> AbstractContextManager[None]:
 
 
 def recomputed_alike(model: Any) -> Callable[[], tuple[Any, Any]]:
-    """``context_fn`` of ``torch.utils.checkpoint`` that recomputes layers with the attention of the first pass."""
+    """Return a ``context_fn`` for ``torch.utils.checkpoint`` that recomputes layers with the attention of the first pass."""
     return functools.partial(
         _contexts, model.config.get_text_config()
     )  # a partial, so that a copy of the model gets its own configuration
@@ -302,7 +302,7 @@ class _ComputedBy(AbstractContextManager[None]):
 
 @functools.cache
 def _registered(own: str) -> str:
-    """Name of the attention over trees that replaces the attention ``own``."""
+    """Register the attention over trees that replaces the attention ``own``, and return its name."""
     from transformers import AttentionInterface, AttentionMaskInterface
 
     name = own if own.startswith(_NAME) else f"{_NAME}|{own}"
@@ -315,12 +315,12 @@ def _registered(own: str) -> str:
 
 @functools.cache
 def leave_uncompiled() -> None:
-    """Exclude attention over a tree from ``torch.compile``: its calls differ in each batch, so it would be recompiled every time."""
+    """Exclude attention over a tree from ``torch.compile``, which would recompile it for each batch because its calls differ."""
     global attend
     attend = cast(Any, torch.compiler.disable(attend))
 
 
-#: Arguments of attention functions that do not affect the result, or only for rows without a tree.
+#: Arguments of attention functions that do not affect the result, or that affect it only without a tree.
 _WITHOUT_EFFECT = {
     "position_ids",
     "position_embeddings",
@@ -357,7 +357,7 @@ def _attention(own: str) -> Callable[..., tuple[Tensor, Any]]:
 
 
 def _own_attention(module: nn.Module, own: str) -> Callable[..., tuple[Tensor, Any]]:
-    """The layer's original attention: transformers' function of that name, or the eager one in the layer's module."""
+    """Return the layer's original attention: transformers' function of that name, or the eager one in the layer's module."""
     for layer in type(module).__mro__:
         names = getattr(inspect.unwrap(layer.__dict__.get("forward", object)), "__globals__", {})
         if "ALL_ATTENTION_FUNCTIONS" in names:
@@ -368,7 +368,7 @@ def _own_attention(module: nn.Module, own: str) -> Callable[..., tuple[Tensor, A
 
 
 def _not_understood(args: tuple[Any, ...], arguments: dict[str, Any], tree: PrefixTree, sinks_H: Tensor | None) -> str | None:
-    """Why a layer's attention cannot be computed over the tree; None if it can."""
+    """Return why a layer's attention cannot be computed over the tree, or None if it can."""
     if sinks_H is not None and tree.input_ids.is_cuda:
         return "its attention has sinks (s_aux), which are not supported over a tree on a GPU"
     if args:
@@ -391,7 +391,7 @@ def _not_understood(args: tuple[Any, ...], arguments: dict[str, Any], tree: Pref
 
 
 def why_not(model: Any, longest: int) -> str | None:
-    """Why rows cannot share prefixes according to the model's configuration; None if they may.
+    """Return why rows cannot share prefixes according to the model's configuration, or None if nothing in it forbids sharing.
 
     Args:
         model: a Hugging Face model.
@@ -412,5 +412,5 @@ def why_not(model: Any, longest: int) -> str | None:
     return None
 
 
-#: Layer types with full causal attention only up to a length -> the setting of that length.
+#: Layer types whose attention is fully causal, at least up to some length -> the setting that holds this length.
 _KINDS = {"full_attention": "", "sliding_attention": "sliding_window", "chunked_attention": "attention_chunk_size"}
