@@ -135,7 +135,7 @@ class PolicyLoss:
 
     values: Tensor  # [B, L]
     ratio: Tensor  # [B, L], detached
-    clipped: Tensor  # [B, L] bool: the clip (or the cap) decided the value
+    clipped: Tensor  # [B, L] bool: the clip (or the cap) determined the value
 
 
 def clip_loss(

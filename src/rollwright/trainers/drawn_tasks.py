@@ -65,7 +65,7 @@ def refuse_unusable_reward(config: Any, rows: Any) -> None:
     workflow = WORKFLOWS.get(config.workflow) if isinstance(config.workflow, str) else config.workflow
     reward = config.workflow_kwargs.get("reward_fn", config.reward_fn)
     if reward is None or not (inspect.isclass(workflow) and issubclass(workflow, EpisodeWorkflow)):
-        return  # custom workflows choose the arguments
+        return  # custom workflows choose the arguments themselves
     columns = AsyncRewardWrapper(reward).columns
     if isinstance(rows, list) and rows:
         columns.keywords(rows[0])

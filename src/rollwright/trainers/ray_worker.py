@@ -39,7 +39,7 @@ def open_worker(place: Any, config: PPOConfig, addresses: list[str], directory: 
     if config.journal.enabled:
         settings = dataclasses.replace(config.journal, keep=None)  # only the controller's journal removes old files
         journal = Journal(Path(directory) / "journal", settings, hidden_texts(config))
-    services = TaskServices(config, tokenizer, Path(directory) / "logs")  # with its own front; they end with the process
+    services = TaskServices(config, tokenizer, Path(directory) / "logs")  # they have their own front, and end with the process
     held_out, kwargs = evaluation_workflow(config, tokenizer, services)
     return RolloutWorker(
         client,

@@ -230,7 +230,7 @@ def _train_supervised(stage: Stage, directory: RunDirectory) -> dict[str, Any]:
     from rollwright.trainers.loops.supervised import DPOTrainer, SFTTrainer
 
     config = stage.config
-    tokenizer = config.tokenizer_path or config.model.path  # counts prompts if max_length is set
+    tokenizer = config.tokenizer_path or config.model.path  # counts the tokens of prompts if max_length is set
     thinking = drawn_tasks.thinks(config.workflow_kwargs)
     thinking = config.train_dataset.columns.enable_thinking if thinking is None else thinking
     valid = get_dataset(config.valid_dataset, tokenizer, thinking) if config.valid_dataset else None

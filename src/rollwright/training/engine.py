@@ -389,7 +389,7 @@ class TrainEngine:
     def _run_mode(self, *, training: bool) -> None:
         # Dropout is off in either mode; transformers' gradient checkpointing is active only in training mode.
         training = training and self.config.gradient_checkpointing
-        if self.model.training != training:  # setting it visits every module
+        if self.model.training != training:  # ``train`` visits every module
             self.model.train(training)
 
 

@@ -22,7 +22,7 @@ from rollwright.inference.weights.stream import WeightStream
 from rollwright.training import parallel
 from rollwright.training.parallel import full_tensor, sharded_like
 
-# One process is an ordinary case.
+# Training with one process is an ordinary case.
 warnings.filterwarnings("ignore", message="torch.distributed is disabled, unavailable or uninitialized")
 
 Result = TypeVar("Result")
@@ -191,7 +191,7 @@ def with_whole_weights(weights: WeightStream, use: Callable[[WeightStream], Resu
                 for _ in rest:
                     pass
 
-        while opened:  # finish a stream that was left early: the other ranks are still in it
+        while opened:  # finish a stream that was left early, because the other ranks are still gathering
             opened.pop().close()
         opened.append(pairs())
         return opened[-1]

@@ -53,9 +53,9 @@ def load_weights(model: Any, path: str) -> None:
             reader.fs = _Files(files)
             with parallel.watched():
                 call_checkpoint(load, targets, storage_reader=reader, process_group=parallel.checkpoint_group())
-    except LostRankError:  # perhaps after an interrupt; the files are not the cause
+    except LostRankError:  # the files are not the cause
         raise
-    except (Exception, CheckpointException) as error:  # the text names the cause
+    except (Exception, CheckpointException) as error:  # the message names the cause
         raise ConfigError(f"{path} could not be read into a model of type {model.config.model_type!r}: {error}") from error
     for converted in keys.converted:  # merged from several tensors or split from one by transformers
         for name, tensor in keys.convert(converted, lambda key: place[key].get_tensor(key)):

@@ -41,12 +41,12 @@ class TokenScorer(nn.Module):
         self.model = model
         self.chunk_bytes = chunk_bytes
         self.frequencies_vary = fixed_frequencies(model.config) is not None
-        self._head_applies: bool | None = None  # found with the first batch
+        self._head_applies: bool | None = None  # determined with the first batch
 
     def forward(
         self, batch: Trajectory, wanted_BL: Tensor, *, with_entropy: bool = False, entropy_gradient: bool = True
     ) -> tuple[Tensor, Tensor]:
-        """Score tokens.
+        """Compute the log-probabilities, and optionally the entropies, of the wanted tokens.
 
         Args:
             batch: ``input_ids [B, L]`` and optionally ``attention_mask``, ``position_ids``, ``branch_ids``,
@@ -56,8 +56,8 @@ class TokenScorer(nn.Module):
             entropy_gradient: let gradients flow through the entropies.
 
         Returns:
-            ``logprobs_BL`` and ``entropy_BL``, float32, 0 where not wanted. The entropy at a token is that of the
-            distribution it was sampled from.
+            ``logprobs_BL`` and ``entropy_BL``, float32, 0 at tokens outside ``wanted_BL``. The entropy at a token is the entropy of the
+            distribution that predicts this token.
 
         Raises:
             TrainingError: the model cannot compute the rows, or cannot compute them in one batch.

@@ -332,7 +332,7 @@ class TokenStatistics:
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
-        self._sums: dict[str, Tensor] = {}  # the sum of the values and their number
+        self._sums: dict[str, Tensor] = {}  # sum of the values, and number of values
         self._largest: dict[str, Tensor] = {}
 
     @torch.no_grad()

@@ -38,7 +38,7 @@ _SAMPLING_MODES = ("both", "explore", "bench")
 
 
 def refuse_unknown_names(stages: Sequence[Stage]) -> None:
-    """Look up every name in the stages' configs. Plugins must be loaded before.
+    """Look up every name in the stages' configs. Plugins must already be loaded.
 
     Raises:
         ConfigError: lists every unusable name, with its key, file and line.
@@ -53,7 +53,7 @@ def _uses_sandbox(config: Any) -> bool:
     tasksets = [*config.tasksets, *config.eval_tasksets] if isinstance(config, PPOConfig) else []
     workflows = [(name, kwargs) for _, name, kwargs, _ in _workflows(config)]
     workflows += [(each.workflow, each.workflow_args) for each in tasksets]
-    with contextlib.suppress(RollwrightError):  # an unknown name is a fault of its own
+    with contextlib.suppress(RollwrightError):  # unknown names are reported separately
         for reward_fn in (config.reward_fn, *(each.reward_fn for each in tasksets)):
             if isinstance(reward_fn, str) and getattr(REWARD_FUNCTIONS.get(reward_fn), "uses_sandbox", False):
                 return True
@@ -125,7 +125,7 @@ def _workflow(config: Any, key: str, name: Any, kwargs: Mapping[str, Any], *, ev
         )
         return
     arguments = with_defaults(name, dict(kwargs), dict.fromkeys(_GIVEN, object()))
-    arguments = {**arguments, "gconfig": None} if evaluates else arguments  # evaluation has generation arguments of its own
+    arguments = {**arguments, "gconfig": None} if evaluates else arguments  # evaluation has its own generation arguments
     try:
         inspect.signature(found).bind(**arguments)
     except TypeError as error:

@@ -171,7 +171,7 @@ class Trainer(ABC):
         return parallel.rank() > 0
 
     def train(self) -> dict[str, Any]:
-        """Train to the last step, until ``is_done``, until nothing is left to train on, or until a signal asks to stop.
+        """Train until the last step, until ``is_done``, until nothing is left to train on, or until a signal asks to stop.
 
         Returns:
             ``{"steps", "reward" (or "loss"), "eval": {step: reward}, "seconds": {...}, "checkpoint": path}``; empty on other ranks.
@@ -325,7 +325,7 @@ class StopSignal:
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
         self._restore()
-        if self.received is not None and isinstance(error, LostRankError):  # the run is not opened again
+        if self.received is not None and isinstance(error, LostRankError):  # the run is not reopened
             raise TrainingError(
                 f"{error}. The run was asked to stop, and the current step is lost: the same command resumes from the newest recover "
                 "checkpoint."

@@ -41,7 +41,7 @@ class EvaluationResult:
     tasks: int
     samples: int
     truncated: float  # share of samples cut by a length limit
-    response_tokens: float  # mean sampled tokens of a sample
+    response_tokens: float  # mean number of sampled tokens per sample
     trajectory: Trajectory  # rows in the order of the tasks; a packed batch on a Ray cluster
 
 

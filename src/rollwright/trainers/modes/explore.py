@@ -72,7 +72,7 @@ class ClaimedTask:
     Attributes:
         row: the task.
         past: recorded episode of each sample, by index.
-        refused: reason why an earlier explorer got no group from the task. Empty if no explorer came to that result.
+        refused: reason that an earlier explorer recorded for getting no group from the task. Empty if there is none.
     """
 
     claim: TaskClaim
@@ -107,7 +107,7 @@ class FinishedTask:
 class LeasedTasks:
     """The source of an explorer's tasks: claims them from the store under leases.
 
-    A task that is claimed again continues from the journals of its explorers, this one or others.
+    A task that is claimed again continues from what its earlier explorers recorded in their journals.
 
     Args:
         config: the experiment.
@@ -135,7 +135,7 @@ class LeasedTasks:
         has_fixed_length = config.store.uses == 1 and config.store.train_batch_size is None
         self._total_groups = total_steps * config.train_dataset.batch_size if has_fixed_length else None
         self._claimed: list[TaskClaim] = []
-        self._deferred: list[ClaimedTask] = []  # until the trainer has reached the versions of their recorded tokens again
+        self._deferred: list[ClaimedTask] = []  # wait until the trainer has again reached the versions of their recorded tokens
         self._task_files = TaskFiles()
 
     @property
@@ -178,7 +178,7 @@ class LeasedTasks:
         self._store.tasks.release(self._explorer)
 
     def release_left(self) -> None:
-        """Release the tasks of explorers of this machine that have ended, without waiting until their leases expire."""
+        """Release the tasks of ended explorers on this machine at once, instead of waiting until the leases expire."""
         for directory in process_directories(self._config, "explore"):
             name = directory.path.name
             if name != self._explorer and directory.was_left() and (count := self._store.tasks.release(name)):
@@ -224,7 +224,7 @@ class GroupSink:
         self._group_size = group_size
         self._store = store
         self._operators = operators
-        self._running: dict[int, TaskClaim] = {}  # by the executor's number of the task
+        self._running: dict[int, TaskClaim] = {}  # by the executor's task number
         self._storing = threading.Lock()  # held while a group is stored
         self._finished: queue.SimpleQueue[FinishedTask | Exception] = queue.SimpleQueue()
         self._thread = threading.Thread(target=self._store_groups, name="stores-groups", daemon=True)
@@ -278,7 +278,7 @@ class GroupSink:
                     with self._storing:
                         if (claim := self._running.pop(number, None)) is not None:  # None: abandoned in the meantime
                             self._finished.put(self._finish(claim, outcome))
-        except Exception as error:  # raised in the thread that explores
+        except Exception as error:  # raised again in the exploring thread
             self._finished.put(error)
 
     def _finish(self, claim: TaskClaim, outcome: Trajectory | str) -> FinishedTask:

@@ -194,7 +194,7 @@ class RunBook:
                 opened.episode.set_reward(given.reward, turn=given.turn, call=given.call)
             except RollwrightError as error:
                 if not isinstance(error, WorkflowError):
-                    raise  # not the caller's fault: a full disk
+                    raise  # not the caller's fault, such as a full disk
                 raise RequestError(str(error)) from error
             opened.touched = time.monotonic()
             return self._end(opened, said) if given.final else 0
@@ -206,7 +206,7 @@ class RunBook:
             for run in [run for run in self._runs.values() if run.touched < limit]:
                 try:
                     self._forget(run, "cut", f"no feedback in {self.config.service.feedback_seconds:g} s")
-                except JournalError as error:  # a full disk; tried again soon
+                except JournalError as error:  # such as a full disk; tried again soon
                     logger.warning("the run %s could not be dropped: %s", run.name, error)
                     return
 
@@ -367,7 +367,7 @@ def serve(config: PPOConfig, directory: RunDirectory, *, is_over: Callable[[], b
         The service's counts.
     """
     file = directory.path / SERVICE_FILE
-    left = json.loads(file.read_text(encoding="utf-8")) if file.exists() else {}  # by an earlier service
+    left = json.loads(file.read_text(encoding="utf-8")) if file.exists() else {}  # written by an earlier service
     api_key = config.service.api_key or left.get("api_key") or f"service-{secrets.token_urlsafe(24)}"
     with ExitStack() as opened:
         stop = opened.enter_context(StopSignal())  # before the first request

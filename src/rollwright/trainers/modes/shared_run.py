@@ -6,7 +6,7 @@
     <fileroot>/<experiment>/<trial>/trainer/         the trainer's run directory, with its checkpoints and published weights
     <fileroot>/<experiment>/<trial>/explorer-…/      one for each start of an explorer
 
-The weights of a version are evaluated by one of the explorers.
+Only one of the explorers evaluates each version.
 """
 
 from __future__ import annotations
@@ -104,7 +104,7 @@ class StoreStaleness:
         assert config.store is not None
         rollout = config.rollout
         self._rule = Staleness(rollout.max_head_offpolicyness, config.train_dataset.batch_size, rollout.over_sampling)
-        self._limits_age = config.store.uses == 1  # experiences that are used again may have any age
+        self._limits_age = config.store.uses == 1  # experiences that are used several times may have any age
         self.places = int(self._rule.places)
 
     def oldest(self, version: int) -> int | None:

@@ -70,7 +70,7 @@ class StoreTrainer(PolicyTrainer):
         highest = announced.highest_version() if announced is not None and resumed else -1
         self.withdrawn = range(
             self.actor.version + 1, highest + 1
-        )  # versions under which some experiences were sampled with other weights
+        )  # some experiences of these versions were sampled with other weights
         undone = self.store.recover(self.recover.path(self.step).name if resumed else None)
         if resumed:
             logger.info("resumed after step %d; %s uses of experiences are made again", self.step, undone or "no")
@@ -106,7 +106,7 @@ class StoreTrainer(PolicyTrainer):
 
 
 def trajectory_of(batch: StoredBatch) -> Trajectory:
-    """Convert a batch of the store to tensors, with the store's group ids. Rows of a group that have the same ``eid.run`` are a sample.
+    """Convert a batch of the store to tensors, with the store's group ids. Rows of a group with equal ``eid.run`` form one sample.
 
     Groups are in the order of their tasks, so that minibatches do not depend on the order of arrival.
     """
