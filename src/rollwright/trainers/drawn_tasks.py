@@ -96,7 +96,7 @@ def refuse_missing_chat_template(config: Any, tokenizer: Any) -> None:
 
 
 def evaluation_rows(config: PPOConfig) -> list[Row]:
-    """Return the held-out tasks: the rows of all evaluation tasksets, labelled with the taskset's name, or of ``valid_dataset``."""
+    """Return the held-out tasks: rows of all evaluation tasksets, each with its taskset's name, or rows of ``valid_dataset``."""
     if config.eval_tasksets or config.valid_dataset is None:
         return [{**row, "taskset": taskset.name} for taskset in config.eval_tasksets for row in taskset_rows(taskset)]
     given = config.workflow_kwargs if config.eval_workflow_kwargs is None else config.eval_workflow_kwargs

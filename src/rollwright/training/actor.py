@@ -392,7 +392,7 @@ class PolicyUpdate:
         """Return the log-probabilities of the proximal policy, the denominator of the ratio.
 
         If the config needs the trainer's own, they are ``prox_logp`` or, before the first step, the current log-probabilities, which are
-        equal and need no extra forward pass. After it, they may be interpolated. In all other cases they are those at sampling.
+        equal and need no extra forward pass. After the first step, they may be interpolated. In all other cases they are those at sampling.
         """
         config = self.config
         if "prox_logp" in part:

@@ -339,7 +339,7 @@ class TrainEngine:
         return whole_weights(self.model, dtype)
 
     def full_weights(self) -> dict[str, Tensor]:
-        """Copy the model's whole tensors to the CPU of every rank, by name; tied tensors appear once. For small models."""
+        """Copy all tensors of a small model to the CPU of every rank, by name. A tied tensor appears once."""
         return {name: tensor.detach().to("cpu", copy=True) for name, tensor in self.weights()}
 
     def state_dict(self) -> dict[str, Any]:

@@ -35,8 +35,8 @@ def wants_sharding(config: TrainEngineConfig, device: torch.device, *, is_shared
     """Return whether to shard a model's parameters.
 
     Args:
-        config: section of the model. ``shard: auto`` shards over several ranks, and also on one GPU, so that one rank computes the same
-            as eight, unless ``is_shared``.
+        config: section of the model. ``shard: auto`` shards over several ranks. Unless ``is_shared``, it also shards on a single GPU, so
+            that one rank computes the same as eight.
         device: device of the model.
         is_shared: True if an engine in this process may compute with the model's own tensors, which must then be whole.
 

@@ -66,7 +66,7 @@ def empty_model(config: TrainEngineConfig, dtype: torch.dtype) -> nn.Module:
     """Make a config's model without weights: its parameters are on the meta device and take no memory, and its buffers are computed.
 
     Raises:
-        ConfigError: as for ``load_model``.
+        ConfigError: see ``load_model``.
     """
     return _made(config, dtype, is_empty=True).eval()
 
@@ -186,7 +186,7 @@ def new_model(
         directory: receives ``config.json``, ``generation_config.json``, ``model.safetensors`` and the tokenizer's files, if given.
         architecture: ``qwen3``, ``qwen2`` or ``llama``.
         tokenizer: sets the vocabulary size and the ids of the begin, end and padding tokens.
-        vocab_size: vocabulary size, at least that of the tokenizer. If None, the tokenizer's.
+        vocab_size: vocabulary size, at least that of the tokenizer. If None, the tokenizer's. Required without a tokenizer.
         hidden_size: width of the model.
         intermediate_size: width of the feed-forward layers. If None, three times ``hidden_size``, rounded up to a multiple of 32.
         num_hidden_layers: number of layers.

@@ -3,7 +3,7 @@
 Training numbers go over the default group (NCCL on GPUs, Gloo on CPUs). Messages go over a control group: Gloo everywhere, with a
 timeout of days, because the other ranks wait there while the first rank samples, writes or sends weights.
 
-With one process, every function is the identity.
+With one process, the functions do not communicate and return their inputs.
 """
 
 from __future__ import annotations

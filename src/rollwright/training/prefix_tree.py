@@ -10,7 +10,7 @@ longest prefix with the row before it; only the rest of the row, its *run*, is n
 Invariants:
 
 * two tokens are merged only if everything they can see is equal: ids, positions, branches and images up to them;
-* a token sees the tokens of its own row and nothing else; in rows with branches, ``inference.attention_masks`` says which of them.
+* a token sees only tokens of its own row; in rows with branches, ``inference.attention_masks`` defines which of these tokens it sees.
 
 Everything except attention works on each token separately, so an unmodified Hugging Face model can compute the layout. Attention over the
 layout becomes a few calls of an ordinary kernel (``attention_calls``), which ``tree_attention`` makes. Autograd sums the gradients of a
@@ -50,7 +50,7 @@ class PrefixTree:
         longest: tokens of the longest row.
         uses: number of attention layers that used the tree. 0 after a forward pass means that the model does not pass the tree to layers.
         refusal: why a layer's attention cannot be computed over the tree. It is set in a forward pass, whose result is then invalid.
-        is_tried: True during a check, which expects a refusal to be possible; at any other time, a refusal is an error.
+        is_tried: True during a check, in which a refusal is allowed. At any other time, a refusal is an error.
     """
 
     input_ids: Tensor
@@ -76,12 +76,12 @@ class SortedRows:
 
     Args:
         batch: ``input_ids [B, L]`` and, if present, ``attention_mask``, ``position_ids``, ``branch_ids``, ``group_ids`` and images.
-        picture_ids: placeholder tokens of images. A row shares the tokens of all its images or of none.
+        picture_ids: placeholder tokens of images. A row shares either the tokens of all its images or those of none.
 
     Attributes:
-        order: row numbers.
-        lengths: tokens of each row, in that order.
-        shared: number of tokens that each row shares with the row before it, in that order; 0 for the first.
+        order: row numbers in sorted order.
+        lengths: number of tokens of each row, in sorted order.
+        shared: number of tokens that each row shares with the row before it, in sorted order; 0 for the first.
         distinct: number of distinct tokens of all rows.
     """
 

@@ -110,7 +110,10 @@ class SharedWeights:
             self.engine.resume()
 
     def succeeded_by(self, other: Publisher) -> Publisher:
-        """Return the publisher to use from now on, and resume the engine if that is another one. Allowed during an update."""
+        """Replace this publisher by ``other``, even during an update, and return the publisher to use.
+
+        If both share weights, this publisher is kept. Otherwise the engine is resumed if it is paused.
+        """
         if isinstance(other, SharedWeights):
             return self
         if self._paused:
@@ -157,10 +160,10 @@ class SentWeights:
     def publish(self, trainer: TrainEngine, version: int) -> None:
         """Send the weights from rank 0, gathered one tensor at a time, and check that the engines compute with them.
 
-        An engine in this process gets the model's own names, other engines those of its checkpoints (``weights/names.py``).
+        An engine in this process gets the model's own tensor names; other engines get the names used in checkpoints (``weights/names.py``).
 
         Raises:
-            WeightUpdateError: on every rank, if an engine refused the weights or does not compute with them.
+            WeightUpdateError: on every rank, if an engine rejected the weights or does not compute with them.
         """
 
         def send(weights: WeightStream) -> None:
@@ -257,13 +260,13 @@ def audit(
     tolerance: float | None,
     *dtypes: torch.dtype | str,
 ) -> list[Agreement]:
-    """Compare every engine's answer to the probe with the trainer.
+    """Compare the log-probabilities of every engine's answer to the probe with the trainer's.
 
     Args:
         responses: answers by engine name.
         score: the trainer's log-probabilities.
         version: version that was just published.
-        tolerance, dtypes: as for ``require_agreement``.
+        tolerance, dtypes: see ``require_agreement``.
 
     Returns:
         One entry for each engine.

@@ -343,7 +343,7 @@ class RecoverCheckpoints:
     def save(self, step: int, state: dict[str, Any], *, before_visible: Callable[[], object] | None = None) -> Path:
         """Write the checkpoint of a step, then remove the oldest checkpoints and those of later steps. Collective.
 
-        If there is a checkpoint of a later step, it is damaged, or the run has gone back to an earlier step.
+        A checkpoint of a later step exists only if it is damaged, or if the run has gone back to an earlier step.
 
         Args:
             step: number of the step.

@@ -225,7 +225,7 @@ def attend_in_blocks(
     *,
     compiled: bool,
 ) -> Tensor:
-    """Compute ``attend`` with FlexAttention, which skips blocks in which no token sees another. For GPUs."""
+    """Compute ``attend`` with FlexAttention (used on GPUs), which skips blocks in which no token sees another."""
     from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 
     ends_T, branches_T = tree.ends, tree.branches

@@ -30,7 +30,7 @@ def evaluate(
 ) -> EvaluationResult:
     """Run ``gconfig.n_samples`` samples of every task and average their rewards.
 
-    A :class:`TaskRunner` uses its own generation arguments, those of its tasksets or constructor.
+    A :class:`TaskRunner` uses its own generation arguments, from its tasksets or its constructor.
 
     Raises:
         RolloutError: a task gave no sample, so the mean would not cover all tasks.

@@ -188,8 +188,8 @@ def supervised_batch(
     Rows with ``images`` need the model's ``processor``; the batch then has ``multi_modal_inputs`` too.
 
     A row may instead have ``input_ids`` and ``loss_mask``, or ``segments``: an episode of several turns as
-    ``[{"text": str, "train": bool}]``, in which ``"branch": n`` (1, 2, …) puts a segment on an isolated branch that starts
-    after the segments before the first branch.
+    ``[{"text": str, "train": bool}]``. In a segment, ``"branch": n`` (1, 2, …) puts it on an isolated branch. Every branch starts after
+    the segments that precede the first branch.
 
     The chat template's end of turn (``data.chat_template.turn_end``) is appended to the completion and trained. If ``completion`` is a
     list of messages, every assistant message in it is trained, each after the same prompt as in sampling. If the template rewrites
@@ -276,7 +276,7 @@ def _seen_prompt(
 def preference_batch(rows: Sequence[dict[str, Any]], tokenizer: Any, **template_variables: Any) -> Trajectory:
     """Convert rows to pairs: ``input_ids``, ``attention_mask`` and ``loss_mask`` ``[2P, L]``, each chosen reply before its rejected one.
 
-    Prompts and the ends of replies are those of ``supervised_batch``.
+    Prompts and the ends of replies are the same as in ``supervised_batch``.
 
     Raises:
         DataError: a row is not a pair, or has images.

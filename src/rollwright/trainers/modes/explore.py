@@ -88,13 +88,13 @@ class ClaimedTask:
 
 @dataclass(frozen=True)
 class FinishedTask:
-    """How a task ended.
+    """The result of a task.
 
     Attributes:
         group: the sampled group. None if it was rejected or failed.
         operated: result of the operators. None if there was no group.
         stored: number of experiences stored.
-        reason: why no group was stored. Empty if one was.
+        reason: why no group was stored. Empty if a group was stored.
     """
 
     claim: TaskClaim

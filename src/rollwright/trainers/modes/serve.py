@@ -5,7 +5,7 @@ result::
 
     POST /runs      {"task": "refund"}                     -> {"run": …, "base_url": …, "api_key": …}
     POST /feedback  {"run": …, "reward": 1.0}              -> {"stored": 2}      the run ends, its experiences are stored
-    POST /feedback  {"run": …, "reward": 0.5, "turn": 0, "final": false}         a reward for a turn; the run goes on
+    POST /feedback  {"run": …, "reward": 0.5, "turn": 0, "final": false}         a reward for a turn; the run continues
     GET  /status                                           -> counts, and the version that samples
 
 All three need the service's own key as a bearer token. ``gconfig.n_samples`` runs with the same task form a group. A run without a
