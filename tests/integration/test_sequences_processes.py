@@ -9,11 +9,11 @@ from pathlib import Path
 import pytest
 from quiet_ports import quiet_ports
 
-UNIT = Path(__file__).parents[1] / "unit" / "sequence_processing"
+TESTS = Path(__file__).parents[1]
 
 WORKER = """
 import os, sys
-sys.path.insert(0, {unit!r})
+sys.path[:0] = {paths!r}
 import torch
 from processed_models import small_model, tokenizer
 from rollwright.errors import CheckpointError
@@ -44,7 +44,7 @@ if world_size() > 1:
 def run_workers(directory: Path, world: int) -> None:
     directory.mkdir()
     script = directory / "worker.py"
-    script.write_text(WORKER.format(unit=str(UNIT)))
+    script.write_text(WORKER.format(paths=[str(TESTS), str(TESTS / "unit" / "sequence_processing")]))
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "OMP_WAIT_POLICY": "PASSIVE", "HF_HUB_OFFLINE": "1"}
     if world > 1:
         environment |= {"WORLD_SIZE": str(world), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(quiet_ports(1)[0])}
