@@ -85,7 +85,11 @@ class RetrievalClient:
 
     async def search(self, query: str, topk: int) -> list[dict[str, Any]]:
         """See ``SearchTool``."""
-        return (await self._post("/retrieve", {"queries": [query], "topk": topk, "return_scores": False}))[0]
+        return (await self.retrieve([query], topk))[0]
+
+    async def retrieve(self, queries: list[str], topk: int | None = None, return_scores: bool = False) -> list[list[Any]]:
+        """Send ``POST /retrieve`` and return the documents of each query, each with its score if ``return_scores`` is True."""
+        return await self._post("/retrieve", {"queries": queries, "topk": topk, "return_scores": return_scores})
 
     async def access(self, url: str) -> dict[str, str] | None:
         """See ``SearchTool``."""
