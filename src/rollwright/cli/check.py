@@ -8,7 +8,7 @@ from typing import Annotated, Any
 
 import typer
 
-from rollwright.errors import CheckpointError, DataError, RollwrightError
+from rollwright.errors import CheckpointError, ConfigError, RollwrightError
 
 
 def check(
@@ -20,7 +20,7 @@ def check(
     something is missing or damaged.
     """
     if not run.is_dir():
-        raise DataError(f"{run} is not a directory: give that of a run, such as runs/quickstart/trial.")
+        raise ConfigError(f"{run} is not a directory: give that of a run, such as runs/quickstart/trial.")
     lacks = 0
     for what, problems in _looked_at(run):
         lacks += len(problems)
@@ -40,7 +40,7 @@ def _looked_at(run: Path) -> Iterator[tuple[str, list[str]]]:
 
     parts = list(parts_below(run))
     if not parts:
-        raise DataError(f"{run} is not a run: neither metrics.jsonl nor a journal is in it or below it.")
+        raise ConfigError(f"{run} is not a run: neither metrics.jsonl nor a journal is in it or below it.")
     for path in parts:
         with Run(path) as part:
             problems, said = _of_files(part)

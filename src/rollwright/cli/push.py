@@ -6,7 +6,7 @@ from pathlib import Path
 
 import typer
 
-from rollwright.errors import CheckpointError
+from rollwright.errors import CheckpointError, ConfigError
 
 
 def push(
@@ -40,7 +40,5 @@ def _checkpoint(path: Path) -> Path:
         return path
     found = [config.parent for config in path.glob("**/checkpoints/final/config.json")]
     if not found:
-        raise CheckpointError(
-            f"{path} is no checkpoint in Hugging Face form and holds none: give a directory with config.json."
-        )
+        raise ConfigError(f"{path} is no checkpoint in Hugging Face form and holds none: give a directory with config.json.")
     return max(found, key=lambda folder: (folder / "config.json").stat().st_mtime)

@@ -1,29 +1,19 @@
-"""An inference engine behind HTTP servers: it sends the requests, and has parts for the servers, their weights and their protocol.
-
-Invariants:
-
-* a token's version is the one that the server reports; if a server cannot report it, an update in flight is an error, not a guess;
-* a request is sent again only if its connection failed, or its server was given up, before a response began.
-"""
+"""An inference engine behind HTTP servers. Each of its parts has an owner: the servers, the requests, their weights, their protocol."""
 
 from __future__ import annotations
 
-import asyncio
-import math
-import time
 from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
 
 from rollwright.config.sections import RolloutConfig
-from rollwright.errors import ConfigError, EngineError, RequestAborted
+from rollwright.errors import ConfigError
 from rollwright.inference.backends.server_backend import ServerBackend
-from rollwright.inference.connections import ConnectionLostError, ServerRefusedError, refusal_of
 from rollwright.inference.engine import InferenceEngine
 from rollwright.inference.network import parse_addresses
+from rollwright.inference.remote_requests import RemoteRequests
 from rollwright.inference.request import ModelRequest, ModelResponse
-from rollwright.inference.router import Server
 from rollwright.inference.server_set import ServerSet
 from rollwright.inference.weights.publication import WeightPublication
 from rollwright.inference.weights.server_weights import ServerWeights
@@ -37,11 +27,6 @@ logger = getLogger("RemoteEngine")
 CONNECTED_ENGINES: list[RemoteInferenceEngine] = []
 #: Arguments of ``initialize`` in ported programs that say nothing about servers.
 _IGNORED_ARGUMENTS = {"engine_id", "train_data_parallel_size", "ft_spec"}
-#: HTTP statuses that mean a busy or restarting server rather than an invalid request.
-_TRY_AGAIN_STATUSES = {429, 502, 503, 504}
-#: vLLM's value for a log-probability of minus infinity.
-_NO_LOGPROB = -9999.0
-_STOP_REASONS = ("stop", "length", "abort")
 
 
 class RemoteInferenceEngine(InferenceEngine):
@@ -52,6 +37,7 @@ class RemoteInferenceEngine(InferenceEngine):
         servers: finds, watches and calls the servers.
         backend: the servers' protocol.
         weights: the version that the servers hold; pauses servers, restores their weights, and follows another publisher.
+        requests: sends requests and reads the answers.
         publication: transfers new weights.
     """
 
@@ -75,6 +61,7 @@ class RemoteInferenceEngine(InferenceEngine):
         self.servers = ServerSet(self.config, backend.kind, addresses)
         self.backend = backend(self.config, self.servers)
         self.weights = ServerWeights(self.backend, self.servers, servers_are_replaced=servers_are_replaced, only_asks=only_asks)
+        self.requests = RemoteRequests(self.backend, self.servers, self.weights)
         self.publication = WeightPublication(self.backend, self.servers, self.weights)
 
     @property
@@ -140,8 +127,8 @@ class RemoteInferenceEngine(InferenceEngine):
         """Take ownership of servers that were started for this engine: close them when the engine is destroyed.
 
         Args:
-            launched: an object with ``close()``; ``check(address=None)``, which raises if that server (for None: every server) has ended;
-                and ``weights_root``, a directory that is shared with the servers.
+            launched: an object with ``close()``; with ``check(address=None)``, which raises if that server has ended, or without an
+                address if all servers have; and with ``weights_root``, a directory that is shared with the servers.
         """
         self.servers.launched.append(launched)
 
@@ -157,140 +144,16 @@ class RemoteInferenceEngine(InferenceEngine):
         return self.backend.is_batch_invariant
 
     async def agenerate(self, request: ModelRequest) -> ModelResponse:
-        """Sample one completion; see ``InferenceEngine.agenerate``.
-
-        If the connection fails before a response began, the request is sent again, to another server if this one is gone. If the
-        server is too busy, the request is sent again for at most ``setup_timeout``.
-
-        Raises:
-            PromptTooLongError: the server has no room for the prompt and a new token.
-            RequestAborted: the engine was closed.
-            EngineError: a parameter cannot be honoured, the server rejected the request, or no server is left.
-        """
-        kind, retries = self.backend.kind, self.config.request_retries
-        shifted = self.backend.check(request, f"the {kind} server at {self._addresses()}")
-        started, lost, busy = time.perf_counter(), 0, 0
-        while True:
-            server = await self._lease(request.rid)
-            router, version_when_sent = self.servers.router, self.weights.version
-            try:
-                async with router.send(request.rid, server) as wire_id:
-                    payload = self.backend.payload(request, wire_id, server)
-                    data = await self.servers.connections.post(server.url + self.backend.generate_path, payload)
-                break
-            except ConnectionLostError as error:
-                lost += 1
-                logger.debug("%s Trying again (%d of %d).", error, lost, retries)
-                await asyncio.to_thread(self.servers.suspect, server, str(error))
-                if lost > retries:
-                    raise EngineError(
-                        f"A request of conversation {request.rid!r} failed {lost} times (rollout.request_retries); servers: "
-                        f"{router.describe()}. Last: {error}"
-                    ) from error
-            except ServerRefusedError as error:
-                if error.status not in _TRY_AGAIN_STATUSES:
-                    raise refusal_of(error) from error
-                busy += 1
-                if time.perf_counter() - started > self.config.setup_timeout:
-                    raise EngineError(
-                        f"The {kind} servers have been too busy for {self.config.setup_timeout:g} s: lower "
-                        f"rollout.max_concurrent_samples, or use more servers. Last: {error}"
-                    ) from error
-                await asyncio.sleep(min(0.1 * 2 ** min(busy, 5), 2.0))
-            finally:
-                router.give_back(server)
-        response = self.read_answer(request, data, version_when_sent)
-        response.latency = time.perf_counter() - started
-        response.logprobs_shifted, response.server = shifted, server.address
-        return response
-
-    def read_answer(self, request: ModelRequest, data: dict[str, Any], version_when_sent: int) -> ModelResponse:
-        """Read and check a server's answer.
-
-        Raises:
-            EngineError: the answer contradicts itself, or is not in the protocol's form.
-        """
-        kind = self.backend.kind
-        try:
-            response = self.backend.response(request, data, version_when_sent)
-        except (KeyError, IndexError, TypeError, ValueError, AttributeError) as error:
-            raise EngineError(
-                f"An answer is not in the form of {kind}'s {self.backend.generate_path} ({type(error).__name__}: {error}): "
-                f"{str(data)[:200]!r}. See that the addresses are those of {kind} servers: {self._addresses()}."
-            ) from error
-        if len(response.output_logprobs) != len(response.output_tokens):
-            raise EngineError(
-                f"The {kind} server returned {len(response.output_tokens)} tokens and {len(response.output_logprobs)} "
-                "log-probabilities; a request needs both from one sampling."
-            )
-        if any(not math.isfinite(value) or value <= _NO_LOGPROB for value in response.output_logprobs):
-            raise EngineError(
-                f"The {kind} server returned log-probabilities that are not finite: {response.output_logprobs[:8]}."
-            )
-        response.rid, response.temperature = request.rid, request.gconfig.effective_temperature
-        if response.stop_reason not in _STOP_REASONS:
-            raise EngineError(
-                f"The {kind} server ended a request with finish_reason {response.stop_reason!r}; those that its tokens can be "
-                f"used with are {', '.join(_STOP_REASONS)}. See the server's log."
-            )
-        return response
+        """See ``RemoteRequests.generate``."""
+        return await self.requests.generate(request)
 
     def probe(self, request: ModelRequest) -> dict[str, ModelResponse] | None:
-        """Sample one request on every server in service; see ``WeightReceiver.probe``."""
-        if self.weights.is_paused:
-            return None
-
-        def ask(server: Server) -> ModelResponse:
-            payload = self.backend.payload(request, self.servers.router.new_wire_id("audit-probe"), server)
-            limit = self.config.request_timeout
-            data = self.servers.ask(server, "POST", self.backend.generate_path, payload, timeout=limit)
-            return self.read_answer(request, data, self.weights.version)
-
-        answers = self.servers.each_in_service(ask, "answer the audit's probe")
-        if not answers:
-            logger.warning(
-                "No server is in service that could be compared with the trainer after version %d.", self.weights.version
-            )
-        return {f"The {self.backend.kind} server at {server.address}": answer for server, answer in answers.items()}
-
-    def _addresses(self) -> str:
-        return ", ".join(server.address for server in self.servers.router.servers)
-
-    async def _lease(self, conversation: str) -> Server:
-        deadline = time.monotonic() + self.config.setup_timeout
-        while True:
-            if not self.servers.is_open:
-                raise RequestAborted(
-                    f"The client of the {self.backend.kind} servers was closed or never connected; call initialize() first."
-                )
-            router = self.servers.router
-            if not self.weights.is_holding:
-                server = router.choose(conversation)
-                if server is not None:
-                    return server
-                self.servers.raise_if_all_ended()
-                if time.monotonic() > deadline:
-                    raise EngineError(
-                        f"No {self.backend.kind} server has been in service for {self.config.setup_timeout:g} s: {router.describe()}."
-                    )
-            await asyncio.sleep(0.05)
+        """See ``RemoteRequests.probe``."""
+        return self.requests.probe(request)
 
     def abort(self, rid: str | None = None) -> None:
-        """End the requests of one conversation, or all requests of this engine; they return the tokens sampled so far.
-
-        On an event loop this does not wait for the servers, because the loop's other tasks would wait, too.
-        """
-        sent = self.servers.router.by_server(rid) if self.servers.is_open else []
-        asked = [self.servers.submit(self._abort_quietly, *entry) for entry in sent]
-        if asyncio._get_running_loop() is None:
-            for future in asked:
-                future.result()
-
-    def _abort_quietly(self, server: Server, wire_ids: list[str]) -> None:
-        try:
-            self.backend.abort_on_server(server, wire_ids)
-        except EngineError as error:  # the server's requests end with their connections, or when it is taken out
-            logger.warning("The server at %s was asked to abort %d requests: %s", server.address, len(wire_ids), error)
+        """See ``RemoteRequests.abort``."""
+        self.requests.abort(rid)
 
     # -- weights -------------------------------------------------------------------------------------------------------
 

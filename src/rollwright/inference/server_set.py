@@ -293,8 +293,8 @@ class ServerSet:
     def each(self, action: Callable[[Server], Result], servers: Iterable[Server]) -> list[Result]:
         """Run ``action`` on all servers at once, and raise the first failure after all are done."""
         done, failed = self.settled(action, servers)
-        for error in failed.values():
-            raise error
+        if failed:
+            raise next(iter(failed.values()))
         return list(done.values())
 
     def each_in_service(self, action: Callable[[Server], Result], what: str) -> dict[Server, Result]:

@@ -172,7 +172,7 @@ class TrainRanks:
         return None if is_sharded(self.engine.model) else self.engine.model
 
     def prepare(self, batch: Trajectory) -> Trajectory:
-        """Move a batch to the engine's device, or with several ranks to host memory, where it is divided."""
+        """Move a batch to the engine's device. With several ranks, move it to host memory instead, from which it is divided among them."""
         return tensor_container_to(batch, self.engine.device if parallel.world_size() == 1 else "cpu")
 
     def with_weights(self, use: Callable[[Any], None], scratch: Path) -> None:

@@ -9,7 +9,7 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 import pytest
 
 from rollwright.cli.push import push
-from rollwright.errors import CheckpointError
+from rollwright.errors import CheckpointError, ConfigError
 
 
 class Hub(BaseHTTPRequestHandler):
@@ -93,7 +93,7 @@ def test_a_token_that_may_not_write_is_told(hub, run, monkeypatch):
 
 def test_what_holds_no_checkpoint_or_names_no_repository_is_refused(hub, run, tmp_path):
     (tmp_path / "empty").mkdir()
-    with pytest.raises(CheckpointError, match="holds none"):
+    with pytest.raises(ConfigError, match="holds none"):
         push(tmp_path / "empty", "somebody/adder", private=True, revision=None, message="first")
     with pytest.raises(CheckpointError, match="no name of a repository"):
         push(run, "no/such/name", private=True, revision=None, message="first")

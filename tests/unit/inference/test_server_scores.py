@@ -169,7 +169,7 @@ def test_what_the_client_asks_comes_back_over_the_wire(address, engine):
             request.gconfig = request.gconfig.new(max_new_tokens=3, temperature=0.7)
             (here,) = engine.generate([request])
             payload = client.backend.payload(request, "x", client.servers.router.servers[0])
-            response = client.read_answer(
+            response = client.requests.read_answer(
                 request, client.servers.ask(client.servers.router.servers[0], "POST", "/generate", payload), 0
             )
             assert response.output_tokens == here.output_tokens
