@@ -8,6 +8,8 @@ from typing import cast
 import torch
 from torch import Tensor
 
+from rollwright.inference.weights.adapter import AdapterSpec
+
 Pairs = Iterable[tuple[str, Tensor]]
 
 
@@ -17,23 +19,28 @@ class WeightStream:
     Attributes:
         described: names and tensors on the meta device (shape and type, no memory), in reading order: wider types first, so that
             each tensor is aligned in a file.
+        adapter: describes the adapter that the tensors are; None if they are the weights of a model.
     """
 
-    def __init__(self, described: Pairs, read: Callable[[], Iterator[tuple[str, Tensor]]]) -> None:
+    def __init__(
+        self, described: Pairs, read: Callable[[], Iterator[tuple[str, Tensor]]], adapter: AdapterSpec | None = None
+    ) -> None:
         """Args:
         described: names and meta tensors; sorted here by the width of their types.
         read: yields the tensors in the order of ``described``. Each is valid only until the next one is requested.
+        adapter: see above.
         """
+        self.adapter = adapter
         self.described = sorted(described, key=lambda pair: -pair[1].itemsize)
         self._read = read
 
     @classmethod
-    def of(cls, weights: Mapping[str, Tensor] | Pairs | WeightStream) -> WeightStream:
+    def of(cls, weights: Mapping[str, Tensor] | Pairs | WeightStream, adapter: AdapterSpec | None = None) -> WeightStream:
         """Stream existing tensors. Tensors that share memory (tied weights) appear once, under their first name."""
         if isinstance(weights, WeightStream):
             return weights
         named = sorted(distinct_weights(weights), key=lambda pair: -pair[1].itemsize)
-        return cls([(name, torch.empty_like(tensor, device="meta")) for name, tensor in named], lambda: iter(named))
+        return cls([(name, torch.empty_like(tensor, device="meta")) for name, tensor in named], lambda: iter(named), adapter)
 
     def __iter__(self) -> Iterator[tuple[str, Tensor]]:
         return self._read()
