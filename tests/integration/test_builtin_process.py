@@ -248,7 +248,7 @@ def test_a_run_that_cannot_begin_leaves_no_server_and_its_directory_free(tmp_pat
         begun.extend(servers_of_this_process())
         raise WeightUpdateError("it does not compute with the published weights")
 
-    monkeypatch.setattr(FSDPPPOActor, "republish", other_weights)
+    monkeypatch.setattr(FSDPPPOActor, "prove_publication", other_weights)
     with pytest.raises(WeightUpdateError), trainer:
         raise AssertionError("it began")
     assert len(begun) == 2

@@ -30,7 +30,7 @@ _OF_SERVERS_AND_TRAINING = [
     f"rollout.{name}"
     for name in (
         *("addresses", "servers", "tensor_parallel", "first_gpu", "api_key", "path", "openai_front"),
-        *("request_retries", "weight_update", "weight_update_path", "weight_dtype", "weight_update_every_steps"),
+        *("request_retries", "weight_update", "weight_update_path", "weight_dtype", "weight_update_every_steps", "canary"),
     )
 ]
 _OF_EVALUATION = [f"evaluator.{each.name}" for each in fields(EvaluatorConfig) if each.name not in _INTERVAL]
@@ -213,6 +213,12 @@ _POLICY = (
         ["rollout.openai_front", "auxiliary_models"],
         lambda config: not (config.tasksets or config.eval_tasksets) or config.mode == "serve",
         "only task-style workflows (tasksets) get such clients",
+    ),
+    unread(
+        PPOConfig,
+        ["rollout.canary"],
+        lambda config: config.mode != "both",
+        "mode is {config.mode}, and the canary is a test of a trainer that publishes to its own engine",
     ),
     unread(
         PPOConfig,

@@ -270,6 +270,11 @@ class RolloutConfig:
         choices=["auto", "float32", "bfloat16", "float16"],
     )
     setup_timeout: float = key(300.0, "Seconds to wait until a server is healthy.", gt=0.0)
+    canary: bool = key(
+        True,
+        "Before the first step, publish weights in which every tensor is changed, compare the engines' log-probabilities with the trainer's, "
+        "and publish the true weights (docs/servers.md). false saves one publication.",
+    )
     logprob_tolerance: float | None = key(
         None,
         "Largest mean difference of engine and trainer log-probabilities after a publication; default: 1e-3 in float32, 5e-2 in 16-bit types.",

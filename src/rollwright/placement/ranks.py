@@ -146,6 +146,7 @@ CALLS = {
     "preference_step": Call(preference_step, lambda batch: _rows(batch) // 2),
     "publish": Call(lambda ranks: ranks.engine.update_weights()),
     "republish": Call(lambda ranks: ranks.engine.republish()),
+    "prove_publication": Call(lambda ranks: ranks.engine.prove_publication()),
     "skip_publication": Call(lambda ranks: ranks.engine.skip_publication()),
     "use_weights": Call(use_weights),
     "save": Call(lambda ranks, *, path, tokenizer=None: ranks.engine.save(path, tokenizer)),

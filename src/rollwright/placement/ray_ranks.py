@@ -151,7 +151,7 @@ class RayRanks:
             ]
         )
         result, _, (self.engine.version, self.engine.publication) = answers[0]
-        if name in ("publish", "republish") and self.engine.publication is not None:
+        if name in ("publish", "republish", "prove_publication") and self.engine.publication is not None:
             self._published = self.engine.version, self.engine.publication.engines
         computed = [*itertools.chain.from_iterable(rows for _, rows, _ in answers)]
         if batch is not None and computed:

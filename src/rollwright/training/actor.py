@@ -28,6 +28,7 @@ from rollwright.errors import TrainingError, WeightUpdateError
 from rollwright.experience.trajectory import Trajectory, select_rows, tensor_container_to
 from rollwright.tracking.logging import getLogger
 from rollwright.training import parallel
+from rollwright.training.canary import Canary, Proof
 from rollwright.training.engine import TrainEngine, trained_tokens
 from rollwright.training.micro_batches import split_minibatches
 from rollwright.training.parallel import TokenStatistics
@@ -62,6 +63,7 @@ class FSDPPPOActor(TrainEngine):
         self._meta: Any = None
         self._publisher: Publisher | None = None
         self.publication: Publication | None = None  #: the last transfer of weights to the engines; on rank 0
+        self._proof: Proof | None = None  # of a canary since the last update
         self._warned: set[str] = set()
 
     # One step's calls
@@ -210,6 +212,9 @@ class FSDPPPOActor(TrainEngine):
         metrics = update.metrics(steps, self.learning_rate)
         if self._publisher is not None and self._publisher.agreements:
             metrics["logprob_difference/probe"] = max(agreement.mean for agreement in self._publisher.agreements)
+        if self._proof is not None:
+            metrics |= self._proof.metrics()
+            self._proof = None
         return metrics
 
     def _update_mask(self, batch: Trajectory) -> Tensor:
@@ -254,6 +259,17 @@ class FSDPPPOActor(TrainEngine):
         if self._publisher is None:
             self._publisher = publisher_for(self, self._engine, self._meta)
         self._publisher.publish(self, self.version)
+        self.publication = self._publisher.publication
+
+    def prove_publication(self) -> None:
+        """Do the same as ``republish``, and prove with a test publication that the engines compute with every tensor (``Canary``).
+
+        Raises:
+            WeightUpdateError: an engine does not; the message names the kind of tensor.
+        """
+        if self._publisher is None:
+            self._publisher = publisher_for(self, self._engine, self._meta)
+        self._proof = Canary(self, self._publisher).prove()
         self.publication = self._publisher.publication
 
     def skip_publication(self) -> None:

@@ -11,7 +11,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -196,6 +196,22 @@ class TrainEngine:
                 if len(index):
                     scores_BL[index, : part_scores.shape[1]] = part_scores.float()
         return scores_BL
+
+    @contextlib.contextmanager
+    def gradients_of_logp(self, batch: Trajectory) -> Iterator[dict[str, Tensor | None]]:
+        """Compute the gradients of the summed log-probabilities of the tokens whose ``loss_mask`` is 1. Collective.
+
+        Yields:
+            The gradient of each parameter by name, sharded like the parameter; None if it has none. They are dropped after the block.
+        """
+        batch = tensor_container_to(dict(batch), self.device)
+        try:
+            with self._autocast():
+                logprobs_BL, _ = self._scorer(batch, trained_tokens(batch))
+            logprobs_BL.sum().backward()
+            yield {name: parameter.grad for name, parameter in self.model.named_parameters()}
+        finally:
+            self.model.zero_grad(set_to_none=True)
 
     # Optimisation
 

@@ -95,15 +95,19 @@ class SharedWeights:
             self.engine.pause()
             self._paused = True
 
+    def transfer(self, trainer: TrainEngine, version: int) -> None:
+        """Set the engine's version, without an audit."""
+        started = time.perf_counter()
+        self.engine.publish(version)
+        self.publication = Publication("in place", time.perf_counter() - started, 0, self.engine.weight_holders)
+
     def publish(self, trainer: TrainEngine, version: int) -> None:
         """Set the engine's version, then audit and resume the engine.
 
         Raises:
             WeightUpdateError: the engine does not compute what the trainer computes; it stays paused.
         """
-        started = time.perf_counter()
-        self.engine.publish(version)
-        self.publication = Publication("in place", time.perf_counter() - started, 0, self.engine.weight_holders)
+        self.transfer(trainer, version)
         self.agreements = audit_engine(self.engine, trainer, version, NEW_TOKENS_IN_PROCESS) or []
         if self._paused:
             self._paused = False
@@ -157,13 +161,13 @@ class SentWeights:
         else:
             self.agreements = agreements
 
-    def publish(self, trainer: TrainEngine, version: int) -> None:
-        """Send the weights from rank 0, gathered one tensor at a time, and check that the engines compute with them.
+    def transfer(self, trainer: TrainEngine, version: int) -> None:
+        """Send the weights from rank 0, gathered one tensor at a time, without an audit. Collective.
 
         An engine in this process gets the model's own tensor names; other engines get the names used in checkpoints (``weights/names.py``).
 
         Raises:
-            WeightUpdateError: on every rank, if an engine rejected the weights or does not compute with them.
+            WeightUpdateError: on every rank, if no engine took the weights.
         """
 
         def send(weights: WeightStream) -> None:
@@ -175,6 +179,14 @@ class SentWeights:
             self.publication = Publication(transport, time.perf_counter() - started, weights.nbytes, sampler.weight_holders)
 
         with_whole_weights(trainer.weights(published_dtype(trainer, self.engine)), send)
+
+    def publish(self, trainer: TrainEngine, version: int) -> None:
+        """Send the weights (``transfer``), and check that the engines compute with them.
+
+        Raises:
+            WeightUpdateError: on every rank, if an engine rejected the weights or does not compute with them.
+        """
+        self.transfer(trainer, version)
         self._due = trainer, version
         if parallel.world_size() == 1:
             self.engine.sampler.when_resumed(self.before_first_step)
@@ -202,6 +214,40 @@ def published_dtype(trainer: TrainEngine, engine: WeightReceiver) -> torch.dtype
     return torch.bfloat16 if trainer.compute_dtype == torch.bfloat16 else None
 
 
+@dataclass(frozen=True)
+class Answers:
+    """Answers of the engines to a probe, the same on every rank.
+
+    Attributes:
+        responses: answers by engine name; empty if no engine answers probes.
+        tolerance: the engine's ``logprob_tolerance``.
+        dtype: compute type of the engines; ``auto`` if it is not known.
+    """
+
+    responses: dict[str, ModelResponse]
+    tolerance: float | None
+    dtype: str
+
+
+def ask_engines(engine: WeightReceiver, request: ModelRequest) -> Answers | None:
+    """Let the engines of rank 0 sample a probe, and return their answers on every rank; None if the engines are paused. Collective."""
+
+    def ask() -> list[Any] | None:
+        sampler = engine.sampler
+        answers = sampler.probe(request)
+        if answers is None:
+            return None
+        # The compute type of a server is not known.
+        dtype = "auto" if sampler.local_model is None else str(sampler.weight_dtype)
+        return [engine.logprob_tolerance, dtype, {name: asdict(answer) for name, answer in answers.items()}]
+
+    asked = parallel.from_first_rank(ask)
+    if asked is None:
+        return None
+    tolerance, dtype, answers = asked
+    return Answers({name: ModelResponse(**answer) for name, answer in answers.items()}, tolerance, dtype)
+
+
 def audit_engine(engine: WeightReceiver, trainer: TrainEngine, version: int, new_tokens: int) -> list[Agreement] | None:
     """Let the engines sample a probe and compare their log-probabilities with the trainer's. Collective.
 
@@ -217,20 +263,9 @@ def audit_engine(engine: WeightReceiver, trainer: TrainEngine, version: int, new
     Raises:
         WeightUpdateError: on every rank, if an engine exceeds the tolerance or answers with another version.
     """
-
-    def ask() -> list[Any] | None:
-        sampler = engine.sampler
-        answers = sampler.probe(probe_request(trainer.model, new_tokens))
-        if answers is None:
-            return None
-        # The compute type of a server is not known.
-        dtype = "auto" if sampler.local_model is None else str(sampler.weight_dtype)
-        return [engine.logprob_tolerance, dtype, {name: asdict(answer) for name, answer in answers.items()}]
-
-    asked = parallel.from_first_rank(ask)
-    if asked is None:
+    answers = ask_engines(engine, probe_request(trainer.model, new_tokens))
+    if answers is None:
         return None
-    tolerance, dtype, answers = asked
     scored: dict[tuple[int, ...], Tensor] = {}  # servers with the same weights sample the same tokens
 
     def score(ids_BL: Tensor, temperature: float) -> Tensor:
@@ -241,14 +276,22 @@ def audit_engine(engine: WeightReceiver, trainer: TrainEngine, version: int, new
             scored[ids] = trainer.compute_logp({**batch, "temperature": torch.full((1,), temperature)})
         return scored[ids]
 
-    responses = {name: ModelResponse(**answer) for name, answer in answers.items()}
-    return audit(responses, score, version, tolerance, trainer.compute_dtype, dtype)
+    return audit(answers.responses, score, version, answers.tolerance, trainer.compute_dtype, answers.dtype)
 
 
-def probe_request(model: torch.nn.Module, new_tokens: int = NEW_TOKENS) -> ModelRequest:
-    """Make the probe request: ids spread over the model's vocabulary, to be continued at temperature 0.7 to a fixed length."""
+def probe_request(
+    model: torch.nn.Module, new_tokens: int = NEW_TOKENS, *, length: int = PROMPT_TOKENS, first: int = 7
+) -> ModelRequest:
+    """Make the probe request: ids spread over the model's vocabulary, to be continued at temperature 0.7 to a fixed length.
+
+    Args:
+        model: the trained model.
+        new_tokens: length of the answer.
+        length: length of the prompt.
+        first: the first id. Prompts that begin differently share no prefix that an engine could cache.
+    """
     vocabulary = int(model.config.get_text_config().vocab_size)  # type: ignore[union-attr]
-    ids = [(7 + 31 * index * index + 17 * index) % vocabulary for index in range(PROMPT_TOKENS)]
+    ids = [(first + 31 * index * index + 17 * index) % vocabulary for index in range(length)]
     gconfig = GenerationHyperparameters(max_new_tokens=new_tokens, temperature=TEMPERATURE, ignore_eos=True)
     return ModelRequest(input_ids=ids, gconfig=gconfig, rid="audit-probe", seed=12345)
 
@@ -277,13 +320,7 @@ def audit(
     """
     agreements: list[Agreement] = []
     for engine, response in responses.items():
-        wrong = sorted(set(response.output_versions) - {version})
-        if wrong:
-            raise WeightUpdateError(
-                f"{engine} sampled the audit's probe with version {wrong}, not {version}, after its update."
-            )
-        if not response.output_tokens:
-            raise WeightUpdateError(f"{engine} gave no token for the audit's probe; stop_reason {response.stop_reason!r}.")
+        require_version(engine, response, version)
         ids = torch.tensor([response.input_tokens + response.output_tokens])
         trainer = score(ids, response.temperature).detach().to("cpu", torch.float64)[0, len(response.input_tokens) :]
         difference = (torch.tensor(response.output_logprobs, dtype=torch.float64) - trainer).abs()
@@ -296,6 +333,31 @@ def audit(
     return agreements
 
 
+def require_version(engine: str, response: ModelResponse, version: int) -> None:
+    """Raise an error if an engine's answer to a probe has no tokens, or tokens of another version.
+
+    Raises:
+        WeightUpdateError: see above.
+    """
+    wrong = sorted(set(response.output_versions) - {version})
+    if wrong:
+        raise WeightUpdateError(f"{engine} sampled the audit's probe with version {wrong}, not {version}, after its update.")
+    if not response.output_tokens:
+        raise WeightUpdateError(f"{engine} gave no token for the audit's probe; stop_reason {response.stop_reason!r}.")
+
+
+def largest_difference(tolerance: float | None, *dtypes: torch.dtype | str) -> float:
+    """Return the largest accepted mean difference of log-probabilities.
+
+    Args:
+        tolerance: ``rollout.logprob_tolerance``. If None, it is 1e-3 if all ``dtypes`` are float32 (or ``auto``), and otherwise
+            ``TOLERANCE_OF_16_BITS``.
+        dtypes: compute types of trainer and engine.
+    """
+    is_exact = all(str(dtype).removeprefix("torch.") in ("float32", "auto") for dtype in dtypes)
+    return tolerance if tolerance is not None else 1e-3 if is_exact else TOLERANCE_OF_16_BITS
+
+
 def require_agreement(
     engine: str, version: int, mean: float, largest: float, tolerance: float | None, *dtypes: torch.dtype | str
 ) -> None:
@@ -305,15 +367,12 @@ def require_agreement(
         engine: name of the engine.
         version: version of the weights that the engine reports.
         mean, largest: absolute differences of log-probabilities between engine and trainer.
-        tolerance: largest mean difference (``rollout.logprob_tolerance``). If None, it is 1e-3 if all ``dtypes`` are float32 (or
-            ``auto``), and otherwise ``TOLERANCE_OF_16_BITS``.
-        dtypes: compute types of trainer and engine.
+        tolerance, dtypes: see ``largest_difference``.
 
     Raises:
         WeightUpdateError: ``mean`` exceeds the tolerance.
     """
-    is_exact = all(str(dtype).removeprefix("torch.") in ("float32", "auto") for dtype in dtypes)
-    limit = tolerance if tolerance is not None else 1e-3 if is_exact else TOLERANCE_OF_16_BITS
+    limit = largest_difference(tolerance, *dtypes)
     if mean > limit:
         raise WeightUpdateError(
             f"{engine} says that it holds version {version}, but its log-probabilities differ from the trainer's by {mean:.2e} on "

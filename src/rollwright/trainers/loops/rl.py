@@ -186,9 +186,12 @@ class PPOTrainer(PolicyTrainer):
     def begin(self, resumed: bool) -> None:
         """Publish the weights, and continue the episodes that were recorded before an interruption.
 
-        A new run does not publish to an engine that shares the trainer's weights.
+        Without ``rollout.canary``, a new run does not publish to an engine that shares the trainer's weights.
         """
-        if resumed or self.rollout.sampler.local_model is None or self.ranks.model is None:
+        if self.config.rollout.canary:
+            self.ranks.call("prove_publication")
+            self.rollout.set_version(self.actor.version)
+        elif resumed or self.rollout.sampler.local_model is None or self.ranks.model is None:
             self.ranks.call("republish")
             self.rollout.set_version(self.actor.version)
         self.rollout.executor.while_waiting = self._publish_again
