@@ -9,6 +9,7 @@ import itertools
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
+import peft
 import torch
 from parts import qwen3_config, random_model
 from torch import Tensor
@@ -20,6 +21,7 @@ from rollwright.data.tokenizer import build_character_tokenizer
 from rollwright.inference import remote
 from rollwright.inference.backends.sglang import SGLangClient
 from rollwright.inference.request import ModelRequest, ModelResponse
+from rollwright.inference.weights.adapter import AdapterRoom, AdapterSpec
 from rollwright.inference.weights.stream import WeightStream
 from rollwright.inference.weights.transfer import WeightUpdateMeta
 from rollwright.placement.local_servers import LocalServers
@@ -105,11 +107,40 @@ class Trainer:
         return seen
 
 
+class AdapterTrainer(Trainer):
+    """A trainer of a LoRA adapter of all linear layers, computed by PEFT."""
+
+    def __init__(self, path: Path, *, rank: int = 4, seed: int = 0) -> None:
+        super().__init__(path)
+        targets = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
+        self.spec = AdapterSpec(rank, 2.0 * rank, targets, base=str(path))
+        torch.manual_seed(seed)
+        described = peft.LoraConfig(r=rank, lora_alpha=2 * rank, target_modules=list(targets), init_lora_weights=True)
+        self.model, self.seed = peft.get_peft_model(self.model, described), seed
+        self.history = {0: self._copy()}
+
+    def weights(self, dtype: torch.dtype | None = None) -> WeightStream:
+        return WeightStream.of(dict(peft.get_peft_model_state_dict(self.model)), self.spec)
+
+    def step(self) -> int:
+        """Change A and B; returns the version that the new adapter will have."""
+        generator = torch.Generator().manual_seed(1000 * self.seed + self.version)
+        with torch.no_grad():
+            for name, parameter in self.model.named_parameters():
+                if "lora_" in name:
+                    parameter.add_(0.1 * torch.randn(parameter.shape, generator=generator))
+        self.version += 1
+        self.history[self.version] = self._copy()
+        return self.version
+
+
 @contextlib.contextmanager
-def served_model(path: Path, logs: Path, count: int = 1, **settings) -> Iterator[tuple[LocalServers, SGLangClient]]:
+def served_model(
+    path: Path, logs: Path, count: int = 1, adapters: AdapterRoom | None = None, **settings
+) -> Iterator[tuple[LocalServers, SGLangClient]]:
     """``count`` processes of ``rollwright serve-model`` and a client of theirs."""
     config = RolloutConfig(backend="builtin_process", max_running_requests=64, setup_timeout=300, **settings)
-    with LocalServers(config, model_path=str(path), logs=logs, count=count, threads=1) as servers:
+    with LocalServers(config, model_path=str(path), logs=logs, count=count, threads=1, adapters=adapters) as servers:
         client = SGLangClient(config, addresses=servers.addresses)
         client.initialize()
         try:

@@ -15,7 +15,9 @@ from rollwright.inference.network import parse_addresses
 from rollwright.inference.remote_requests import RemoteRequests
 from rollwright.inference.request import ModelRequest, ModelResponse
 from rollwright.inference.server_set import ServerSet
+from rollwright.inference.weights.adapter import AdapterRoom
 from rollwright.inference.weights.publication import WeightPublication
+from rollwright.inference.weights.server_adapters import ServerAdapters
 from rollwright.inference.weights.server_weights import ServerWeights
 from rollwright.inference.weights.stream import WeightStream
 from rollwright.inference.weights.transfer import WeightUpdateMeta
@@ -49,6 +51,7 @@ class RemoteInferenceEngine(InferenceEngine):
         addresses: Iterable[str] | None = None,
         servers_are_replaced: bool = False,
         only_asks: bool = False,
+        adapters: AdapterRoom | None = None,
     ) -> None:
         """Args:
         backend: kind of the servers.
@@ -56,11 +59,15 @@ class RemoteInferenceEngine(InferenceEngine):
         addresses: addresses of the servers. None reads them from the config, then from the environment.
         servers_are_replaced: see ``ServerWeights``.
         only_asks: see ``ServerWeights``.
+        adapters: set if adapters are published to the servers, by this engine or by another one.
         """
         self.config = config or RolloutConfig()
         self.servers = ServerSet(self.config, backend.kind, addresses)
         self.backend = backend(self.config, self.servers)
-        self.weights = ServerWeights(self.backend, self.servers, servers_are_replaced=servers_are_replaced, only_asks=only_asks)
+        held = ServerAdapters(self.backend, self.servers, adapters)
+        self.weights = ServerWeights(
+            self.backend, self.servers, held, servers_are_replaced=servers_are_replaced, only_asks=only_asks
+        )
         self.requests = RemoteRequests(self.backend, self.servers, self.weights)
         self.publication = WeightPublication(self.backend, self.servers, self.weights)
 
@@ -120,6 +127,7 @@ class RemoteInferenceEngine(InferenceEngine):
         """
         if self in CONNECTED_ENGINES:
             CONNECTED_ENGINES.remove(self)
+        self.weights.adapters.close()
         self.servers.close()
         self.publication.close()
 

@@ -62,11 +62,9 @@ class RemoteRequests:
         started, lost, busy = time.perf_counter(), 0, 0
         while True:
             server = await self._lease(request.rid)
-            router, version_when_sent = self.servers.router, self.weights.version
+            router = self.servers.router
             try:
-                async with router.send(request.rid, server) as wire_id:
-                    payload = self.backend.payload(request, wire_id, server)
-                    data = await self.servers.connections.post(server.url + self.backend.generate_path, payload)
+                response = await self._ask(server, request)
                 break
             except ConnectionLostError as error:
                 lost += 1
@@ -89,20 +87,40 @@ class RemoteRequests:
                 await asyncio.sleep(min(0.1 * 2 ** min(busy, 5), 2.0))
             finally:
                 router.give_back(server)
-        response = self.read_answer(request, data, version_when_sent)
         response.latency = time.perf_counter() - started
         response.logprobs_shifted, response.server = shifted, server.address
         return response
 
-    def read_answer(self, request: ModelRequest, data: dict[str, Any], version_when_sent: int) -> ModelResponse:
+    async def _ask(self, server: Server, request: ModelRequest) -> ModelResponse:
+        """Send a request to one server with the current adapter, if there is one, and read the answer."""
+        with self.weights.adapters.bound(request) as (bound, adapter_version):
+            version_when_sent = self.weights.version
+            async with self.servers.router.send(request.rid, server) as wire_id:
+                payload = self.backend.payload(bound, wire_id, server)
+                data = await self.servers.connections.post(server.url + self.backend.generate_path, payload)
+        return self.read_answer(request, data, version_when_sent, adapter_version)
+
+    def read_answer(
+        self, request: ModelRequest, data: dict[str, Any], version_when_sent: int, adapter_version: int | None = None
+    ) -> ModelResponse:
         """Read and check a server's answer.
+
+        Args:
+            request: the request.
+            data: the answer.
+            version_when_sent: version of the servers' weights when the request was sent.
+            adapter_version: version of the adapter that the request named for this engine, which is that of its tokens.
 
         Raises:
             EngineError: the answer contradicts itself, or is not in the protocol's form.
         """
         kind = self.backend.kind
         try:
-            response = self.backend.response(request, data, version_when_sent)
+            adapters = self.weights.adapters
+            of_base = version_when_sent if adapter_version is None else adapters.base_label
+            response = self.backend.response(request, data, of_base)
+            if adapter_version is not None:
+                response.output_versions = adapters.versions(response.output_versions, adapter_version)
         except (KeyError, IndexError, TypeError, ValueError, AttributeError) as error:
             raise EngineError(
                 f"An answer is not in the form of {kind}'s {self.backend.generate_path} ({type(error).__name__}: {error}): "
@@ -131,10 +149,11 @@ class RemoteRequests:
             return None
 
         def ask(server: Server) -> ModelResponse:
-            payload = self.backend.payload(request, self.servers.router.new_wire_id("audit-probe"), server)
-            limit = self.config.request_timeout
-            data = self.servers.ask(server, "POST", self.backend.generate_path, payload, timeout=limit)
-            return self.read_answer(request, data, self.weights.version)
+            with self.weights.adapters.bound(request) as (bound, adapter_version):
+                payload = self.backend.payload(bound, self.servers.router.new_wire_id("audit-probe"), server)
+                limit = self.config.request_timeout
+                data = self.servers.ask(server, "POST", self.backend.generate_path, payload, timeout=limit)
+            return self.read_answer(request, data, self.weights.version, adapter_version)
 
         answers = self.servers.each_in_service(ask, "answer the audit's probe")
         if not answers:

@@ -18,6 +18,7 @@ from rollwright.errors import ConfigError
 from rollwright.inference.backends import BACKENDS, ServerLaunch
 from rollwright.inference.backends.server_backend import ServerBackend
 from rollwright.inference.launcher import Launcher
+from rollwright.inference.weights.adapter import AdapterRoom
 from rollwright.tracking.logging import getLogger
 
 logger = getLogger("LocalCluster")
@@ -48,6 +49,7 @@ class LocalServers(Launcher):
         weights_roots: tuple[str, ...] = (),
         deterministic: bool = False,
         host: str = "127.0.0.1",
+        adapters: AdapterRoom | None = None,
         **sections: Any,
     ) -> None:
         """Start ``count`` servers of ``rollout.backend`` and wait until they are healthy.
@@ -62,6 +64,7 @@ class LocalServers(Launcher):
             threads: compute threads of each ``rollwright serve-model``.
             weights_roots: further directories that ``rollwright serve-model`` may load weights from.
             deterministic: whether answers must not depend on the rest of the batch.
+            adapters: the adapters that the servers have to hold. None if whole models are published.
             host: address that the servers listen on; set ``rollout.api_key`` if this is not a loopback address.
             sections: the config sections that describe servers, by backend: ``sglang``, ``vllm``.
 
@@ -93,7 +96,7 @@ class LocalServers(Launcher):
         def command(host: str, port: int, index: int) -> list[str]:
             first = base_gpu + index * tensor_parallel
             facts = host, port, rollout, model_path, first, tensor_parallel, threads, roots, sections, key_file, deterministic
-            return backend.command(ServerLaunch(*facts))
+            return backend.command(ServerLaunch(*facts, adapters))
 
         environment = {"OMP_WAIT_POLICY": "PASSIVE"}
         if rollout.api_key:  # in the environment, because every user of this machine can read command lines

@@ -33,7 +33,10 @@ class FakeSGLang:
             self.app.post(f"/{path}")(self._recorder(path))
         self.app.get("/health")(lambda: {})
         self.app.get("/server_info")(lambda: self.info)
-        self.app.get("/v1/models")(lambda: {"data": [{"id": "tiny", "max_model_len": self.context_length}]})
+        self.adapters: dict[str, str] = {}  # path by name
+        self.app.post("/load_lora_adapter")(self.load_adapter)
+        self.app.post("/unload_lora_adapter")(self.unload_adapter)
+        self.app.get("/v1/models")(self.models)
         self.app.get("/model_info")(lambda: {"weight_version": self.version})
         self.app.post("/generate")(self.generate)
 
@@ -50,6 +53,25 @@ class FakeSGLang:
             return {"success": True, "message": ""}
 
         return route
+
+    def models(self):
+        adapters = [{"id": name, "root": path, "parent": "tiny"} for name, path in self.adapters.items()]
+        return {"data": [{"id": "tiny", "max_model_len": self.context_length}, *adapters]}
+
+    async def load_adapter(self, request: Request):
+        body = await request.json()
+        self.calls.append(f"load {body['lora_name']}")
+        self.bodies.setdefault("load_lora_adapter", []).append(body)
+        if "load_lora_adapter" in self.fails or body["lora_name"] in self.adapters:
+            return JSONResponse({"success": False, "error_message": "on purpose"}, status_code=400)
+        self.adapters[body["lora_name"]] = body["lora_path"]
+        return {"success": True, "error_message": "", "loaded_adapters": self.adapters}
+
+    async def unload_adapter(self, request: Request):
+        name = (await request.json())["lora_name"]
+        self.calls.append(f"unload {name}")
+        del self.adapters[name]
+        return {"success": True, "error_message": "", "loaded_adapters": self.adapters}
 
     def default_answer(self, body):
         tokens = [7, 8, 9]

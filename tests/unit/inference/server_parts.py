@@ -8,11 +8,14 @@ import threading
 import time
 from collections.abc import Iterator
 
+import torch
 import uvicorn
 from builtin_models import tiny_model
 
 from rollwright.data.tokenizer import build_character_tokenizer
 from rollwright.inference.backends.builtin.engine import BuiltinEngine
+from rollwright.inference.weights.adapter import AdapterSpec
+from rollwright.inference.weights.stream import WeightStream
 
 TOOL_TEMPLATE = (
     "{%- if tools -%}{{- '<|system|>' -}}{%- for tool in tools -%}{{- tool.function.name + ' ' -}}{%- endfor -%}"
@@ -32,6 +35,13 @@ def tiny_engine(**settings) -> BuiltinEngine:
     model = tiny_model("qwen3", vocab_size=len(tokenizer), tie_word_embeddings=False)
     settings = {"max_running_requests": 16, "kv_cache_bytes": 8 << 20, **settings}
     return BuiltinEngine(model, tokenizer, **settings)
+
+
+def small_adapter(fill: float = 0.5) -> WeightStream:
+    """An adapter of one linear layer of 8 × 4."""
+    module = "base_model.model.model.layers.0.self_attn.q_proj"
+    tensors = {f"{module}.lora_A.weight": torch.full((2, 8), fill), f"{module}.lora_B.weight": torch.full((4, 2), fill)}
+    return WeightStream.of(tensors, AdapterSpec(rank=2, alpha=4.0, targets=("q_proj",)))
 
 
 @contextlib.contextmanager

@@ -13,6 +13,7 @@ from rollwright.errors import ConfigError
 from rollwright.inference.backends import ServerLaunch
 from rollwright.inference.backends.sglang import BuiltinServersBackend, SGLangBackend
 from rollwright.inference.backends.vllm import VLLMBackend
+from rollwright.inference.weights.adapter import AdapterRoom
 
 
 def options_of(command):
@@ -124,6 +125,26 @@ def test_sglang_is_given_its_key_by_a_file(tmp_path):
         SGLangBackend.command(dataclasses.replace(launch, sections={"sglang": section}))
     section = SGLangConfig(implementation="builtin")  # which reads it from the environment
     assert "--config" not in SGLangBackend.command(dataclasses.replace(launch, sections={"sglang": section}))
+
+
+def test_servers_of_a_run_that_trains_an_adapter_have_room_for_its_versions():
+    launch = ServerLaunch("127.0.0.1", 5, RolloutConfig(), "model", adapters=AdapterRoom(count=2, rank=12))
+    options = options_of(SGLangBackend.command(launch))
+    assert options["--enable-lora"] == [True]
+    assert options["--lora-target-modules"] == ["all"]
+    assert (options["--max-lora-rank"], options["--max-loras-per-batch"]) == (["12"], ["3"])
+    command = VLLMBackend.command(launch)
+    options = options_of(command)
+    assert "VLLM_ALLOW_RUNTIME_LORA_UPDATING=1" in command
+    assert options["--enable-lora"] == [True]
+    assert (options["--max-lora-rank"], options["--max-loras"]) == (["16"], ["3"])  # vLLM has steps of ranks
+    plain = dataclasses.replace(launch, adapters=None)
+    for backend in (SGLangBackend, BuiltinServersBackend, VLLMBackend):
+        assert not any("lora" in word.lower() or "adapter" in word for word in backend.command(plain))
+    section = VLLMConfig(extra_args={"max-loras": 2})  # the file has the last word
+    assert options_of(VLLMBackend.command(dataclasses.replace(launch, sections={"vllm": section})))["--max-loras"] == ["2"]
+    with pytest.raises(ConfigError, match=r"actor.lora.rank is 600, and vLLM .* at most 512"):
+        VLLMBackend.command(dataclasses.replace(launch, adapters=AdapterRoom(rank=600)))
 
 
 def test_a_deterministic_run_starts_servers_in_their_batch_invariant_modes():

@@ -4,17 +4,19 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+from pathlib import Path
 
 import pytest
 from fastapi import FastAPI, Request
-from fastapi.responses import JSONResponse
-from server_parts import served
+from fastapi.responses import JSONResponse, PlainTextResponse
+from server_parts import served, small_adapter
 
 from rollwright.config.generation import GenerationHyperparameters
 from rollwright.config.sections import RolloutConfig
 from rollwright.errors import EngineError, WeightUpdateError
 from rollwright.inference.backends.vllm import VLLMClient
 from rollwright.inference.request import ModelRequest
+from rollwright.inference.weights.transfer import WeightUpdateMeta
 
 
 class FakeVLLM:
@@ -34,6 +36,12 @@ class FakeVLLM:
             }
         )
         self.app.post("/inference/v1/generate")(self.generate)
+        self.adapters = []
+        self.app.post("/v1/load_lora_adapter")(self.load_adapter)
+        self.app.post("/v1/unload_lora_adapter")(self.load_adapter)
+        self.app.get("/v1/models")(
+            lambda: {"data": [{"id": "tiny", "parent": None}, *({"id": name, "parent": "tiny"} for name in self.adapters)]}
+        )
         for path in ("pause", "resume", "collective_rpc", "reset_prefix_cache", "update_weight_version", "abort_requests"):
             self.app.post(f"/{path}")(self.control)
 
@@ -46,6 +54,12 @@ class FakeVLLM:
         if "new_version" in body and self.loads:
             self.version = body["new_version"]
         return {"success": True}
+
+    async def load_adapter(self, request: Request):
+        body, path = await request.json(), request.url.path.rpartition("/")[2]
+        self.calls.append((path, "", body))
+        (self.adapters.append if path == "load_lora_adapter" else self.adapters.remove)(body["lora_name"])
+        return PlainTextResponse("Success")
 
     async def generate(self, request: Request):
         self.bodies.append(await request.json())
@@ -91,6 +105,20 @@ def test_requests_and_answers():
         assert response.output_versions == [0, 0]
         assert response.stop_match == "</a>"
         assert not response.logprobs_shifted
+
+
+def test_an_adapter_is_loaded_under_a_name_that_requests_give_as_their_model(tmp_path):
+    fake = FakeVLLM()
+    with connected(fake) as client:
+        assert "model" not in (ask(client), fake.bodies[-1])[1]
+        for version in (1, 2):
+            client.update_weights(WeightUpdateMeta.from_disk(tmp_path), version=version, weights=small_adapter())
+        loads = [body for path, _, body in fake.calls if path == "load_lora_adapter"]
+        assert [Path(body["lora_path"]).name for body in loads] == [body["lora_name"] for body in loads]
+        assert ask(client).output_versions == [2, 2]  # the server speaks of its base
+        assert fake.bodies[-1]["model"] == loads[-1]["lora_name"]
+        assert not {path for path, *_ in fake.calls} & {"pause", "resume", "collective_rpc", "reset_prefix_cache"}
+        assert fake.version == "0"
 
 
 def test_shifted_logprobs_are_refused_or_flagged():

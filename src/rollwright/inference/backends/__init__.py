@@ -17,6 +17,7 @@ from typing import Any
 
 from rollwright.config.sections import RolloutConfig
 from rollwright.config.servers import BACKENDS
+from rollwright.inference.weights.adapter import AdapterRoom
 
 __all__ = ["BACKENDS", "ServerLaunch"]
 
@@ -36,6 +37,7 @@ class ServerLaunch:
         key_file: YAML file with the ``api-key`` that requests will carry, for servers that read the key neither from
             ROLLWRIGHT_API_KEY nor from VLLM_API_KEY. None means that requests carry no key.
         deterministic: require that the answer to a request does not depend on what else is computed.
+        adapters: the adapters that the server has to hold. None if a run publishes whole models.
     """
 
     host: str
@@ -49,6 +51,7 @@ class ServerLaunch:
     sections: Mapping[str, Any] = field(default_factory=dict)
     key_file: Path | None = None
     deterministic: bool = False
+    adapters: AdapterRoom | None = None
 
     def section(self, backend: str, default: Any, context: str) -> Any:
         """Return the section that describes a backend's servers, completed from the ``rollout`` section.

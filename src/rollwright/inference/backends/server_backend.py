@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from rollwright.config.sections import RolloutConfig
 from rollwright.config.servers import BACKENDS
-from rollwright.errors import ConfigError, EngineError
+from rollwright.errors import ConfigError, EngineError, WeightUpdateError
 from rollwright.inference.parameters import ParameterTable
 from rollwright.inference.request import ModelRequest, ModelResponse
 from rollwright.inference.router import Server
@@ -33,11 +33,14 @@ class ServerFacts:
 
     Attributes:
         batch_invariant: True if the answer to a request does not depend on what else the server computes.
+        run: name of the run that the key in requests belongs to, if the server knows the keys of several runs. The names of the run's
+            adapters have to begin with it.
         checkpoint_names: names of the weights in the server's initial checkpoint, if known. Some servers report success even for
             weights that have other names.
     """
 
     batch_invariant: bool = False
+    run: str | None = None
     checkpoint_names: frozenset[str] | None = None
 
 
@@ -184,6 +187,30 @@ class ServerBackend(ABC):
         Raises:
             EngineError: the server did not load the weights.
         """
+
+    def load_adapter(self, server: Server, name: str, directory: str) -> None:
+        """Have one server load an adapter beside what it holds. Requests may run meanwhile.
+
+        Args:
+            server: the server.
+            name: name that requests will give in ``ModelRequest.lora_name``; no adapter on the server has it.
+            directory: a PEFT directory, unchanged as long as the server holds the adapter.
+
+        Raises:
+            UpdateRefusedError: the server did not load the adapter.
+        """
+        raise WeightUpdateError(
+            f"The {self.kind} servers take no adapters: {type(self).__name__} has no load_adapter. Train all weights (leave "
+            "actor.lora out), or use SGLang, vLLM or rollwright serve-model."
+        )
+
+    def unload_adapter(self, server: Server, name: str) -> None:  # noqa: B027
+        """Have one server drop an adapter. This may wait for the requests that use it."""
+
+    def loaded_adapters(self, server: Server) -> list[str]:
+        """Return the names of the adapters that a server holds: the models in ``/v1/models`` that have a ``parent``."""
+        models = self.ask(server, "GET", "/v1/models", timeout=30.0).get("data") or []
+        return [str(model["id"]) for model in models if model.get("parent")]
 
     def held_dtype(self, server: Server) -> torch.dtype | None:
         """Return the type of a server's weights, or None if it is unknown."""

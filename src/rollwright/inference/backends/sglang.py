@@ -120,6 +120,16 @@ class SGLangBackend(BroadcastBackend):
             defaults["batch-invariant" if is_builtin else "enable_deterministic_inference"] = True
         if not launch.rollout.prefix_cache:
             defaults["no-prefix-cache" if is_builtin else "disable-radix-cache"] = True
+        if (room := launch.adapters) is not None and is_builtin:
+            defaults |= {"max-adapters": room.loaded}
+        elif room is not None:
+            defaults |= {
+                "enable-lora": True,
+                "lora-target-modules": "all",
+                "max-lora-rank": room.rank,
+                "max-loras-per-batch": room.in_use,
+                "max-loaded-loras": room.loaded,
+            }
         extra = defaults | given
         if is_builtin:
             extra["weights-root"] = [*given.get("weights-root", []), *launch.weights_roots]
@@ -155,6 +165,7 @@ class SGLangBackend(BroadcastBackend):
             checkpoint_names=None
             if is_builtin
             else checkpoint_names(info.get("model_path")),  # serve-model rejects unknown names
+            run=info.get("run") if is_builtin else None,
             weights_roots=info.get("weights_roots") if is_builtin else None,
             ranks=info.get("tp_size"),
             pipeline_stages=int(info.get("pp_size") or 1),
@@ -311,6 +322,24 @@ class SGLangBackend(BroadcastBackend):
             body["content_digest"] = digest
         self._post_update(server, "update_weights_from_disk", body)
 
+    def load_adapter(self, server: Server, name: str, directory: str) -> None:
+        """See ``ServerBackend.load_adapter``."""
+        self._post_adapter(server, "load_lora_adapter", {"lora_name": name, "lora_path": directory})
+
+    def unload_adapter(self, server: Server, name: str) -> None:
+        """See ``ServerBackend.unload_adapter``; SGLang waits until no request uses the adapter."""
+        self._post_adapter(server, "unload_lora_adapter", {"lora_name": name})
+
+    def _post_adapter(self, server: Server, path: str, body: dict[str, Any]) -> None:
+        try:
+            answer = self.ask(server, "POST", f"/{path}", body, timeout=self.config.request_timeout)
+            refusal = "" if answer.get("success", False) else str(answer.get("error_message") or answer.get("message"))
+        except ServerRefusedError as error:
+            refusal = str(error)
+        if refusal:
+            needs = "" if self.facts[server.address].is_builtin else " (SGLang has to be started with --enable-lora)"
+            raise UpdateRefusedError(f"The server at {server.address} refused /{path} of {body['lora_name']}: {refusal}{needs}")
+
     def _post_update(self, server: Server, path: str, body: dict[str, Any]) -> None:
         try:
             answer = self.ask(server, "POST", f"/{path}", body, timeout=self.config.request_timeout)
@@ -421,12 +450,14 @@ class BuiltinServersBackend(SGLangBackend):
     def command(cls, launch: ServerLaunch) -> list[str]:
         """See ``LocalServerConfig.build_cmd``; the settings come from the ``rollout`` section."""
         model = launch.rollout.path or launch.model_path
+        extra = {} if launch.adapters is None else {"max-adapters": launch.adapters.loaded}
         server = LocalServerConfig.like(
             launch.rollout,
             model_path=model,
             threads=launch.threads,
             weights_roots=launch.weights_roots,
             batch_invariant=launch.deterministic,
+            extra_args=extra,
         )
         return LocalServerConfig.build_cmd(server, host=launch.host, port=launch.port)
 

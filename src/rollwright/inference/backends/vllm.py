@@ -14,14 +14,15 @@ import torch
 
 from rollwright.config.sections import RolloutConfig
 from rollwright.config.servers import VLLMConfig
-from rollwright.errors import EngineError, WeightUpdateError
+from rollwright.errors import ConfigError, EngineError, WeightUpdateError
 from rollwright.inference.backends import ServerLaunch
 from rollwright.inference.backends.server_backend import BroadcastBackend, ServerFacts
-from rollwright.inference.connections import ServerRefusedError
+from rollwright.inference.connections import ServerRefusedError, UpdateRefusedError
 from rollwright.inference.parameters import ParameterTable, Wire
 from rollwright.inference.remote import RemoteInferenceEngine
 from rollwright.inference.request import ModelRequest, ModelResponse, TopTokens, versions_of_spans
 from rollwright.inference.router import Server
+from rollwright.inference.weights.adapter import AdapterRoom
 from rollwright.inference.weights.files import checkpoint_names
 from rollwright.inference.weights.group import Bucket, GroupPlace, SendingHalf
 from rollwright.inference.weights.transfer import WeightUpdateMeta
@@ -35,6 +36,8 @@ logger = getLogger("VLLMClient")
 PAUSE_MODES = {"recompute": "keep", "keep": "keep", "wait": "wait"}
 #: vLLM puts this prefix before a client's request id.
 _ENGINE_ID_PREFIX = "generate-tokens-"
+#: Ranks that ``--max-lora-rank`` accepts.
+_LORA_RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)
 #: Command-line option that lets a server receive weights over NCCL.
 _TRANSFERS = {"weight-transfer-config": '{"backend": "nccl"}'}
 
@@ -88,6 +91,20 @@ def _facts(config: Mapping[str, Any], environment: Mapping[str, Any]) -> VLLMFac
     )
 
 
+def _adapter_options(room: AdapterRoom) -> dict[str, Any]:
+    """Return the options of a server that holds adapters.
+
+    Raises:
+        ConfigError: vLLM has no adapters of this rank.
+    """
+    ranks = [rank for rank in _LORA_RANKS if rank >= room.rank]
+    if not ranks:
+        raise ConfigError(
+            f"actor.lora.rank is {room.rank}, and vLLM (rollout.backend) takes at most {_LORA_RANKS[-1]}: lower it."
+        )
+    return {"enable-lora": True, "max-loras": room.in_use, "max-cpu-loras": room.loaded, "max-lora-rank": ranks[0]}
+
+
 class VLLMBackend(BroadcastBackend):
     """Servers that generate at ``/inference/v1/generate``."""
 
@@ -131,6 +148,9 @@ class VLLMBackend(BroadcastBackend):
         if not launch.rollout.prefix_cache:
             extra = {**extra, "no-enable-prefix-caching": True}
         environment = {"VLLM_BATCH_INVARIANT": "1"} if launch.deterministic else {}
+        if launch.adapters is not None:
+            extra = extra | _adapter_options(launch.adapters)
+            environment["VLLM_ALLOW_RUNTIME_LORA_UPDATING"] = "1"
         section = dataclasses.replace(section, extra_args=extra | section.extra_args, env=environment | section.env)
         return VLLMConfig.build_cmd(section, launch.gpus, launch.first_gpu, launch.host, launch.port)
 
@@ -269,6 +289,23 @@ class VLLMBackend(BroadcastBackend):
         self._update_call(server, "collective_rpc", body, version)
         self.label_version(server, version)
         self._forget_old_prefixes(server, version)
+
+    def load_adapter(self, server: Server, name: str, directory: str) -> None:
+        """See ``ServerBackend.load_adapter``. vLLM may read the directory again while requests use the adapter."""
+        try:
+            body = {"lora_name": name, "lora_path": directory}
+            self.ask(server, "POST", "/v1/load_lora_adapter", body, timeout=self.config.request_timeout)
+        except ServerRefusedError as error:
+            hint = ""
+            if error.status == 404:
+                hint = " Start it with --enable-lora and VLLM_ALLOW_RUNTIME_LORA_UPDATING=1, as VLLMConfig.build_cmd does."
+            raise UpdateRefusedError(
+                f"The vLLM server at {server.address} did not load adapter {name}: {error}{hint}"
+            ) from error
+
+    def unload_adapter(self, server: Server, name: str) -> None:
+        """See ``ServerBackend.unload_adapter``; requests that run keep the adapter."""
+        self.ask(server, "POST", "/v1/unload_lora_adapter", {"lora_name": name})
 
     def _update_call(self, server: Server, path: str, body: dict[str, Any] | None, version: int) -> None:
         try:

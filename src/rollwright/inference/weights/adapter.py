@@ -94,6 +94,36 @@ class AdapterSpec:
         )
 
 
+@dataclass(frozen=True)
+class AdapterRoom:
+    """What servers have to hold for a run that trains an adapter.
+
+    Attributes:
+        run: name of the run, with which the names of its adapters begin; other runs beside the same servers have others.
+        count: number of versions that requests may use at once: the current one, and those of requests that have not ended.
+        rank: rank of the adapters.
+    """
+
+    run: str = "policy"
+    count: int = 2
+    rank: int = 16
+
+    @property
+    def in_use(self) -> int:
+        """Number of adapters that requests may use at once: the next one is loaded before the oldest is unloaded."""
+        return self.count + 1
+
+    @property
+    def loaded(self) -> int:
+        """Number of adapters that servers have room for: unloading may wait for requests, or be left to the next process of the run."""
+        return 2 * self.in_use
+
+
+def module_weight(name: str) -> str:
+    """Return the name of the base's weight that a tensor of an adapter belongs to."""
+    return name.removeprefix(PREFIX).partition(".lora_")[0] + ".weight"
+
+
 def version_name(version: int, run: str = "policy") -> str:
     """Return the name under which an engine holds a version of a run's adapter, such as ``policy-v3``.
 

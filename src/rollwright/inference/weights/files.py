@@ -16,6 +16,7 @@ from torch import Tensor
 from rollwright.atomic import replaced_directory
 from rollwright.errors import WeightUpdateError
 from rollwright.experience.packed import safetensors_head
+from rollwright.inference.weights.adapter import CONFIG_FILE, WEIGHTS_FILE
 from rollwright.inference.weights.group import buckets
 from rollwright.inference.weights.stream import WeightStream
 
@@ -123,6 +124,29 @@ def write_files(directory: Path, weights: WeightStream) -> str:
     if len(parts) > 1:
         (directory / "model.safetensors.index.json").write_text(json.dumps(index))
     return _total_digest(digests)
+
+
+def write_adapter(directory: str | Path, weights: WeightStream) -> None:
+    """Write an adapter as a PEFT directory; readers never see an incomplete one.
+
+    Args:
+        directory: target directory.
+        weights: the adapter's tensors under PEFT's names, and its description.
+
+    Raises:
+        WeightUpdateError: the disk is full or cannot be written.
+    """
+    assert weights.adapter is not None
+    directory = Path(directory)
+    try:
+        with replaced_directory(directory, durable=False) as draft:
+            write_files(draft, weights)
+            (draft / "model.safetensors").rename(draft / WEIGHTS_FILE)
+            (draft / CONFIG_FILE).write_text(json.dumps(weights.adapter.to_peft(), indent=2))
+    except OSError as error:
+        raise WeightUpdateError(
+            f"The adapter cannot be written to {directory}: {error}. Free space or choose another path."
+        ) from error
 
 
 def read_weights(directory: str | Path) -> Iterator[tuple[str, Tensor]]:

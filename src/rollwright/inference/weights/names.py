@@ -67,13 +67,13 @@ def as_published(model: Any, weights: WeightStream) -> WeightStream:
     the model.
 
     Args:
-        model: a Hugging Face model; weights of other models are returned unchanged.
+        model: a Hugging Face model; weights of other models, and adapters, which have PEFT's names, are returned unchanged.
         weights: its tensors under their own names.
 
     Raises:
         WeightUpdateError: transformers cannot convert them.
     """
-    if not hasattr(model, "_keys_to_ignore_on_save"):
+    if not hasattr(model, "_keys_to_ignore_on_save") or weights.adapter is not None:
         return weights
     names = {name: _saved_name(model, name) for name, _ in weights.described}
     described = {names[own]: t for own, t in weights.described if own not in (model._keys_to_ignore_on_save or ())}

@@ -11,6 +11,7 @@ from rollwright.inference.backends.server_backend import BroadcastBackend, Serve
 from rollwright.inference.network import is_loopback
 from rollwright.inference.router import Server
 from rollwright.inference.server_set import ServerSet
+from rollwright.inference.weights.adapter import module_weight
 from rollwright.inference.weights.broadcast import WeightBroadcast
 from rollwright.inference.weights.files import keep_newest, remove_later, write_weights
 from rollwright.inference.weights.server_weights import ServerWeights
@@ -57,13 +58,11 @@ class WeightPublication:
         started = time.perf_counter()
         with self.weights.lock:  # a returning server must not read files that are being written
             meta = meta or self.default_meta()
-            transports = self.backend.transports
-            if meta.type not in transports:
-                memory = f"The engine of the {self.backend.kind} servers is not in this process"
-                wrong = memory if meta.type == "memory" else f"The {self.backend.kind} servers take no weights by {meta.type}"
-                raise WeightUpdateError(f"{wrong}: use {' or '.join(_MADE_BY[name] for name in transports)}.")
+            self._check_transport(meta, weights)
             self._check_names(weights)
-            if meta.type == "disk":
+            if weights.adapter is not None:
+                confirmed = self._publish_adapter(meta, weights, version)
+            elif meta.type == "disk":
                 root = Path(str(meta.path)).resolve()
                 remove_later(root, "v", version)  # of a run that went back to a checkpoint; else kept instead of these
                 digest = write_weights(root / f"v{version}", weights, version, config)
@@ -79,13 +78,57 @@ class WeightPublication:
         size, seconds, names = weights.nbytes / 1e6, time.perf_counter() - started, ", ".join(confirmed)
         logger.info("published version %d (%.1f MB) to %s by %s in %.2f s", version, size, names, meta.type, seconds)
 
+    def _check_transport(self, meta: WeightUpdateMeta, weights: WeightStream) -> None:
+        """Check that the servers take these weights in this way.
+
+        Raises:
+            WeightUpdateError: they do not, or the weights are a whole model's although the servers hold adapters of this engine.
+        """
+        kind, transports = self.backend.kind, self.backend.transports
+        if weights.adapter is not None:
+            transports = tuple(name for name in transports if name != "xccl")
+            if meta.type == "xccl":
+                raise WeightUpdateError(
+                    f"The {kind} servers read adapters from files, not from a distributed group: use "
+                    f"{' or '.join(_MADE_BY[name] for name in transports)} (rollout.weight_update: shared or disk)."
+                )
+        elif self.weights.adapters.current is not None:
+            raise WeightUpdateError(
+                f"The {kind} servers hold adapters of this engine, and a whole model would change the base below them: publish "
+                "adapters, or use another engine."
+            )
+        if meta.type not in transports:
+            memory = f"The engine of the {kind} servers is not in this process"
+            wrong = memory if meta.type == "memory" else f"The {kind} servers take no weights by {meta.type}"
+            raise WeightUpdateError(f"{wrong}: use {' or '.join(_MADE_BY[name] for name in transports)}.")
+
+    def _publish_adapter(self, meta: WeightUpdateMeta, weights: WeightStream, version: int) -> list[str]:
+        """Load an adapter on every server, under a name of its own; see ``ServerAdapters``.
+
+        Returns:
+            Addresses of the servers that hold it.
+        """
+        adapters = self.weights.adapters
+        adapters.begin(self.weights.version)
+        root = Path(str(meta.path)).resolve() if meta.type == "disk" else self.mapped_weights(meta.path).directory
+        adapter = adapters.write(root, weights, version)
+
+        def update(server: Server) -> None:
+            adapters.load(server, adapter)
+
+        confirmed = self.weights.retry_lost(
+            version, lambda: self.weights.apply_update(version, update, restore=adapters.restore)
+        )
+        adapters.published(adapter)
+        return confirmed
+
     def _check_names(self, weights: WeightStream) -> None:
         """Check that servers know the names of the weights, if their checkpoints are on this machine.
 
         Raises:
             WeightUpdateError: a server's checkpoint lacks a weight under its name both with and without the model's prefix.
         """
-        sent = {name for name, _ in weights.described}
+        sent = {name if weights.adapter is None else module_weight(name) for name, _ in weights.described}
         for server in self.servers.router.servers:
             facts = self.backend.facts.get(server.address)
             if facts is None or (known := facts.checkpoint_names) is None:

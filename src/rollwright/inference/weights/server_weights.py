@@ -2,7 +2,7 @@
 
 Invariants:
 
-* no server samples while its weights change;
+* no server samples while its weights change; publications of adapters change no weights, and pause no server;
 * every server in service holds the current version. A server that did not take a publication stays out of service until it is proven
   to hold the current version;
 * a server's own label proves nothing after a failed update or a restart: such a server is given the weights again;
@@ -22,6 +22,7 @@ from rollwright.inference.backends.server_backend import ServerBackend
 from rollwright.inference.connections import ConnectionLostError, LostServersError, UpdateRefusedError
 from rollwright.inference.router import Server
 from rollwright.inference.server_set import ServerSet
+from rollwright.inference.weights.server_adapters import ServerAdapters
 from rollwright.processes.supervisor import retry_lost
 from rollwright.tracking.logging import getLogger
 
@@ -33,7 +34,7 @@ class ServerWeights:
 
     Attributes:
         version: the version that servers in service hold.
-        is_paused: True between ``pause`` and ``resume``, while no server samples.
+        is_paused: True between ``pause`` and ``resume``, while no server samples, or with adapters, while no new request is sent.
         is_holding: True while new requests wait in this process.
         publisher: returns the version that another engine has published and the addresses of the servers that hold it; other servers
             are not used. None means that this engine publishes.
@@ -45,6 +46,7 @@ class ServerWeights:
         self,
         backend: ServerBackend,
         servers: ServerSet,
+        adapters: ServerAdapters,
         *,
         servers_are_replaced: bool = False,
         only_asks: bool = False,
@@ -52,6 +54,7 @@ class ServerWeights:
         """Args:
         backend: the servers' protocol.
         servers: the servers.
+        adapters: the adapters that the servers hold.
         servers_are_replaced: lost servers are started again, so this engine starts with the servers that answer and takes in the
             others later.
         only_asks: another engine publishes to these servers, pauses and resumes them. This engine only sends requests, and only
@@ -59,6 +62,7 @@ class ServerWeights:
         """
         self.backend = backend
         self.servers = servers
+        self.adapters = adapters
         self.config = servers.config
         self.version = 0
         self.is_paused = False
@@ -68,6 +72,7 @@ class ServerWeights:
         self.lock = threading.RLock()
         self._servers_are_replaced = servers_are_replaced
         self._only_asks = only_asks
+        self._servers_are_paused = False
         self._when_resumed: Callable[[], object] | None = None
 
     # -- pauses --------------------------------------------------------------------------------------------------------
@@ -75,19 +80,23 @@ class ServerWeights:
     def pause(self) -> None:
         """Stop sampling on every server; a server that cannot be paused is taken out.
 
-        With ``on_weight_update: wait``, running requests end first.
+        With ``on_weight_update: wait``, running requests end first. With adapters, only new requests wait: those that run keep the
+        adapter that they began with, and the servers may have other users.
 
         Raises:
             EngineError: all servers that were started for this engine have ended.
         """
+        if self.adapters.are_used:
+            self.is_paused = self.is_holding = True
+            return
         if self.backend.pauses_running_requests and self.config.on_weight_update == "wait":
             self.hold(drained=True)
         with self.lock:
-            self.is_paused = True
+            self.is_paused = self._servers_are_paused = True
             try:
                 self.servers.each_in_service(self.backend.pause_server, "be paused")
             except BaseException:
-                self.is_paused = self.is_holding = False
+                self.is_paused = self.is_holding = self._servers_are_paused = False
                 raise
 
     def resume(self) -> None:
@@ -98,9 +107,10 @@ class ServerWeights:
         """
         with self.lock:
             try:
-                self.servers.each_in_service(self.backend.resume_server, "go on")
+                if self._servers_are_paused or not self.adapters.are_used:
+                    self.servers.each_in_service(self.backend.resume_server, "go on")
             finally:
-                self.is_paused = self.is_holding = False
+                self.is_paused = self.is_holding = self._servers_are_paused = False
         action, self._when_resumed = self._when_resumed, None
         if action is not None:
             action()
@@ -167,16 +177,19 @@ class ServerWeights:
             self.servers.each(self.backend.on_connected, router.servers)
             labels = dict(zip(router.servers, self.servers.each(self.backend.read_version, router.servers), strict=True))
         numbers = {server.address: self._numbered(server, label) for server, label in labels.items()}
+        if self.adapters.are_used:
+            self.adapters.connect(numbers)
         if not self._servers_are_replaced and len(set(numbers.values())) > 1:
             raise WeightUpdateError(
                 f"The {self.backend.kind} servers hold different weights (versions {numbers}). Publish weights to all, or restart them."
             )
-        self.version = max(numbers.values())
+        newest = max(numbers.values())
+        self.version = 0 if self.adapters.are_used else newest  # no adapter is published, and the base is version 0
         for server in labels:
-            if (number := numbers[server.address]) == self.version:
+            if (number := numbers[server.address]) == newest:
                 router.put_back(server)
             else:
-                server.reason = f"it holds version {number}, and another one version {self.version}"
+                server.reason = f"it holds version {number}, and another one version {newest}"
 
     def _labels_of_answering(self) -> dict[Server, str | None]:
         """Return the version labels of the servers that answer, as soon as at least one does."""
@@ -193,8 +206,9 @@ class ServerWeights:
     def _numbered(self, server: Server, label: str | None) -> int:
         """Return a server's weight version as a number; a server without one is labelled with the current version."""
         if label is None or not str(label).lstrip("-").isdigit():
-            self.backend.label_version(server, self.version)
-            return self.version
+            version = self.adapters.base_label if self.adapters.are_used else self.version
+            self.backend.label_version(server, version)
+            return version
         return int(label)
 
     # -- the next version ----------------------------------------------------------------------------------------------
@@ -208,7 +222,8 @@ class ServerWeights:
         with self.lock:
             if version == self.version:
                 return
-            labels = self.servers.each_in_service(self.backend.read_version, "say its version")
+            read = (lambda server: self._held(server, version)) if self.adapters.are_used else self.backend.read_version
+            labels = self.servers.each_in_service(read, "say its version")
             held = {server.address: label for server, label in labels.items()}
             if not held or any(str(label) != str(version) for label in held.values()):
                 raise WeightUpdateError(
@@ -216,6 +231,14 @@ class ServerWeights:
                     "publishing weights (actor.update_weights); set_version only confirms them."
                 )
             self.version, self.restore = version, None  # another engine published, so the weights on disk are older
+
+    def _held(self, server: Server, version: int) -> str:
+        """Return what a server holds: ``version`` if it can sample with it, else the server's label or its adapters."""
+        if not self.adapters.are_used:
+            return str(self.backend.read_version(server))
+        if self.adapters.holds(server, version):
+            return str(version)
+        return f"adapters {', '.join(self.backend.loaded_adapters(server)) or 'none'}"
 
     def confirm(self, server: Server, version: int) -> None:
         """Check that a server reports ``version`` after an update.
@@ -259,7 +282,7 @@ class ServerWeights:
     ) -> list[str]:
         """Pause, give new weights to every server that answers, make ``version`` the current one, and resume.
 
-        A server that fails is taken out. A server that was out of service and takes the weights is put back.
+        With adapters, nothing is paused. A server that fails is taken out. A server that was out of service and takes the weights is put back.
 
         Args:
             version: version of the new weights.
@@ -278,11 +301,13 @@ class ServerWeights:
             chosen = self.answering_servers() if servers is None else servers
 
             def give(server: Server) -> None:
-                if not server.in_service:  # it was not paused with the others, and may still run old requests
+                if not server.in_service and self.adapters.are_used:
+                    self._numbered(server, self.backend.read_version(server))
+                elif not server.in_service:  # it was not paused with the others, and may still run old requests
                     self.backend.pause_server(server)
                 update(server)
 
-            with self.paused():
+            with contextlib.nullcontext() if self.adapters.are_used else self.paused():
                 failures = self._update_each(chosen, version, give, alongside)
                 confirmed = [server for server in chosen if server not in failures]
                 if not confirmed:
@@ -328,20 +353,23 @@ class ServerWeights:
         """
         with self.lock:
             self.backend.on_connected(server)
-            if self.publisher is None:
+            if self.publisher is None and self.adapters.are_used:
+                self._numbered(server, self.backend.read_version(server))
+                self.adapters.restore(server)
+            elif self.publisher is None:
                 self._give_current(server)
                 (self.backend.pause_server if self.is_paused else self.backend.resume_server)(server)
             else:
                 version, holders = self.publisher()
-                label = self.backend.read_version(server)
-                if server.address not in holders or str(label) != str(version):
+                held = self._held(server, version)
+                if server.address not in holders or held != str(version):
                     raise WeightUpdateError(
-                        f"it holds version {label!r}, and has not been given version {version}, the current one"
+                        f"it holds version {held!r}, and has not been given version {version}, the current one"
                     )
                 self.version = version
                 # The publisher pauses and resumes its servers while weights change, and probes them. A server that this engine paused
                 # would never answer the probe.
-                if not self._only_asks and not self.is_paused:
+                if not (self._only_asks or self.is_paused or self.adapters.are_used):
                     self.backend.resume_server(server)
             self.servers.router.put_back(server)
 
@@ -378,6 +406,9 @@ class ServerWeights:
         with self.lock:
             if version != self.version:
                 self.version, self.restore = version, None
+            if self.adapters.are_used:  # a version that was published again has another name
+                held = self.servers.each_in_service(lambda server: self._held(server, version), "say its adapters")
+                holders = [server.address for server in held if server.address in holders and held[server] == str(version)]
             for server in self.servers.router.in_service():
                 if server.address not in holders:
                     self.servers.router.take_out(server, f"it was not given version {version}")
