@@ -294,6 +294,7 @@ class LocalRolloutEngine(RolloutEngine):
             dtype=_sampling_dtype(config, self.model),
             on_weight_update=config.on_weight_update,  # type: ignore[arg-type]
             seed=self.seed,
+            max_adapters=config.max_head_offpolicyness + 1,
             batch_invariant=self.deterministic,
             trust_remote_code=self._trust_remote_code,
         )

@@ -157,7 +157,7 @@ def test_wrong_settings_and_requests_are_refused(engine):
     ):
         BuiltinEngine(tiny_model("qwen3"), kv_cache_bytes=1)
     for change, words in (
-        ({"lora_name": "x"}, "LoRA"),
+        ({"lora_name": "x"}, "lora_name"),
         ({"image_data": ["aGk="]}, "multi_modal"),
         ({"position_ids": [1]}, "position_ids"),
         ({"branch_ids": [1, 1, 1]}, "branch_ids"),

@@ -24,8 +24,10 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from rollwright.inference.attention_masks import sees
+from rollwright.inference.backends.builtin.adapters import Adapter
 from rollwright.inference.backends.builtin.adjustments import Adjustment
 from rollwright.inference.backends.builtin.kv_cache import INVARIANT_ROWS, KEY_BLOCK, KVCache, in_blocks
+from rollwright.inference.backends.builtin.low_rank import Term
 from rollwright.inference.backends.builtin.stop_strings import StopStrings
 from rollwright.inference.request import ModelRequest, ModelResponse, TopTokens
 
@@ -74,6 +76,10 @@ class Sequence:
         prefix_source: running or kept sequence whose computed prefix will be copied to this sequence's row.
         prefilled: number of leading tokens that were computed as a prompt; the others were decoded one by one.
         is_current: False if older weights computed some of the keys and values.
+        adapter: adapter that computes the sequence, or None for the base alone.
+        is_bound: True once ``adapter`` is settled: from the beginning if the request names one, else when the sequence first gets a row.
+        version: version of the sequence's tokens if it is that of its adapter, or -1 for the engine's weights at each token.
+        run: name of the run that the request belongs to; empty if the engine serves one run.
     """
 
     request: ModelRequest
@@ -98,8 +104,22 @@ class Sequence:
     prefix_source: object = None
     prefilled: int = 0
     is_current: bool = True
+    adapter: Adapter | None = None
+    is_bound: bool = False
+    version: int = -1
+    run: str = ""
     submitted_at: float = field(default_factory=time.monotonic)
     first_token_at: float | None = None
+
+    def bind(self, adapter: Adapter | None) -> None:
+        """Settle the adapter, for good: all tokens of the sequence are computed with it and carry its version."""
+        self.adapter, self.is_bound = adapter, True
+        self.version = -1 if adapter is None else adapter.version
+
+    @property
+    def adapter_key(self) -> int:
+        """Key of the adapter, which the keys and values of the sequence belong to; 0 for the base alone."""
+        return 0 if self.adapter is None else self.adapter.key
 
     @property
     def next_scored(self) -> int | None:
@@ -198,6 +218,7 @@ class RowTable:
         position: ``[rows]``, rotary position of the newest token.
         generated: ``[rows]``, number of output tokens.
         flushed: ``[rows]``, number of output tokens that the sequence object already has.
+        bound_version: ``[rows]``, version of the row's tokens, or -1 for that of the engine's weights at each token.
         stop_ids: ``[rows, maximum number of stop ids]``, padded with -1.
         tokens, logprobs, versions: ``[rows, capacity]``, the output after the ``flushed`` tokens.
         changes: number of times that a sequence entered or left a row.
@@ -206,8 +227,8 @@ class RowTable:
     def __init__(self, rows: int) -> None:
         rows = in_blocks(rows, INVARIANT_ROWS)
         self.settings = np.zeros(rows, dtype=_SETTINGS)
-        self._counts = np.zeros((5, rows), dtype=np.int64)
-        self.last_token, self.cached, self.position, self.generated, self.flushed = self._counts
+        self._counts = np.zeros((6, rows), dtype=np.int64)
+        self.last_token, self.cached, self.position, self.generated, self.flushed, self.bound_version = self._counts
         self.stop_ids = np.full((rows, 2), _NO_TOKEN, dtype=np.int64)
         self.tokens = np.zeros((rows, 64), dtype=np.int64)
         self.logprobs = np.zeros((rows, 64), dtype=np.float32)
@@ -233,7 +254,7 @@ class RowTable:
             extras != (None, None, None, None),
         )
         position = sequence.position_ids()[-1] if sequence.has_own_layout else length - 1
-        self._counts[:, row] = (sequence.tokens[-1], length - 1, position, generated, generated)
+        self._counts[:, row] = (sequence.tokens[-1], length - 1, position, generated, generated, sequence.version)
         if (missing := len(stop_ids) - self.stop_ids.shape[1]) > 0:
             self.stop_ids = np.pad(self.stop_ids, ((0, 0), (0, missing)), constant_values=_NO_TOKEN)
         self.stop_ids[row] = _NO_TOKEN
@@ -241,14 +262,15 @@ class RowTable:
         self.changes += 1
 
     def append(self, first: int, last: int, tokens: np.ndarray, logprobs: np.ndarray, version: int) -> None:
-        """Add one sampled token to each of rows ``first .. last-1``."""
+        """Add one sampled token to each of rows ``first .. last-1``. ``version`` is that of the engine's weights."""
         columns = self.generated[first:last] - self.flushed[first:last]
         if int(columns.max()) >= self.tokens.shape[1]:  # double the width; the contents of the new half are overwritten
             self.tokens, self.logprobs, self.versions = (np.tile(a, 2) for a in (self.tokens, self.logprobs, self.versions))
         places = np.arange(first, last) * self.tokens.shape[1] + columns
         self.tokens.reshape(-1)[places] = tokens
         self.logprobs.reshape(-1)[places] = logprobs
-        self.versions.reshape(-1)[places] = version
+        bound = self.bound_version[first:last]
+        self.versions.reshape(-1)[places] = np.where(bound < 0, version, bound)
         self.last_token[first:last] = tokens
         self._counts[1:4, first:last] += 1  # cached, position, generated
 
@@ -296,6 +318,9 @@ class ForwardBatch:
         branched: positions of a branched sequence's first tokens, by row (counted from ``first_row``); later tokens continue from
             the last of these positions.
         attention: replaces the usual attention of prompts, which uses ``visible``.
+        adapters: adapter of each row, or empty if none has one.
+        lengths: number of tokens of each row.
+        terms: what the adapters add, once the forward has looked it up.
     """
 
     token_ids: Tensor
@@ -316,6 +341,9 @@ class ForwardBatch:
     multi_modal: dict[str, Any] | None = None
     branched: dict[int, Tensor] = field(default_factory=dict)
     attention: PromptAttention | None = None
+    adapters: list[Adapter | None] = field(default_factory=list)
+    lengths: list[int] = field(default_factory=list)
+    terms: tuple[Term, ...] | None = None
 
     @property
     def computed_rows(self) -> int:
@@ -357,6 +385,8 @@ class ForwardBatch:
                 scores_all=self.scores_all,
                 multi_modal=self.multi_modal,
                 branched={0: self.branched[row]} if row in self.branched else {},
+                adapters=self.adapters[row : row + 1],
+                lengths=[counts[row]],
             )
 
     def places(self) -> tuple[Tensor, Tensor]:
@@ -378,6 +408,12 @@ class ForwardBatch:
     def unpad(self, padded: Tensor) -> Tensor:
         """Pack ``[n, Q, ...]`` to ``[T, ...]``, the inverse of ``pad``."""
         return padded.flatten(0, 1) if self.is_query is None else padded[self.is_query]
+
+
+def adapters_of(sequences: list[Sequence]) -> list[Adapter | None]:
+    """Return the adapter of each sequence, or an empty list if none has one."""
+    adapters = [sequence.adapter for sequence in sequences]
+    return adapters if any(adapters) else []
 
 
 def prefill_batch(
@@ -420,6 +456,8 @@ def prefill_batch(
         last_tokens=torch.as_tensor(lengths.cumsum() - 1, device=device),
         scores_all=chunks[0].sequence.next_scored is not None,
         multi_modal=chunks[0].sequence.request.multi_modal,
+        adapters=adapters_of([chunk.sequence for chunk in chunks]),
+        lengths=lengths.tolist(),
     )
     if invariant_attention is not None:
         padding = (0, -len(columns) % INVARIANT_ROWS)
@@ -474,6 +512,8 @@ class DecodeBatch(ForwardBatch):
                 for row, s in enumerate(running)
                 if s.request.branch_ids is not None and s.request.position_ids is not None
             },
+            adapters=adapters_of(running),
+            lengths=[1] * count,
         )
 
     def _read_table(self) -> dict[str, Any]:

@@ -24,10 +24,11 @@ import torch
 from torch import Tensor
 
 from rollwright.config.generation import GenerationHyperparameters
-from rollwright.errors import EngineError
+from rollwright.errors import EngineError, WeightUpdateError
 from rollwright.inference.attention_masks import sees
 from rollwright.inference.backends.builtin.batch import Chunk, ForwardBatch, Sequence
 from rollwright.inference.backends.builtin.kv_cache import INVARIANT_ROWS, KEY_BLOCK, Shapes, in_blocks
+from rollwright.inference.backends.builtin.low_rank import LowRank
 from rollwright.inference.backends.builtin.model import LlamaFamily, Matrix, ModelRunner, weighted_sum
 from rollwright.inference.backends.builtin.scheduler import Stepper, answer
 from rollwright.inference.model_facts import ordinary_tokens
@@ -78,6 +79,7 @@ def invariant_runner(
     if found.reason is None:
         if isinstance(runner.forward, LlamaFamily):
             runner.forward.most_rows.update(found.most_rows)
+            runner.forward.stacks.limit = _AdapterLimits(threads)
         return runner
     if found.differs_alone is not None:
         raise EngineError(
@@ -159,6 +161,41 @@ def _alike_up_to(matrix: Matrix, most: int) -> int:
         if operations > _OPERATIONS or not torch.equal(matrix.product(inputs[:count]), alone[:count]):
             return count - block
     return most
+
+
+class _AdapterLimits:
+    """Limits how many rows the matrices of an adapter are multiplied with at once, as ``cut_products`` does for those of the model.
+
+    Args:
+        threads: number of compute threads.
+    """
+
+    def __init__(self, threads: int) -> None:
+        self._threads = threads
+        self._known: dict[tuple[int, ...], int] = {}
+
+    @torch.inference_mode()
+    def __call__(self, product: LowRank) -> int:
+        """Return the limit for a product.
+
+        Raises:
+            WeightUpdateError: a row gets other bits at another place among 16.
+        """
+        matrices = [Matrix("A", product.a), *(Matrix("B", part.b_t.t(), is_added=True) for part in product.parts)]
+        shape = tuple(size for matrix in matrices for size in matrix.weight.shape)
+        if shape not in self._known:
+            own_threads = torch.get_num_threads()
+            torch.set_num_threads(self._threads)
+            try:
+                self._known[shape] = min(_alike_up_to(matrix, _MOST_ROWS) for matrix in matrices)
+            finally:
+                torch.set_num_threads(own_threads)
+        if not self._known[shape]:
+            raise WeightUpdateError(
+                f"batch_invariant (deterministic): matrices of the adapter's sizes {shape} give a row other bits beside other rows on "
+                "this machine. Choose another rank (actor.lora.rank), or turn deterministic off."
+            )
+        return self._known[shape]
 
 
 @torch.inference_mode()

@@ -30,6 +30,7 @@ from rollwright.errors import (
     RequestAborted,
     WeightUpdateError,
 )
+from rollwright.inference.backends.builtin.adapters import Adapter, AdapterTable
 from rollwright.inference.backends.builtin.batch import DecodeBatch, RowTable, Sequence
 from rollwright.inference.backends.builtin.batch_invariance import invariant_runner
 from rollwright.inference.backends.builtin.loading import cache_bytes_by_default, load_model_for_inference, paired
@@ -39,6 +40,7 @@ from rollwright.inference.backends.builtin.scheduler import Finished, Stepper, a
 from rollwright.inference.compute_threads import fastest_number, release_workers
 from rollwright.inference.engine import InferenceEngine
 from rollwright.inference.request import ModelRequest, ModelResponse
+from rollwright.inference.weights.adapter import version_name
 from rollwright.inference.weights.stream import WeightStream
 from rollwright.inference.weights.transfer import WeightUpdateMeta
 from rollwright.tracking.logging import getLogger
@@ -77,6 +79,8 @@ class BuiltinEngine(InferenceEngine):
         version: version of the weights at the start.
         threads: number of compute threads on CPU. None uses the number that decodes fastest, measured at the start, or torch's number
             if ``batch_invariant`` is set.
+        max_adapters: maximum number of LoRA adapters that are held at once. Of published versions, the newest ones are kept, and older
+            ones for as long as a request uses them.
         batch_invariant: answer a request with the same bits whether it runs alone or among others (docs/determinism.md).
         trust_remote_code: run code from the model's directory.
     """
@@ -100,14 +104,15 @@ class BuiltinEngine(InferenceEngine):
         seed: int = 0,
         version: int = 0,
         threads: int | None = None,
+        max_adapters: int = 4,
         batch_invariant: bool = False,
         trust_remote_code: bool = False,
     ) -> None:
         if on_weight_update not in ("recompute", "keep", "wait"):
             raise ConfigError(f"on_weight_update is {on_weight_update!r}; use 'recompute', 'keep' or 'wait'.")
         self.on_weight_update: OnWeightUpdate = on_weight_update
-        if max_running_requests < 1 or prefill_tokens < 1:
-            raise ConfigError("max_running_requests and prefill_tokens must be at least 1.")
+        if max_running_requests < 1 or prefill_tokens < 1 or max_adapters < 1:
+            raise ConfigError("max_running_requests, prefill_tokens and max_adapters must be at least 1.")
         self.model, self.tokenizer = load_model_for_inference(model_or_path, tokenizer, device, dtype, trust_remote_code)
         self.local_model = self.model
         if kv_cache_bytes is None:
@@ -126,7 +131,8 @@ class BuiltinEngine(InferenceEngine):
         self._stepper = Stepper(self._runner, max_running_requests, kept_bytes, prefill_tokens, version)
         self._max_waiting = max_waiting
         self._max_running = max_running_requests
-        self._intake = RequestIntake(self._runner, self.tokenizer, seed)
+        self.adapters = AdapterTable(max_adapters, self._runner.prepare_adapter, self._forget_adapters)
+        self._intake = RequestIntake(self._runner, self.tokenizer, seed, self.adapters)
 
         self._prober: tuple[tuple[int, int], Stepper] | None = None  # answers probes of one size
 
@@ -186,7 +192,7 @@ class BuiltinEngine(InferenceEngine):
         errors, scheduler = list[EngineError | None](), self._stepper.scheduler
         with self._state:
             for sequences in batches:
-                unfinished = len(self._inbox) + len(scheduler.waiting) + len(scheduler.active())
+                unfinished = len(self._inbox) + len(scheduler.sequences())
                 if self._is_closed:
                     errors.append(RequestAborted("The engine is closed; start another."))
                 elif self._max_waiting is not None and unfinished + len(sequences) > self._max_running + self._max_waiting:
@@ -249,7 +255,7 @@ class BuiltinEngine(InferenceEngine):
             if known is None or known[0] != size:
                 known = size, Stepper(self._runner.with_cache_for(1, size[1]), 1, 0, size[0], 0)
             stepper = known[1]
-            stepper.version = self.get_version()
+            stepper.version, stepper.scheduler.newest = self._stepper.version, self._stepper.scheduler.newest
             ((_, response),) = answer(stepper, [sequence])
             assert isinstance(response, ModelResponse)
             self._prober = known
@@ -291,7 +297,7 @@ class BuiltinEngine(InferenceEngine):
     def _take_inbox(self) -> None:
         """Pass new requests to the scheduler and remove cancelled ones from it. The caller holds ``_state``."""
         while self._inbox:
-            self._stepper.scheduler.waiting.append(self._inbox.popleft())
+            self._stepper.scheduler.enqueue(self._inbox.popleft())
         while self._cancelled:
             self._stepper.scheduler.remove(self._cancelled.popleft())
 
@@ -338,10 +344,29 @@ class BuiltinEngine(InferenceEngine):
             scheduler.holding = True
             self._state.wait_for(lambda: self._is_closed or (not self._is_stepping and not scheduler.active()))
 
-    def abort(self, rid: str | None = None) -> None:
-        """End the requests of one conversation, or all requests. They return their output so far, with stop_reason "abort"."""
+    def pause_run(self, run: str) -> None:
+        """Compute nothing for the requests of one run until ``resume_run``; the others go on. Returns when no step runs."""
         with self._between_steps():
-            finished = self._stepper.abort(rid)
+            self._stepper.scheduler.hold_run(run)
+
+    def resume_run(self, run: str) -> None:
+        """Continue after ``pause_run``."""
+        with self._between_steps():
+            self._stepper.scheduler.release_run(run)
+
+    def paused_runs(self) -> set[str]:
+        """Return the runs that are paused by ``pause_run``."""
+        return set(self._stepper.scheduler.held_runs)
+
+    def abort(self, rid: str | None = None, run: str | None = None) -> None:
+        """End the requests of one conversation, or all requests. They return their output so far, with stop_reason "abort".
+
+        Args:
+            rid: the conversation. None means all.
+            run: the run whose requests are meant. None means all.
+        """
+        with self._between_steps():
+            finished = self._stepper.abort(rid, run)
         resolve(finished)
 
     def flush_cache(self) -> None:
@@ -373,8 +398,9 @@ class BuiltinEngine(InferenceEngine):
     # ------------------------------------------------------------------ weights
 
     def get_version(self) -> int:
-        """Return the version of the weights that the next token is sampled with."""
-        return self._stepper.version
+        """Return the version of the weights that a new request is sampled with: of the newest adapter, if one was published."""
+        newest = self._stepper.scheduler.newest
+        return self._stepper.version if newest is None else newest.version
 
     def set_version(self, version: int) -> None:
         """Confirm that ``version`` is the current version; otherwise raise ``WeightUpdateError``."""
@@ -385,7 +411,7 @@ class BuiltinEngine(InferenceEngine):
             )
 
     def publish(self, version: int, copies: Iterable[tuple[Tensor, Tensor]] = ()) -> None:
-        """See ``WeightReceiver.publish``.
+        """See ``WeightReceiver.publish``. Afterwards, requests that name no adapter use these weights alone.
 
         Args:
             version: the new version of the weights.
@@ -407,7 +433,7 @@ class BuiltinEngine(InferenceEngine):
                         destination.copy_(source)
                 self._runner.forward.share_weights()
                 self._stepper.scheduler.weights_changed(recompute=self.on_weight_update == "recompute")
-                self._stepper.version = version
+                self._stepper.version, self._stepper.scheduler.newest = version, None
         finally:
             if not was_paused:
                 with self._state:
@@ -417,14 +443,75 @@ class BuiltinEngine(InferenceEngine):
     def receive_weights(self, weights: WeightStream, version: int, meta: WeightUpdateMeta | None, config: Any) -> None:
         """Copy weights into the model and publish them as ``version``.
 
+        If the weights are an adapter, the model stays as it is. The adapter is held as ``version_name(version)``, and new requests that
+        name none are computed with it. Running requests end with the adapter that they began with, whatever ``on_weight_update`` says:
+        nothing is recomputed, and all tokens of a request carry one version. An adapter of the same version is replaced.
+
         Args:
-            weights: tensors under their names in the model's ``state_dict`` or in its checkpoints; tied tensors may be omitted.
+            weights: tensors under their names in the model's ``state_dict`` or in its checkpoints; tied tensors may be omitted. Or an
+                adapter's, under PEFT's names.
             version, meta, config: as for ``update_weights``; the weights are copied regardless of ``meta``.
 
         Raises:
-            WeightUpdateError: a name or shape does not match the model; no weight has changed.
+            WeightUpdateError: a name or shape does not match the model, or the version is lower than the current one; nothing has
+                changed.
         """
-        self.publish(version, paired(self.model, weights))
+        if weights.adapter is None:
+            self.publish(version, paired(self.model, weights))
+            return
+        if version < self.get_version():
+            raise WeightUpdateError(f"Version {version} cannot follow {self.get_version()}: versions only grow.")
+        adapter = Adapter.copied(version_name(version), weights, self.model, version)
+        with self._between_steps():
+            self.adapters.hold(adapter)
+            self._stepper.scheduler.newest = adapter
+            old = self.adapters.published()[: -self.adapters.most]
+            self.adapters.drop([adapter.name for adapter in old if not self._users(adapter)])
+
+    def load_adapter(self, adapter: Adapter) -> None:
+        """Hold an adapter, so that requests can name it. One of the same name is replaced; its running requests keep what they have.
+
+        Raises:
+            WeightUpdateError: the engine holds as many adapters of this run as it may, or cannot compute this one.
+        """
+        with self._between_steps():
+            self.adapters.check_room(adapter)
+            self.adapters.hold(adapter)
+
+    def unload_adapter(self, name: str) -> Adapter:
+        """Drop an adapter, and return it. New requests cannot name it; running ones end with it, and the last one frees its memory.
+
+        Raises:
+            EngineError: no adapter has this name.
+        """
+        adapter, scheduler = self.adapters.named(name), self._stepper.scheduler
+        with self._between_steps():
+            self.adapters.drop([name])
+            if scheduler.newest is adapter:
+                scheduler.newest = None
+        return adapter
+
+    def requests_to_wait_for(self, adapter: Adapter) -> int:
+        """Return how many requests use an adapter, or 0 if some of them are paused: waiting for these might never end."""
+        with self._between_steps():
+            scheduler = self._stepper.scheduler
+            rests = (
+                self._is_closed or self._is_paused or scheduler.holding or any(s.adapter is adapter for s in scheduler.parked)
+            )
+            return 0 if rests else self._users(adapter)
+
+    def adapter_requests(self) -> dict[str, int]:
+        """Return the number of unfinished requests of each held adapter."""
+        with self._between_steps():
+            return {adapter.name: self._users(adapter) for adapter in self.adapters}
+
+    def _users(self, adapter: Adapter) -> int:
+        """Return how many requests use an adapter. No step may run meanwhile."""
+        return sum(s.adapter is adapter for s in (*self._inbox, *self._stepper.scheduler.sequences()))
+
+    def _forget_adapters(self, keys: set[int]) -> None:
+        self._stepper.scheduler.kept.discard_keys(keys)
+        self._runner.forward.stacks.forget(keys)
 
     def go_back(self, version: int, *, finish: bool = False) -> None:
         """Set an earlier version, before its weights are loaded. Running requests end, because versions only grow within a request.
@@ -437,12 +524,13 @@ class BuiltinEngine(InferenceEngine):
             self._drain()
         with self._between_steps():
             finished = [] if finish else self._stepper.abort(None)
-            self._stepper.version = version
+            self._stepper.version, self._stepper.scheduler.newest = version, None
+            self.adapters.drop([adapter.name for adapter in self.adapters.published()])
         resolve(finished)
 
     def stats(self) -> dict[str, float]:
         """Return counts since the start, and the numbers of running and waiting requests."""
-        return {**self._stepper.stats(), "queued": len(self._inbox)}
+        return {**self._stepper.stats(), "version": self.get_version(), "queued": len(self._inbox)}
 
 
 #: Results of ``fastest_threads`` by model.

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import inspect
 import sys
+from collections.abc import Hashable
 from typing import Any
 
 import torch
@@ -17,10 +18,12 @@ from torch import Tensor
 from transformers import DynamicCache
 from transformers.cache_utils import Cache, CacheLayerMixin
 
-from rollwright.errors import EngineError, RollwrightError
+from rollwright.errors import EngineError, RollwrightError, WeightUpdateError
 from rollwright.inference.attention_masks import VisibleTokens, only_visible
+from rollwright.inference.backends.builtin.adapters import Adapter, linear_paths, linear_shape
 from rollwright.inference.backends.builtin.batch import ForwardBatch
 from rollwright.inference.backends.builtin.kv_cache import KVCache, LayerShape
+from rollwright.inference.backends.builtin.low_rank import AdapterStacks, Site, Term, add_terms_in, engine_pass
 from rollwright.inference.backends.builtin.proof import Difference, prove
 from rollwright.inference.model_facts import ordinary_tokens
 from rollwright.inference.request import ModelRequest
@@ -67,12 +70,29 @@ def attends_both_ways(model: Any) -> bool:
     return any("block_sequence_ids" in source or "or_mask_function=" in source for source in sources)
 
 
+class _RowCounts(Term):
+    """A term that adds nothing, and notes how many rows each layer gets."""
+
+    def __init__(self) -> None:
+        super().__init__({}, None)
+        self.by_site: dict[Hashable, int] = {}
+
+    def add(self, site: Hashable, x: Tensor, y: Tensor) -> None:
+        """See ``Term.add``."""
+        self.by_site[site] = len(x)
+
+
 class GeneralModel:
     """Forward of any Hugging Face causal language model that has keys and values for each token.
 
     Args:
         model: the model; its own forward is called.
+
+    Attributes:
+        stacks: matrices of the adapters that are computed.
     """
+
+    stacks: AdapterStacks
 
     def __init__(self, model: Any) -> None:
         self._model = model
@@ -85,6 +105,34 @@ class GeneralModel:
     def share_weights(self) -> None:
         """Do nothing: the forward reads the model's own parameters."""
 
+    def sites(self) -> dict[Hashable, Site]:
+        """Return the linear layers that adapters can be added to; each is a site of its own."""
+        outputs = {path: linear_shape(self._model.get_submodule(path))[0] for path in linear_paths(self._model)}
+        return {path: [(path, slice(0, count))] for path, count in outputs.items()}
+
+    @torch.inference_mode()
+    def check_adapter(self, adapter: Adapter) -> None:
+        """Check that the adapted layers compute each token by itself, so that tokens of several adapters can be computed together.
+
+        Raises:
+            WeightUpdateError: a layer does not.
+        """
+        add_terms_in(self._model)
+        tokens, counts = ordinary_tokens(self._model.config), _RowCounts()
+        rows = torch.tensor([tokens[index * len(tokens) // 15] for index in range(15)], device=self._model.device).view(3, 5)
+        with engine_pass([counts]):
+            self._model(rows)
+        unseen = (
+            rows.numel() if "image_token_id" in self._model.config.to_dict() else 0
+        )  # layers of images, which are computed alone
+        for path in adapter.factors:
+            if (count := counts.by_site.get(path, unseen)) not in (len(rows), rows.numel()):
+                raise WeightUpdateError(
+                    f"The adapter {adapter.name} adapts {path}, which gets {count} rows for {rows.numel()} tokens: the built-in engine "
+                    f"adds adapters to layers of {type(self._model).__name__} that compute each token by itself. Leave this layer out "
+                    "of the adapter's targets, or use an SGLang or vLLM server."
+                )
+
     def _refusal(self, reason: str, advice: str = "") -> EngineError:
         name = type(self._model).__name__
         return EngineError(f"The built-in engine cannot serve {name}: {reason}.{advice} Use an SGLang or vLLM server for it.")
@@ -92,7 +140,7 @@ class GeneralModel:
     def _probe_layer_shapes(self) -> list[LayerShape]:
         probe = torch.zeros(1, 1, dtype=torch.int64, device=self._model.device)
         try:
-            with torch.inference_mode(), only_visible(VisibleTokens(probe[None] == 0, probe, probe)) as choice:
+            with engine_pass(), torch.inference_mode(), only_visible(VisibleTokens(probe[None] == 0, probe, probe)) as choice:
                 output = self._model(probe, past_key_values=DynamicCache(), use_cache=True)
         except RollwrightError as error:
             raise self._refusal(str(error)) from error
@@ -124,9 +172,15 @@ class GeneralModel:
         if not self._makes_masks:  # with transformers' functions: give it an additive mask [n, 1, Q, K]
             mask = torch.zeros(choice.visible.shape, dtype=self._model.dtype, device=tokens.device)
             arguments["attention_mask"] = mask.masked_fill_(~choice.visible, torch.finfo(mask.dtype).min)[:, None]
-        with only_visible(choice):
+        with engine_pass(self._terms(batch, tokens)), only_visible(choice):
             output = self._model(past_key_values=Cache(layers=layers), use_cache=True, **arguments)
         return batch.unpad(output.logits) if batch.scores_all else output.logits[: batch.row_count, -1]
+
+    def _terms(self, batch: ForwardBatch, tokens: Tensor) -> tuple[Term, ...]:
+        """Return what adapters add to the rows of the padded ``tokens``, ``[n, Q]``."""
+        if batch.terms is None:
+            batch.terms = self.stacks.terms(batch.adapters, tokens.shape[1], tokens.numel())
+        return batch.terms
 
     def _visible_tokens(self, batch: ForwardBatch) -> VisibleTokens:
         """Return the columns that each query may see, for all computed rows, before the layers apply their windows."""
@@ -197,6 +251,7 @@ class GeneralModel:
     def _difference(self, context_length: int) -> Difference | None:
         mode = "one row at a time" if self._rows_apart else "rows together"
         try:
-            return prove(self, self._model, self.layer_shapes, ordinary_tokens(self._model.config), context_length, mode)
+            with engine_pass():
+                return prove(self, self._model, self.layer_shapes, ordinary_tokens(self._model.config), context_length, mode)
         except Exception as error:  # a foreign forward may raise anything
             return Difference(f"it does not accept an explicit mask and cache ({type(error).__name__}: {error})")

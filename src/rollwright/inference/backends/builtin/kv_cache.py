@@ -214,13 +214,17 @@ class KVCache:
 class PrefixIndex:
     """Finds the longest common prefix among token sequences, by chained hashes of blocks, and confirms it token by token.
 
+    Sequences of different adapters have different keys and values, so they are kept apart by the adapter's ``key`` (0: the base alone).
+
     Attributes:
         bytes: total size of the holders.
     """
 
     def __init__(self) -> None:
         self._holders: dict[int, dict[Any, None]] = {}  # block hash -> holders in order of insertion
-        self._known: dict[Any, tuple[SequenceOf[int], list[int], int]] = {}  # holder -> its tokens, block hashes and bytes
+        self._known: dict[
+            Any, tuple[SequenceOf[int], list[int], int, int]
+        ] = {}  # holder -> its tokens, block hashes, bytes and key
         self.bytes = 0
 
     def __len__(self) -> int:
@@ -233,24 +237,24 @@ class PrefixIndex:
         self.bytes = 0
 
     @staticmethod
-    def _chain(tokens: SequenceOf[int]) -> list[int]:
-        chain, previous = [], 0
+    def _chain(tokens: SequenceOf[int], key: int) -> list[int]:
+        chain, previous = [], key
         for end in range(_BLOCK, len(tokens) + 1, _BLOCK):
             previous = hash((previous, *tokens[end - _BLOCK : end]))
             chain.append(previous)
         return chain
 
-    def add(self, holder: Any, tokens: SequenceOf[int], size: int = 0) -> None:
-        """Register ``holder`` as having the keys and values of ``tokens``, which take ``size`` bytes."""
-        chain = self._chain(tokens)
-        self._known[holder] = tokens, chain, size
+    def add(self, holder: Any, tokens: SequenceOf[int], size: int = 0, key: int = 0) -> None:
+        """Register ``holder`` as having the keys and values of ``tokens`` under the adapter of ``key``, which take ``size`` bytes."""
+        chain = self._chain(tokens, key)
+        self._known[holder] = tokens, chain, size, key
         self.bytes += size
         for block in chain:
             self._holders.setdefault(block, {})[holder] = None
 
     def discard(self, holder: Any) -> None:
         """Forget ``holder``."""
-        _, chain, size = self._known.pop(holder, ((), (), 0))
+        _, chain, size, _ = self._known.pop(holder, ((), (), 0, 0))
         self.bytes -= size
         for block in chain:
             if holders := self._holders.get(block):
@@ -258,17 +262,25 @@ class PrefixIndex:
                 if not holders:
                     del self._holders[block]
 
-    def find(self, tokens: SequenceOf[int]) -> tuple[Any, int]:
+    def discard_keys(self, keys: set[int]) -> None:
+        """Forget all that was computed with the adapters of these keys."""
+        for holder in [holder for holder, known in self._known.items() if known[3] in keys]:
+            self.discard(holder)
+
+    def find(self, tokens: SequenceOf[int], key: int = 0) -> tuple[Any, int]:
         """Return the holder that shares the longest prefix with ``tokens``, and the prefix's length, or ``(None, 0)``."""
         best: dict[Any, None] | None = None
-        for block in self._chain(tokens):
+        for block in self._chain(tokens, key):
             if block not in self._holders:
                 break
             best = self._holders[block]
         if not best:
             return None, 0
         holder = next(reversed(best))
-        pairs = zip(tokens, self._known[holder][0], strict=False)
+        of_holder, *_, own_key = self._known[holder]
+        if own_key != key:  # equal hashes of other sequences
+            return None, 0
+        pairs = zip(tokens, of_holder, strict=False)
         return holder, sum(1 for _ in itertools.takewhile(lambda pair: pair[0] == pair[1], pairs))
 
 
@@ -291,21 +303,21 @@ class PrefixCache(PrefixIndex):
         super().__init__()
         self.capacity_bytes = capacity_bytes
 
-    def keep(self, tokens: list[int], tensors: list[Tensor]) -> None:
-        """Keep a sequence, and drop the entry that the sequence extends, if any."""
+    def keep(self, tokens: list[int], tensors: list[Tensor], key: int = 0) -> None:
+        """Keep a sequence under its adapter's key, and drop the entry that the sequence extends, if any."""
         size = sum(t.numel() * t.element_size() for t in tensors)
         if size > self.capacity_bytes:
             return
-        holder, length = super().find(tokens)
+        holder, length = super().find(tokens, key)
         if holder is not None and length == len(holder.tokens):
             self.discard(holder)
         while self.bytes + size > self.capacity_bytes:
             self.discard(next(iter(self._known)))
-        self.add(KeptPrefix(tokens, tensors), tokens, size)
+        self.add(KeptPrefix(tokens, tensors), tokens, size, key)
 
-    def find(self, tokens: SequenceOf[int]) -> tuple[KeptPrefix | None, int]:
+    def find(self, tokens: SequenceOf[int], key: int = 0) -> tuple[KeptPrefix | None, int]:
         """Return the kept sequence that shares the longest prefix with ``tokens``, and the prefix's length, or ``(None, 0)``."""
-        entry, length = super().find(tokens)
+        entry, length = super().find(tokens, key)
         if entry is not None:
             self._known[entry] = self._known.pop(entry)  # evicted in this order, so this entry is now the last
         return entry, length

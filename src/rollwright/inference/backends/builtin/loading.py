@@ -15,6 +15,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageText
 
 from rollwright.data.tokenizer import load_tokenizer
 from rollwright.errors import ConfigError, WeightUpdateError
+from rollwright.inference.backends.builtin.adapters import base_of
 from rollwright.inference.model_facts import fixed_frequencies, note_attention
 from rollwright.inference.weights.names import as_own
 from rollwright.inference.weights.stream import WeightStream
@@ -138,9 +139,9 @@ def why_not_llama_family(model: Any, context_length: int) -> str | None:
     for module in model.modules():
         if isinstance(module, nn.Linear) and type(module) is not nn.Linear:
             return f"a projection is a {type(module).__name__}"
-        if not isinstance(module, nn.Linear) and type(module).__module__.startswith("peft."):
-            return "it carries adapters"
+        if base_of(module) is not module and type(base_of(module)) is not nn.Linear:
+            return f"an adapter is on a {type(base_of(module)).__name__}"
     layer = model.model.layers[0]
-    if layer.self_attn.o_proj.bias is not None or layer.mlp.down_proj.bias is not None:
+    if base_of(layer.self_attn.o_proj).bias is not None or base_of(layer.mlp.down_proj).bias is not None:
         return "its output projections have biases"
     return None

@@ -14,7 +14,7 @@ from __future__ import annotations
 import copy
 import itertools
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Hashable
 from dataclasses import dataclass
 from types import SimpleNamespace
 from typing import Any
@@ -24,10 +24,12 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from rollwright.errors import ConfigError
+from rollwright.inference.backends.builtin.adapters import Adapter, base_of
 from rollwright.inference.backends.builtin.batch import Chunk, DecodeBatch, ForwardBatch, PromptAttention
 from rollwright.inference.backends.builtin.general_model import GeneralModel, attends_both_ways
 from rollwright.inference.backends.builtin.kv_cache import INVARIANT_ROWS, LENGTH_STEP, KVCache, LayerShape, Shapes, in_blocks
 from rollwright.inference.backends.builtin.loading import log_once, position_limit, why_not_llama_family
+from rollwright.inference.backends.builtin.low_rank import AdapterStacks, Site, Term, bypass_injected
 from rollwright.tracking.logging import getLogger
 
 logger = getLogger(__name__)
@@ -77,7 +79,9 @@ class ModelRunner:
         limit = position_limit(model, limit, context_length)
         self.vocabulary: int = config.vocab_size
         name, reason = type(model).__name__, why_not_llama_family(model, context_length or limit)
+        bypass_injected(model)
         self.forward = LlamaFamily(model) if reason is None else GeneralModel(model)
+        self.forward.stacks = AdapterStacks(self.forward.sites(), together=shapes is Shapes.FREE)
         computed_by = (
             "the built-in Llama-family forward, on its own weights"
             if reason is None
@@ -108,6 +112,15 @@ class ModelRunner:
             self.cache.make_room(1, self.context_length, [])
         if self.context_length < limit and context_length is None:
             logger.info("context_length is %d: what kv_cache_bytes holds (the model has %d).", self.context_length, limit)
+
+    def prepare_adapter(self, adapter: Adapter) -> None:
+        """Stack an adapter's matrices and check that the model can be computed with it.
+
+        Raises:
+            WeightUpdateError: it cannot.
+        """
+        self.forward.check_adapter(adapter)
+        self.forward.stacks.products([adapter])
 
     def with_cache_for(self, rows: int, tokens: int) -> ModelRunner:
         """Return a runner of the same model with a separate small cache for ``rows`` sequences of at most ``tokens`` tokens."""
@@ -156,7 +169,10 @@ class LlamaFamily:
 
     Attributes:
         most_rows: maximum number of rows that each matrix is multiplied with at once, by its name; larger batches are split.
+        stacks: matrices of the adapters that are computed.
     """
+
+    stacks: AdapterStacks
 
     def __init__(self, model: Any) -> None:
         config = model.config
@@ -178,28 +194,58 @@ class LlamaFamily:
         self._layers: list[SimpleNamespace] = []  # each layer's tensors: the parameters, or the storage under them
         for module in model.model.layers:
             attention, mlp = module.self_attn, module.mlp
-            projections = [attention.q_proj, attention.k_proj, attention.v_proj]
+            projections = [base_of(p) for p in (attention.q_proj, attention.k_proj, attention.v_proj)]
             self._layers.append(
                 SimpleNamespace(
                     qkv_weight=fuse_rows([p.weight for p in projections]),
-                    qkv_bias=None if attention.q_proj.bias is None else fuse_rows([p.bias for p in projections]),
-                    gate_up_weight=fuse_rows([mlp.gate_proj.weight, mlp.up_proj.weight]),
-                    output_weight_t=attention.o_proj.weight.detach().t(),
-                    down_weight_t=mlp.down_proj.weight.detach().t(),
+                    qkv_bias=None if projections[0].bias is None else fuse_rows([p.bias for p in projections]),
+                    gate_up_weight=fuse_rows([base_of(mlp.gate_proj).weight, base_of(mlp.up_proj).weight]),
+                    output_weight_t=base_of(attention.o_proj).weight.detach().t(),
+                    down_weight_t=base_of(mlp.down_proj).weight.detach().t(),
                     input_norm=module.input_layernorm.weight,
                     mlp_norm=module.post_attention_layernorm.weight,
                 )
             )
         self._embedding = model.model.embed_tokens.weight
         self._final_norm = model.model.norm.weight
-        self._head = model.lm_head.weight
-        self._head_bias = model.lm_head.bias
+        self._head = base_of(model.lm_head).weight
+        self._head_bias = base_of(model.lm_head).bias
         if self._has_head_norm:
             attention = [module.self_attn for module in model.model.layers]
             fused = fuse_rows([norm.weight for a in attention for norm in (a.q_norm, a.k_norm)])
             self._head_norms = fused.view(len(attention), 2, self._head_size)
             kinds = [0] * self._heads + [1] * self._kv_heads
             self._norm_of_head = torch.tensor(kinds, device=fused.device)
+
+    def sites(self) -> dict[Hashable, Site]:
+        """Return the linear layers that adapters can be added to, by layer and matrix."""
+        queries, keys = self._heads * self._head_size, self._kv_heads * self._head_size
+        sizes = {
+            QKV: {"self_attn.q_proj": queries, "self_attn.k_proj": keys, "self_attn.v_proj": keys},
+            OUTPUT: {"self_attn.o_proj": self._model.config.hidden_size},
+            GATE_UP: {
+                "mlp.gate_proj": self._model.config.intermediate_size,
+                "mlp.up_proj": self._model.config.intermediate_size,
+            },
+            DOWN: {"mlp.down_proj": self._model.config.hidden_size},
+        }
+        sites: dict[Hashable, Site] = {(HEAD,): [("lm_head", slice(0, len(self._head)))]}
+        for index in range(len(self._layers)):
+            for matrix, outputs in sizes.items():
+                ends = list(itertools.accumulate(outputs.values()))
+                slices = [slice(end - size, end) for end, size in zip(ends, outputs.values(), strict=True)]
+                paths = (f"model.layers.{index}.{name}" for name in outputs)
+                sites[index, matrix] = list(zip(paths, slices, strict=True))
+        return sites
+
+    def check_adapter(self, adapter: Adapter) -> None:
+        """Do nothing: every linear layer computes each token by itself."""
+
+    def _terms(self, batch: ForwardBatch) -> tuple[Term, ...]:
+        """Return what adapters add to the rows of a batch."""
+        if batch.terms is None:
+            batch.terms = self.stacks.terms(batch.adapters, batch.lengths, len(batch.padded_tokens))
+        return batch.terms
 
     def shallow(self, vocabulary: int) -> LlamaFamily:
         """Return a copy with one layer and the first ``vocabulary`` tokens."""
@@ -252,9 +298,14 @@ class LlamaFamily:
         head_norms = self._head_norms.index_select(1, self._norm_of_head) if self._has_head_norm else None
         places = cache.places(batch.rows, batch.columns)
 
+        terms = self._terms(batch)
         x = torch.embedding(self._embedding, tokens)
         for index, layer in enumerate(self._layers):
-            qkv = linear(norm(x, layer.input_norm), layer.qkv_weight, layer.qkv_bias, most[QKV]).view(-1, H + 2 * G, D)
+            read_by_qkv = norm(x, layer.input_norm)
+            qkv = linear(read_by_qkv, layer.qkv_weight, layer.qkv_bias, most[QKV])
+            for term in terms:
+                term.add((index, QKV), read_by_qkv, qkv)
+            qkv = qkv.view(-1, H + 2 * G, D)
             qk = qkv[:, : H + G]
             if head_norms is not None:
                 qk = norm(qk, head_norms[index])
@@ -269,12 +320,31 @@ class LlamaFamily:
             else:
                 attended = prefill_attention(batch, qk[:, :H], new, cache.keys[index], cache.values[index])
             add_product(x, attended, layer.output_weight_t, most[OUTPUT])
-            gate, up = linear(norm(x, layer.mlp_norm), layer.gate_up_weight, None, most[GATE_UP]).chunk(2, -1)
-            add_product(x, F.silu(gate).mul_(up), layer.down_weight_t, most[DOWN])
+            for term in terms:
+                term.add((index, OUTPUT), attended, x)
+            x = self._add_mlp(x, index, layer, terms)
         if batch.last_tokens is not None and not batch.scores_all:
             last, count = batch.last_tokens, len(batch.last_tokens)
-            x = x.index_select(0, last if batch.attention is None else F.pad(last, (0, -count % INVARIANT_ROWS)))
-        return linear(norm(x, self._final_norm), self._head, self._head_bias, most[HEAD])[:count]
+            last = last if batch.attention is None else F.pad(last, (0, -count % INVARIANT_ROWS))
+            x, terms = x.index_select(0, last), tuple(term.selected(last) for term in terms)
+        x = norm(x, self._final_norm)
+        logits = linear(x, self._head, self._head_bias, most[HEAD])
+        for term in terms:
+            term.add((HEAD,), x, logits)
+        return logits[:count]
+
+    def _add_mlp(self, x: Tensor, index: int, layer: SimpleNamespace, terms: tuple[Term, ...]) -> Tensor:
+        """Add a layer's MLP to ``x`` in place, and return it."""
+        normed = self._norm(x, layer.mlp_norm)
+        gate_up = linear(normed, layer.gate_up_weight, None, self.most_rows[GATE_UP])
+        for term in terms:
+            term.add((index, GATE_UP), normed, gate_up)
+        gate, up = gate_up.chunk(2, -1)
+        hidden = F.silu(gate).mul_(up)
+        add_product(x, hidden, layer.down_weight_t, self.most_rows[DOWN])
+        for term in terms:
+            term.add((index, DOWN), hidden, x)
+        return x
 
 
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None, most: int) -> Tensor:

@@ -24,6 +24,7 @@ import torch
 from rollwright.config.generation import GenerationHyperparameters
 from rollwright.errors import EngineError, PromptTooLongError
 from rollwright.inference.attention_masks import sees
+from rollwright.inference.backends.builtin.adapters import AdapterTable
 from rollwright.inference.backends.builtin.adjustments import Adjustment, grammar_of
 from rollwright.inference.backends.builtin.batch import Sequence
 from rollwright.inference.backends.builtin.general_model import GeneralModel
@@ -53,10 +54,12 @@ class RequestIntake:
         runner: the model.
         tokenizer: decodes for stop strings and defines the end token; may be None.
         seed: seed from which requests without their own seed get theirs, in order of submission.
+        adapters: the adapters that requests can name.
     """
 
-    def __init__(self, runner: ModelRunner, tokenizer: Any, seed: int) -> None:
+    def __init__(self, runner: ModelRunner, tokenizer: Any, seed: int, adapters: AdapterTable) -> None:
         self._runner = runner
+        self._adapters = adapters
         self._tokenizer = tokenizer
         self._random = random.Random(seed)
         model = runner.model
@@ -97,7 +100,10 @@ class RequestIntake:
             has_own_layout=request.branch_ids is not None or request.position_ids is not None or delta != 0,
             position_delta=delta,
             stop_strings=StopStrings(tokenizer, gconfig.stop) if gconfig.stop else None,
+            run=str(request.metadata.get("run", "")),
         )
+        if request.lora_name is not None:
+            sequence.bind(self._adapters.named(request.lora_name) if request.lora_name else None)
         if gconfig.adjusts_scores:
             grammar = grammar_of(gconfig, tokenizer, runner.vocabulary, self._end_ids)
             sequence.adjustment = Adjustment(gconfig, request.input_ids, grammar)
@@ -125,7 +131,7 @@ class RequestIntake:
         return stop_ids
 
     def _check_inputs(self, request: ModelRequest) -> None:
-        """Reject tokens, positions, branches, images and adapters that the model or the engine does not support."""
+        """Reject tokens, positions, branches and images that the model or the engine does not support."""
         runner, length = self._runner, len(request.input_ids)
         if (largest := max(request.input_ids)) >= runner.vocabulary:
             raise EngineError(
@@ -139,10 +145,6 @@ class RequestIntake:
             raise EngineError(
                 f"position_ids hold {furthest}, and the engine's context ends at {runner.context_length - 1} (rid {request.rid}): "
                 "count positions from 0, or start the engine with a larger context_length."
-            )
-        if request.lora_name is not None:
-            raise EngineError(
-                "The built-in engine serves one set of weights and no named LoRA adapters: leave lora_name unset."
             )
         if request.image_data and not request.multi_modal:
             raise EngineError("The built-in engine takes images as processor outputs in multi_modal, not as image_data.")

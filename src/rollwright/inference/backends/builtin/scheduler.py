@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
+from rollwright.inference.backends.builtin.adapters import Adapter
 from rollwright.inference.backends.builtin.batch import Chunk, DecodeBatch, RowTable, Sequence, prefill_batch
 from rollwright.inference.backends.builtin.kv_cache import KeptPrefix, PrefixCache, PrefixIndex
 from rollwright.inference.backends.builtin.model import ModelRunner
@@ -109,7 +110,8 @@ class Stepper:
             sequence.top_logprobs.append(most_likely(logprobs_V, count))
         for index, sequence in plan.heard:
             if sequence.on_token is not None:
-                sequence.on_token(sequence, int(tokens[index]), float(logprobs[index]), self.version)
+                version = self.version if sequence.version < 0 else sequence.version
+                sequence.on_token(sequence, int(tokens[index]), float(logprobs[index]), version)
 
         stops, exhausted = plan.ended(tokens)
         matches: dict[int, str] = {}
@@ -136,12 +138,16 @@ class Stepper:
     # ------------------------------------------------------------------ between steps
 
     @torch.inference_mode()
-    def abort(self, rid: str | None) -> list[Finished]:
-        """Remove the sequences of one conversation, or all sequences; each gets a response with the output so far."""
-        scheduler = self.scheduler
-        chosen = [s for s in [*scheduler.active(), *scheduler.waiting] if rid is None or s.request.rid == rid]
+    def abort(self, rid: str | None, run: str | None = None) -> list[Finished]:
+        """Remove the sequences of one conversation, or all sequences; each gets a response with the output so far.
+
+        Args:
+            rid: the conversation. None means all.
+            run: the run whose sequences are meant. None means all.
+        """
+        chosen = [s for s in self.scheduler.sequences() if rid in (None, s.request.rid) and run in (None, s.run)]
         for sequence in chosen:
-            scheduler.remove(sequence)
+            self.scheduler.remove(sequence)
         self._counts["aborted"] += len(chosen)
         return [(sequence, sequence.response("abort")) for sequence in chosen]
 
@@ -151,7 +157,7 @@ class Stepper:
         return {
             **self._counts,
             "running": len(scheduler.active()),
-            "waiting": len(scheduler.waiting),
+            "waiting": len(scheduler.waiting) + len(scheduler.parked),
             "version": self.version,
             "preemptions": scheduler.preemptions,
             "reused_tokens": scheduler.reused_tokens,
@@ -199,6 +205,9 @@ class Scheduler:
         running: decoding sequences, by row.
         partial: the sequence in the middle of its prompt, if any.
         holding: True while no request is admitted.
+        held_runs: runs whose sequences are parked instead of computed.
+        parked: sequences of held runs, in order.
+        newest: adapter of requests that name none, or None for the base alone.
     """
 
     def __init__(self, runner: ModelRunner, table: RowTable, kept_bytes: int, prefill_tokens: int) -> None:
@@ -214,12 +223,41 @@ class Scheduler:
         self.partial: Sequence | None = None
         self._admitted: list[Sequence] = []  # taken from the queue in this step; after it, they decode or are partial
         self.holding = False
+        self.held_runs: set[str] = set()
+        self.parked: deque[Sequence] = deque()
+        self.newest: Adapter | None = None
         self.preemptions = 0
         self.reused_tokens = 0
 
     def active(self) -> list[Sequence]:
         """Return all sequences in rows, in row order."""
         return self.running + ([self.partial] if self.partial else [])
+
+    def sequences(self) -> list[Sequence]:
+        """Return all sequences: those in rows, then those that wait."""
+        return [*self.active(), *self.waiting, *self.parked]
+
+    def enqueue(self, sequence: Sequence) -> None:
+        """Add a new sequence to the queue."""
+        (self.parked if sequence.run in self.held_runs else self.waiting).append(sequence)
+
+    def hold_run(self, run: str) -> None:
+        """Compute nothing for a run until ``release_run``. Its computed keys and values are kept if memory allows."""
+        self.held_runs.add(run)
+        running = [sequence for sequence in self.active() if sequence.run == run]
+        for sequence in reversed(running):
+            self.remove(sequence, keep=True)
+        queued = [sequence for sequence in self.waiting if sequence.run == run]
+        for sequence in queued:
+            self.waiting.remove(sequence)
+        self.parked.extend(running + queued)
+
+    def release_run(self, run: str) -> None:
+        """Continue with a run's sequences, before those that wait."""
+        self.held_runs.discard(run)
+        released = [sequence for sequence in self.parked if sequence.run == run]
+        self.parked = deque(sequence for sequence in self.parked if sequence.run != run)
+        self.waiting.extendleft(reversed(released))
 
     def _used(self) -> list[int]:
         """Return the number of cached tokens of each row in use."""
@@ -254,9 +292,11 @@ class Scheduler:
             if not self._cache.make_room(len(self.running) + len(chunks) + len(followers) + 1, needed, used):
                 break
             self._admitted.append(self.waiting.popleft())
+            if not sequence.is_bound:
+                sequence.bind(self.newest)
             request = sequence.request
             layout = tuple(request.position_ids or ()), tuple(request.branch_ids or ())
-            prompt = (sequence.prompt_length, tuple(sequence.tokens), *layout)
+            prompt = (sequence.adapter_key, sequence.prompt_length, tuple(sequence.tokens), *layout)
             is_plain = not request.multi_modal and sequence.next_scored is None
             if is_plain and prompt in leaders:
                 followers.append((sequence, leaders[prompt]))
@@ -277,7 +317,7 @@ class Scheduler:
             # the last token and the token before each scored one must be computed, because their logits are needed
             limit = min(sequence.shareable_length, (sequence.next_scored or len(sequence.tokens)) - 1)
             for index in (self._active_prefixes, self.kept) if limit > 0 and not self._prompts_alone else ():
-                source, length = index.find(sequence.tokens)
+                source, length = index.find(sequence.tokens, sequence.adapter_key)
                 if min(length, limit) > sequence.cached:
                     sequence.cached, sequence.prefix_source = min(length, limit), source
         end = len(sequence.tokens)
@@ -345,7 +385,7 @@ class Scheduler:
             self.running.append(sequence)
             self._table.enter(sequence.row, sequence, self._vocabulary)
             if shareable := sequence.shareable_length:
-                self._active_prefixes.add(sequence, sequence.tokens[:shareable])
+                self._active_prefixes.add(sequence, sequence.tokens[:shareable], key=sequence.adapter_key)
         self._admitted.clear()
 
     def schedule_decode(self) -> list[Sequence]:
@@ -384,10 +424,11 @@ class Scheduler:
             self._table.leave(row, last, sequence)
             self._active_prefixes.discard(sequence)
             is_plain = not sequence.has_own_layout and not sequence.request.multi_modal
+            is_plain = is_plain and (sequence.adapter is None or sequence.adapter.is_held)
             if keep and is_plain and sequence.is_current and self.kept.capacity_bytes:
                 # decoding rounds differently from a prompt's pass, and reusing a prefix must not change any later bit
                 kept = sequence.prefilled if self._cache.invariant else cached
-                self.kept.keep(sequence.tokens[:kept], self._cache.extract(row, kept))
+                self.kept.keep(sequence.tokens[:kept], self._cache.extract(row, kept), sequence.adapter_key)
             if row != last:
                 mover = self.running[last]
                 self._cache.copy(last, row, cached_of_last)
@@ -396,17 +437,19 @@ class Scheduler:
             if self.partial is not None:
                 self._cache.copy(self.partial.row, last, self.partial.cached)
                 self.partial.row = last
-        elif sequence in self.waiting:
-            self.waiting.remove(sequence)
+        else:
+            for queue in (self.waiting, self.parked):
+                if sequence in queue:
+                    queue.remove(sequence)
         sequence.row, sequence.cached, sequence.is_current = -1, 0, True
 
     def remove_all(self) -> list[Sequence]:
         """Remove all sequences and return them in order. Nothing in the cache is valid afterwards."""
-        sequences = list(dict.fromkeys([*self.active(), *self._admitted, *self.waiting]))
+        sequences = list(dict.fromkeys([*self.active(), *self._admitted, *self.waiting, *self.parked]))
         for sequence in sequences:
             sequence.row = -1
         self.partial = None
-        for holder in (self.running, self._admitted, self.waiting, self._active_prefixes, self.kept, self._table):
+        for holder in (self.running, self._admitted, self.waiting, self.parked, self._active_prefixes, self.kept, self._table):
             holder.clear()
         return sequences
 
