@@ -32,6 +32,13 @@ def serve_model(
     weights_root: list[Path] = typer.Option(  # noqa: B008 - how typer declares a repeated option
         [], help="Weights may be loaded from below this directory (repeatable); default: updates from disk are refused."
     ),
+    max_adapters: int = typer.Option(16, min=1, help="LoRA adapters held at once, for each run."),
+    run_key: list[str] = typer.Option(  # noqa: B008
+        [],
+        envvar="ROLLWRIGHT_RUN_KEYS",
+        metavar="NAME=KEY",
+        help="A run that shares the server, and its key (repeatable); the variable separates several by spaces.",
+    ),
     receive_seconds: float = typer.Option(60.0, min=0.1, help="Time limit for receiving a request; then it is closed."),
     update_seconds: float = typer.Option(300.0, min=0.1, help="Undo a weight update after this time without a call."),
     threads: int | None = typer.Option(None, min=1, max=1024, help="Compute threads; default: one for each core."),
@@ -70,6 +77,8 @@ def serve_model(
         max_pending=max_waiting + max_running_requests,
         receive_seconds=receive_seconds,
         update_seconds=update_seconds,
+        max_adapters=max_adapters,
+        run_keys=_run_keys(run_key),
     )
     serve(
         model,
@@ -88,6 +97,20 @@ def serve_model(
         batch_invariant=batch_invariant,
         trust_remote_code=trust_remote_code,
     )
+
+
+def _run_keys(given: list[str]) -> dict[str, str]:
+    """Parse ``NAME=KEY`` of each run.
+
+    Raises:
+        ConfigError: one has another form, or a name occurs twice.
+    """
+    pairs = [text.partition("=") for text in given]
+    if wrong := next((name for name, _, key in pairs if not name or not key), None):
+        raise ConfigError(f"--run-key of {wrong!r} has to be NAME=KEY, such as first=secret.")
+    if len({name for name, *_ in pairs}) < len(pairs):
+        raise ConfigError("--run-key names a run twice; give each run one key.")
+    return {name: key for name, _, key in pairs}
 
 
 def retrieve(

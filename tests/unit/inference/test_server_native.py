@@ -117,7 +117,7 @@ def test_a_stream_grows_to_the_answer(server):
         ({"input_ids": [5], "sampling_params": {"top_p": 1.5}}, "top_p=1.5; it has to be between 0.0 and 1.0"),
         ({"input_ids": [1] * 300}, "context"),
         ({"input_ids": [1], "image_data": ["x"]}, "image_data"),
-        ({"input_ids": [1], "lora_path": "x"}, "lora_path"),
+        ({"input_ids": [1], "lora_path": "x"}, "no adapter 'x'"),
         ({"input_ids": [1], "nonsense": 1}, "nonsense"),
         ({"input_ids": [1], "sampling_params": {"temperature": -1}}, "temperature"),
         ({"input_ids": [1], "sampling_params": {"max_new_tokens": "many"}}, "max_new_tokens"),

@@ -150,7 +150,6 @@ def test_what_cannot_be_honoured_for_each_prompt_is_refused(server, changes, sai
     [
         ("/update_weights_from_tensor", "pickled"),
         ("/update_weights_from_ipc", "/update_weights_from_disk"),
-        ("/load_lora_adapter", "merge the adapter"),
     ],
 )
 def test_paths_of_sglang_that_are_not_served_say_what_to_use(server, path, said):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hmac
 import time
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
@@ -14,8 +15,9 @@ from starlette.datastructures import Headers
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from rollwright.inference.backends.builtin.engine import BuiltinEngine
+from rollwright.inference.server.adapter_routes import AdapterRoutes, current_run
 from rollwright.inference.server.control import Control, ServerMetrics
-from rollwright.inference.server.exchange import RequestError
+from rollwright.inference.server.exchange import RequestError, given_key
 from rollwright.inference.server.native import NativeProtocol
 from rollwright.inference.server.openai import ROUTES, OpenAIProtocol
 from rollwright.inference.server.request_guard import Guard
@@ -35,9 +37,17 @@ _REFUSED = {
     "/update_weights_from_tensor": "it takes pickled tensors, which could run any code; use /update_weights_from_disk or "
     "/update_weights_from_distributed",
     "/update_weights_from_ipc": "it takes handles of GPU memory; use /update_weights_from_disk or /update_weights_from_distributed",
-    "/load_lora_adapter": "this server serves one set of weights; merge the adapter and publish that",
-    "/unload_lora_adapter": "this server serves one set of weights and no adapters",
 }
+
+#: Paths that a run's key opens besides those of ``_GENERATION_PATHS``. The others concern the base or all runs.
+_RUN_PATHS = frozenset(
+    {
+        *("/health", "/ping", "/model_info", "/get_model_info", "/server_info", "/get_server_info"),
+        *("/weight_version", "/get_weight_version", "/pause_generation", "/continue_generation", "/abort_request"),
+        *("/v1/load_lora_adapter", "/v1/unload_lora_adapter", "/load_lora_adapter", "/unload_lora_adapter"),
+        *(path for method, path, *_ in ROUTES if method == "GET" or path.endswith("/count_tokens")),
+    }
+)
 
 
 def create_application(engine: BuiltinEngine, settings: ServerSettings, *, model_path: str = "") -> FastAPI:
@@ -62,10 +72,17 @@ def create_application(engine: BuiltinEngine, settings: ServerSettings, *, model
         engine.destroy()
 
     limits = {"max_prompt_tokens": settings.max_prompt_tokens, "max_samples": settings.max_samples}
-    routers = [Control(engine, settings, metrics, model_path).router, NativeProtocol(engine, engine.tokenizer, **limits).router]
+    adapters = AdapterRoutes(engine, settings, metrics.weight_updates.labels("adapter").inc)
+    routers = [
+        Control(engine, settings, metrics, model_path, adapters).router,
+        adapters.router,
+        NativeProtocol(engine, engine.tokenizer, adapters, **limits).router,
+    ]
     openai = None
     if engine.tokenizer is not None:
-        openai = OpenAIProtocol(engine, engine.tokenizer, settings.model_name, **limits, image_hosts=settings.image_hosts)
+        openai = OpenAIProtocol(
+            engine, engine.tokenizer, settings.model_name, **limits, adapters=adapters, image_hosts=settings.image_hosts
+        )
         routers.append(openai.router)
     return make_service(
         "rollwright serve-model",
@@ -97,7 +114,7 @@ def serve(
     sockets = bind(settings)
     if threads is not None:
         torch.set_num_threads(threads)
-    engine = BuiltinEngine(model, **engine_settings)
+    engine = BuiltinEngine(model, max_adapters=settings.max_adapters, **engine_settings)
     app = create_application(engine, settings, model_path=model)
     logger.info("Serving %s at %s", settings.model_name, url_of(settings))
     try:
@@ -119,13 +136,20 @@ class Gate(Guard):
 
     def __init__(self, app: ASGIApp, settings: ServerSettings, metrics: ServerMetrics) -> None:
         super().__init__(app, settings)
-        self._metrics, self._max_pending = metrics, settings.max_pending
+        self._metrics, self._max_pending, self._run_keys = metrics, settings.max_pending, settings.run_keys
         self._pending = 0
 
     def refusal(self, scope: Scope, headers: Headers) -> RequestError | None:
         """See ``Guard.refusal``."""
         path = scope["path"] if scope["path"] in _GENERATION_PATHS else "other"
         refusal = super().refusal(scope, headers)
+        if refusal is None and self._run_of(headers) and scope["path"] not in _RUN_PATHS | _GENERATION_PATHS | self.open_paths:
+            refusal = RequestError(
+                f"{scope['path']} concerns all runs of this server: it takes the server's own key, not that of a run. A run publishes "
+                "adapters (/load_lora_adapter), which needs no such call.",
+                status=403,
+                kind="permission_error",
+            )
         if refusal is None and path != "other" and self._pending >= self._max_pending:
             refusal = RequestError(
                 f"{self._pending} requests are pending, the limit of this server; send again later.",
@@ -136,8 +160,18 @@ class Gate(Guard):
             self._metrics.requests.labels(path, str(refusal.status)).inc()
         return refusal
 
+    def is_known(self, scope: Scope, headers: Headers) -> bool:
+        """See ``Guard.is_known``."""
+        return super().is_known(scope, headers) or bool(self._run_of(headers))
+
+    def _run_of(self, headers: Headers) -> str:
+        """Return the run whose key a request carries, or an empty string."""
+        given = (given_key(headers) or "").encode()
+        return next((run for run, key in self._run_keys.items() if hmac.compare_digest(given, key.encode())), "")
+
     async def answer(self, scope: Scope, receive: Receive, send: Send) -> None:
         """See ``Guard.answer``."""
+        current_run.set(self._run_of(Headers(scope=scope)))
         if (path := scope["path"]) not in _GENERATION_PATHS:
             return await self.app(scope, receive, send)
         started, status = time.perf_counter(), 499

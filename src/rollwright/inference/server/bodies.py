@@ -234,7 +234,6 @@ class Generate(Body):
             ([],),
             "the model behind this server reads token ids only; pixel values travel only to the built-in engine in process",
         ),
-        "lora_path": (("",), "this server serves one set of weights"),
         **_none("token_ids_logprob", "video_data", "audio_data", "modalities", "input_embeds", value=[]),
         **_none("use_audio_in_video", "return_hidden_states", "return_routed_experts", "return_indexer_topk", value=False),
         **_none("return_sampling_mask", "return_entropy", "return_bytes", "background", "require_reasoning", value=False),
@@ -258,6 +257,7 @@ class Generate(Body):
     return_logprob: Flag | list[Flag | None] = Field(False, description="true or false, or a list with one for each prompt")
     top_logprobs_num: Alternatives | list[Alternatives | None] = Field(0, description=f"0 to {_MOST}, or a list of such")
     logprob_start_len: int | list[int | None] = Field(-1, description="an index into the prompt, or a list with one for each")
+    lora_path: str | list[str | None] = Field("", description="the name of an adapter, or a list with one for each prompt")
     stream: Flag = False
     position_ids: list[int] | None = None
     branch_ids: list[int] | None = None

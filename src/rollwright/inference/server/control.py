@@ -6,13 +6,12 @@ import asyncio
 from collections.abc import AsyncIterator, Callable, Iterator, Mapping
 from contextlib import asynccontextmanager
 from pathlib import Path
-from typing import Any, Literal, Self
+from typing import Any
 
 import prometheus_client
 from fastapi import Response
 from fastapi.responses import PlainTextResponse
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
-from pydantic import ConfigDict, Field, model_validator
 from torch import Tensor
 
 from rollwright import __version__
@@ -21,11 +20,24 @@ from rollwright.errors import WeightUpdateError
 from rollwright.inference.backends.builtin.engine import BuiltinEngine, OnWeightUpdate
 from rollwright.inference.backends.builtin.loading import paired
 from rollwright.inference.request import ModelRequest
-from rollwright.inference.server.bodies import Body, NotEmpty
+from rollwright.inference.server.adapter_routes import AdapterRoutes, allowed_directory, current_run
+from rollwright.inference.server.control_bodies import (
+    LAST_VERSION,
+    Abort,
+    Checker,
+    ControlBody,
+    FromDisk,
+    FromDistributed,
+    GroupName,
+    JoinGroup,
+    Memory,
+    NewVersion,
+    Pause,
+)
 from rollwright.inference.server.exchange import RequestError, Routes
 from rollwright.inference.server.settings import ServerSettings
 from rollwright.inference.weights.files import content_digest, read_weights
-from rollwright.inference.weights.group import DEFAULT_GROUP, WeightGroup
+from rollwright.inference.weights.group import WeightGroup
 from rollwright.inference.weights.names import IncompleteWeightsError
 from rollwright.inference.weights.stream import WeightStream
 from rollwright.tracking.logging import getLogger
@@ -60,113 +72,6 @@ _ENGINE_COUNTERS = frozenset(
 )
 
 prometheus_client.disable_created_metrics()
-
-
-# -- request bodies --------------------------------------------------------------------------------------------------
-
-#: Trajectories store versions as 32-bit integers.
-LAST_VERSION = (1 << 31) - 1
-_VERSION: Any = Field(None, ge=0, le=LAST_VERSION, description="a whole number: versions count weight updates")
-
-
-class ControlBody(Body):
-    """Base of the bodies of control requests: numbers may be strings, and unknown fields are ignored."""
-
-    model_config = ConfigDict(strict=False, extra="ignore", coerce_numbers_to_str=True)
-
-
-class Pause(ControlBody):
-    """``/pause_generation``."""
-
-    mode: Literal["abort", "retract", "in_place"] = Field("abort", description="one of retract, in_place, abort")
-
-
-class Abort(ControlBody):
-    """``/abort_request``."""
-
-    rid: str = ""
-    abort_all: bool = False
-
-    @model_validator(mode="after")
-    def _says_which(self) -> Self:
-        if not self.abort_all and not self.rid:
-            raise RequestError("Give rid, the id of one request in text, or abort_all: true.", param="rid")
-        return self
-
-
-class NewVersion(ControlBody):
-    """``/update_weight_version``."""
-
-    new_version: int | None = _VERSION
-    abort_all_requests: bool = True
-
-
-class FromDisk(ControlBody):
-    """``/update_weights_from_disk``."""
-
-    model_path: NotEmpty = Field(description="a directory")
-    weight_version: int | None = _VERSION
-    content_digest: str | None = None
-    abort_all_requests: bool = False
-
-
-class GroupName(ControlBody):
-    """``/destroy_weights_update_group``."""
-
-    group_name: str = DEFAULT_GROUP
-
-
-class JoinGroup(GroupName):
-    """``/init_weights_update_group``."""
-
-    master_address: str
-    master_port: int = Field(ge=1, le=65535)
-    rank_offset: int
-    world_size: int = Field(le=1 << 16)
-    backend: str = "nccl"
-
-    @model_validator(mode="after")
-    def _rank_is_a_servers(self) -> Self:
-        if not 0 < self.rank_offset < self.world_size:
-            raise RequestError(
-                f"rank_offset={self.rank_offset} of world_size={self.world_size}: rank 0 is the trainer, and the server's rank is "
-                "below world_size.",
-                param="rank_offset",
-            )
-        return self
-
-
-class FromDistributed(GroupName):
-    """``/update_weights_from_distributed``."""
-
-    names: list[str] = Field(default_factory=list)
-    dtypes: list[str] = Field(default_factory=list)
-    shapes: list[list[int]] = Field(default_factory=list)
-    weight_version: int | None = _VERSION
-    abort_all_requests: bool = False
-    load_format: Literal["flattened_bucket"] | None = Field(
-        None, description="flattened_bucket: all tensors as one flat tensor; null: one after the other"
-    )
-
-    @model_validator(mode="after")
-    def _one_for_each(self) -> Self:
-        if not len(self.names) == len(self.dtypes) == len(self.shapes):
-            raise RequestError(
-                f"{len(self.names)} names, {len(self.dtypes)} dtypes and {len(self.shapes)} shapes; give one for each."
-            )
-        return self
-
-
-class Checker(ControlBody):
-    """``/weights_checker``."""
-
-    action: Literal["checksum"] = Field("checksum", description="checksum")
-
-
-class Memory(ControlBody):
-    """``/release_memory_occupation`` and ``/resume_memory_occupation``."""
-
-    tags: list[Literal["kv_cache"]] = Field([], description="a list of kv_cache alone: this engine keeps its weights")
 
 
 class ServerMetrics:
@@ -205,9 +110,13 @@ class Control:
         settings: the server's settings, including the root directory for weights.
         metrics: metrics shown at ``/metrics``.
         model_path: the model that the server was started with.
+        adapters: the adapters beside it.
     """
 
-    def __init__(self, engine: BuiltinEngine, settings: ServerSettings, metrics: ServerMetrics, model_path: str) -> None:
+    def __init__(
+        self, engine: BuiltinEngine, settings: ServerSettings, metrics: ServerMetrics, model_path: str, adapters: AdapterRoutes
+    ) -> None:
+        self._adapters = adapters
         self._engine, self._settings, self._metrics, self._model_path = engine, settings, metrics, model_path
         self._update = asyncio.Lock()
         self._groups: dict[str, WeightGroup] = {}
@@ -268,7 +177,7 @@ class Control:
             "served_model_name": self._settings.model_name,
             "tokenizer_path": self._model_path,
             "is_generation": True,
-            "weight_version": str(self._engine.get_version()),
+            "weight_version": str(self._adapters.newest_version()),
             "model_type": getattr(config, "model_type", None),
             "architectures": getattr(config, "architectures", None),
             "has_image_understanding": False,
@@ -280,7 +189,7 @@ class Control:
             "server": "rollwright",
             "version": __version__,
             "model_path": self._model_path,
-            "weight_version": str(self._engine.get_version()),
+            "weight_version": str(self._adapters.newest_version()),
             "context_length": self._engine.context_length,
             "tp_size": 1,
             "device": str(weights.device),
@@ -288,12 +197,15 @@ class Control:
             "enable_deterministic_inference": True,  # every request is sampled with its own seed
             "batch_invariant": self._engine.is_batch_invariant,
             "weights_roots": self._settings.weights_roots,
-            "paused": bool(self._holds),
+            "paused": bool(self._holds) or current_run.get() in self._engine.paused_runs(),
+            "serves_adapters": True,
+            "run": current_run.get() or None,
+            "adapters": await self._adapters.described(),
             "stats": self._engine.stats(),
         }
 
     async def _weight_version(self) -> dict[str, Any]:
-        return {"weight_version": str(self._engine.get_version())}
+        return {"weight_version": str(self._adapters.newest_version())}
 
     async def _metrics_text(self) -> Response:
         return PlainTextResponse(
@@ -303,6 +215,11 @@ class Control:
     # -- generation ----------------------------------------------------------------------------------------------------
 
     async def _pause(self, body: Pause) -> dict[str, Any]:
+        if run := current_run.get():
+            await asyncio.to_thread(self._engine.pause_run, run)
+            if body.mode == "abort":
+                await asyncio.to_thread(self._engine.abort, run=run)
+            return {"message": f"The requests of the run {run!r} are paused.", "status": "ok"}
         await self._hold("client")
         self._undone = False
         self._engine.on_weight_update = _ON_UPDATE[body.mode]
@@ -311,6 +228,9 @@ class Control:
         return {"message": "Generation paused.", "status": "ok"}
 
     async def _continue(self) -> dict[str, Any]:
+        if run := current_run.get():
+            await asyncio.to_thread(self._engine.resume_run, run)
+            return {"message": self._held() if self._holds else "Generation continues.", "status": "ok"}
         if self._parts and self._holds == {"client"}:  # the client paused, and sent parts without a version
             async with self._updating():
                 await self._load_parts(self._engine.get_version(), or_wait=False)
@@ -335,7 +255,7 @@ class Control:
             await asyncio.to_thread(self._engine.resume)
 
     async def _abort(self, body: Abort) -> dict[str, Any]:
-        await asyncio.to_thread(self._engine.abort, None if body.abort_all else body.rid)
+        await asyncio.to_thread(self._engine.abort, None if body.abort_all else body.rid, current_run.get() or None)
         return {"success": True}
 
     async def _flush_cache(self) -> dict[str, Any]:
@@ -368,26 +288,9 @@ class Control:
                 await asyncio.to_thread(self._engine.publish, version)
         return {"success": True, "message": f"Weight version is {version}.", "new_version": str(version)}
 
-    def _allowed(self, path: str) -> Path:
-        """Resolve the path of a directory, and check that weights may be loaded from it."""
-        if not self._settings.weights_roots:
-            raise RequestError(
-                "This server loads no weights from disk: start it with --weights-root DIRECTORY.",
-                status=403,
-                param="model_path",
-            )
-        try:
-            directory = Path(path).resolve()
-        except (OSError, ValueError, RuntimeError) as error:
-            raise RequestError(f"{path!r:.200} is no path: {error}.", param="model_path") from error
-        if not any(directory.is_relative_to(Path(root).resolve()) for root in self._settings.weights_roots):
-            raise RequestError(f"{path} is not below a weights root of this server.", status=403, param="model_path")
-        if not directory.is_dir():
-            raise RequestError(f"{path} is not a directory.", param="model_path")
-        return directory
-
     async def _update_from_disk(self, body: FromDisk) -> dict[str, Any]:
-        directory, version = self._allowed(body.model_path), self._next(body.weight_version)
+        directory = allowed_directory(self._settings, body.model_path, "model_path")
+        version = self._next(body.weight_version)
         async with self._updating():
             if body.abort_all_requests:
                 await asyncio.to_thread(self._engine.abort)

@@ -13,6 +13,7 @@ from fastapi.responses import JSONResponse
 
 from rollwright.inference.engine import InferenceEngine
 from rollwright.inference.request import ModelRequest, ModelResponse, version_spans
+from rollwright.inference.server.adapter_routes import AdapterRoutes
 from rollwright.inference.server.bodies import Generate, NativeSampling
 from rollwright.inference.server.exchange import (
     RequestError,
@@ -45,15 +46,23 @@ class NativeProtocol:
     Args:
         engine: answers the requests.
         tokenizer: encodes ``text`` and decodes answers. None serves token ids only.
+        adapters: adapters that requests can name.
         max_prompt_tokens: maximum length of a prompt. None sets no limit besides the context.
         max_samples: maximum number of completions for one request.
     """
 
     def __init__(
-        self, engine: InferenceEngine, tokenizer: Any, *, max_prompt_tokens: int | None = None, max_samples: int = 256
+        self,
+        engine: InferenceEngine,
+        tokenizer: Any,
+        adapters: AdapterRoutes,
+        *,
+        max_prompt_tokens: int | None = None,
+        max_samples: int = 256,
     ) -> None:
         self.engine = engine
         self.tokenizer = tokenizer
+        self._adapters = adapters
         self._reader = PromptReader(tokenizer, engine.context_length, max_prompt_tokens, max_samples)
 
     @property
@@ -89,9 +98,9 @@ class NativeProtocol:
         if isinstance(body.rid, str) and len(prompts) > 1:
             rids = [f"{rid}_{index}" for index, rid in enumerate(rids)]
         completions = []
-        names = ("return_logprob", "top_logprobs_num", "logprob_start_len")
+        names = ("return_logprob", "top_logprobs_num", "logprob_start_len", "lora_path")
         options = (_one_each(body, name, len(prompts)) for name in names)
-        for prompt, sampling, rid, return_logprob, top, start in zip(prompts, samplings, rids, *options, strict=True):
+        for prompt, sampling, rid, return_logprob, top, start, lora in zip(prompts, samplings, rids, *options, strict=True):
             gconfig, start = sampling.gconfig(), -1 if start is None else start
             if gconfig.max_new_tokens == 0 and start < 0:
                 raise RequestError(
@@ -115,6 +124,7 @@ class NativeProtocol:
                     top_logprobs=top if return_logprob else None,
                     prompt_logprobs_from=start if return_logprob and start >= 0 else None,
                 )
+                request = self._adapters.assign(request, lora, "lora_path")
                 completions.append(
                     _Completion(request, sampling.no_stop_trim, bool(return_logprob), body, samples=gconfig.max_new_tokens > 0)
                 )

@@ -24,6 +24,7 @@ from rollwright.config.generation import GenerationHyperparameters
 from rollwright.data.chat_template import render, stopping_at_turn_end
 from rollwright.inference.engine import InferenceEngine
 from rollwright.inference.request import ModelRequest, ModelResponse
+from rollwright.inference.server.adapter_routes import AdapterRoutes
 from rollwright.inference.server.bodies import Chat, Completion
 from rollwright.inference.server.dialects import AnswerStore
 from rollwright.inference.server.exchange import (
@@ -95,6 +96,7 @@ class OpenAIProtocol:
         max_samples: maximum number of completions for one request.
         processor: image processor of the model, or its directory. None uses the one in the tokenizer's directory, if any.
         image_hosts: hosts that images may be fetched from. Other images must be ``data:`` URLs.
+        adapters: adapters that requests can name as their model. None: the model is the only one.
     """
 
     #: Other names that requests may use for the model.
@@ -113,7 +115,9 @@ class OpenAIProtocol:
         max_samples: int = 256,
         processor: Any = None,
         image_hosts: Iterable[str] = (),
+        adapters: AdapterRoutes | None = None,
     ) -> None:
+        self._adapters = adapters
         self.engine = engine
         self.tokenizer = tokenizer
         self.model_name = model_name
@@ -134,35 +138,44 @@ class OpenAIProtocol:
 
     # -- routes --------------------------------------------------------------------------------------------------------
 
-    def _card(self) -> dict[str, Any]:
-        """Describe the model in the fields of both OpenAI's and Anthropic's API."""
-        length = self._context_length
+    def _card(self, name: str = "", **about: Any) -> dict[str, Any]:
+        """Describe the model, or an adapter of that name, in the fields of both OpenAI's and Anthropic's API."""
+        length, name = self._context_length, name or self.model_name
         return {
-            "id": self.model_name,
+            "id": name,
             "object": "model",
             "created": 0,
             "owned_by": "rollwright",
             "type": "model",
-            "display_name": self.model_name,
+            "display_name": name,
             "created_at": "1970-01-01T00:00:00Z",
             "lifecycle": "active",
             **({"max_model_len": length, "max_input_tokens": length} if length else {}),
+            **about,
         }
+
+    def _cards(self) -> list[dict[str, Any]]:
+        """Describe the model, and the adapters that the request may name, as vLLM does."""
+        visible = self._adapters.visible() if self._adapters is not None else []
+        about = [{"root": adapter.path, "parent": self.model_name} for adapter in visible]
+        return [self._card(), *(self._card(adapter.name, **each) for adapter, each in zip(visible, about, strict=True))]
 
     async def models(self, request: Request) -> dict[str, Any]:
         """``GET /v1/models``."""
+        cards = self._cards()
         return {
             "object": "list",
-            "data": [self._card()],
-            "first_id": self.model_name,
-            "last_id": self.model_name,
+            "data": cards,
+            "first_id": cards[0]["id"],
+            "last_id": cards[-1]["id"],
             "has_more": False,
         }
 
     async def model(self, request: Request) -> dict[str, Any]:
         """``GET /v1/models/NAME``."""
-        self._check_model({"model": request.path_params["name"]})
-        return self._card()
+        name = request.path_params["name"]
+        self._check_model({"model": name})
+        return next((card for card in self._cards() if card["id"] == name), self._card())
 
     async def completions(self, request: Request) -> Response | dict[str, Any]:
         """``POST /v1/completions``."""
@@ -229,11 +242,18 @@ class OpenAIProtocol:
     # -- requests ------------------------------------------------------------------------------------------------------
 
     def _check_model(self, fields: dict[str, Any]) -> None:
-        if (name := fields.get("model", "")) not in ("", self.model_name, *self.other_names):
+        if (name := self._adapter_of(fields)) and self._adapters is not None:
+            self._adapters.check(name, "model")
+        elif name:
             also = f", also as {' and '.join(self.other_names)}" if self.other_names else ""
             raise RequestError(
                 f"There is no model {name!r}; this server serves {self.model_name!r}{also}.", status=404, param="model"
             )
+
+    def _adapter_of(self, fields: dict[str, Any]) -> str:
+        """Return the model that a request names, if it is not this one."""
+        name = fields.get("model") or ""
+        return "" if name in (self.model_name, *self.other_names) else name
 
     def _prompts(self, endpoint: str, fields: dict[str, Any]) -> Prompts:
         if endpoint == CHAT:
@@ -322,6 +342,8 @@ class OpenAIProtocol:
                 )
                 for index in range(samples)
             ]
+        if self._adapters is not None:
+            requests = [self._adapters.assign(request, self._adapter_of(fields), "model") for request in requests]
         return OpenAICall(
             endpoint,
             body,
@@ -412,7 +434,7 @@ class OpenAIProtocol:
             "id": call.answer_id,
             "object": kind if call.is_chat else "text_completion",
             "created": int(call.started),
-            "model": self.model_name,
+            "model": self._adapter_of(call.body) or self.model_name,
         }
 
     async def chunks(self, call: OpenAICall) -> AsyncGenerator[dict[str, Any], None]:

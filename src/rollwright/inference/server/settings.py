@@ -76,6 +76,13 @@ class ServerSettings(ServiceSettings):
         default=16384,
         metadata={"help": "Maximum number of requests in progress or waiting; further ones get status 429.", "ge": 1},
     )
+    max_adapters: int = field(
+        default=16, metadata={"help": "Maximum number of LoRA adapters held at once, for each run.", "ge": 1}
+    )
+    run_keys: dict[str, str] = field(
+        default_factory=dict,
+        metadata={"help": "Runs that share the server, and the key of each: it loads and names its own adapters only."},
+    )
     update_seconds: float = field(
         default=300.0,
         metadata={"help": "Seconds without a call after which an unfinished weight update is undone.", "gt": 0},
@@ -83,3 +90,11 @@ class ServerSettings(ServiceSettings):
 
     def __post_init__(self) -> None:
         check_exposure(self.host, self.api_key)
+        keys = [self.api_key, *self.run_keys.values()]
+        if self.run_keys and not self.api_key:
+            raise ConfigError(
+                "run_keys are given and no api_key: without a key, anybody could change what the runs use. Give --api-key (or set "
+                "ROLLWRIGHT_API_KEY) beside --run-key."
+            )
+        if len(set(keys)) < len(keys) or not all(self.run_keys) or not all(self.run_keys.values()):
+            raise ConfigError("Each run needs a name and a key of its own, other than api_key: --run-key NAME=KEY.")
