@@ -23,14 +23,14 @@ import torch
 from torch import Tensor
 
 from rollwright.errors import ConfigError
-from rollwright.experience.contract import MULTI_MODAL, PACKED
 from rollwright.experience.packed import pack_rows, unpack_rows
-from rollwright.experience.trajectory import Trajectory, select_rows, tensor_container_to
+from rollwright.experience.trajectory import Trajectory, tensor_container_to
 from rollwright.inference.weights.names import as_published
 from rollwright.inference.weights.stream import WeightStream
 from rollwright.training import parallel
 from rollwright.training.fsdp import is_sharded, with_whole_weights
-from rollwright.training.micro_batches import MINIBATCH_IDS, distinct_tokens, rows_of_ranks, split_minibatches
+from rollwright.training.micro_batches import distinct_tokens
+from rollwright.training.rank_shares import groups_of, sent_columns, shares
 from rollwright.training.recovery_checkpoint import RecoverCheckpoints
 
 _DONE = "done"
@@ -103,11 +103,6 @@ def use_weights(ranks: TrainRanks, *, use: Callable[[WeightStream], None] = lamb
     with_whole_weights(ranks.engine.weights(), lambda weights: use(as_published(model, weights)))
 
 
-def _groups(batch: Trajectory) -> Tensor:
-    groups = batch.get("group_ids")
-    return _rows(batch) if groups is None else groups.cpu().unique(return_inverse=True)[1]
-
-
 def _rows(batch: Trajectory) -> Tensor:
     return torch.arange(len(batch["input_ids"]))
 
@@ -141,7 +136,7 @@ class Call:
 
 
 CALLS = {
-    "policy_step": Call(policy_step, _groups, lambda section: section.ppo_n_minibatches),
+    "policy_step": Call(policy_step, groups_of, lambda section: section.ppo_n_minibatches),
     "supervised_step": Call(supervised_step, _rows),
     "preference_step": Call(preference_step, lambda batch: _rows(batch) // 2),
     "publish": Call(lambda ranks: ranks.engine.update_weights()),
@@ -225,16 +220,6 @@ class TrainRanks:
         return result, pack_rows({key: value for key, value in share.items() if key in layout or value is not before.get(key)})
 
 
-def sent_columns(batch: Trajectory, minibatches: int) -> Trajectory:
-    """Select the columns that ranks need: tensors, images, packed rows and, with several minibatches, each row's minibatch."""
-    sent = {key: value for key, value in batch.items() if isinstance(value, Tensor) or key in (MULTI_MODAL, PACKED)}
-    if minibatches > 1:
-        sent[MINIBATCH_IDS] = torch.zeros(len(batch["input_ids"]), dtype=torch.int64)
-        for number, rows in enumerate(split_minibatches(batch, minibatches)):
-            sent[MINIBATCH_IDS][rows.cpu()] = number
-    return sent
-
-
 def merge_written(batch: Trajectory, batch_rows: Sequence[Sequence[int]], parts: Sequence[Trajectory]) -> None:
     """Write the columns that the ranks returned into the batch, replacing existing ones."""
     width, written = batch["input_ids"].shape[1], dict[str, Tensor]()
@@ -305,34 +290,3 @@ def ignore_signals() -> None:
     if threading.current_thread() is threading.main_thread():
         for number in (signal.SIGINT, signal.SIGTERM):
             signal.signal(number, signal.SIG_IGN)
-
-
-# -- division of a batch ------------------------------------------------------------------------------------------------
-
-
-def shares(
-    batch: Trajectory,
-    units_B: Tensor,
-    ranks: int,
-    minibatches: int = 1,
-    count_tokens: Callable[[Trajectory], dict[int, int]] = distinct_tokens,
-) -> list[list[int]]:
-    """Divide rows over ranks without splitting a unit, with similar numbers of tokens per rank in every optimizer step.
-
-    Args:
-        batch: all rows.
-        units_B: unit of each row.
-        ranks: number of ranks; with fewer units than ranks, some ranks get no rows.
-        minibatches: optimizer steps; see ``split_minibatches``.
-        count_tokens: see ``rows_of_ranks``.
-
-    Returns:
-        The row indices of each rank.
-    """
-    columns = tensor_container_to({**sent_columns(batch, 1), "group_ids": units_B}, "cpu")
-    of_rank: list[list[int]] = [[] for _ in range(ranks)]
-    for rows in split_minibatches(batch, minibatches):
-        part, rows = select_rows(columns, rows.cpu()), rows.cpu()
-        for own, chosen in zip(of_rank, rows_of_ranks(part, ranks, at_least=0, count_tokens=count_tokens), strict=True):
-            own += rows[chosen].tolist()
-    return of_rank

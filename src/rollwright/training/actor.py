@@ -26,6 +26,8 @@ from rollwright.config.recipes import apply_recipe
 from rollwright.config.sections import PPOActorConfig
 from rollwright.errors import TrainingError, WeightUpdateError
 from rollwright.experience.trajectory import Trajectory, select_rows, tensor_container_to
+from rollwright.inference.engine import InferenceEngine, WeightReceiver
+from rollwright.rollout.engines import RolloutEngine
 from rollwright.tracking.logging import getLogger
 from rollwright.training import parallel
 from rollwright.training.canary import Canary, Proof
@@ -33,6 +35,7 @@ from rollwright.training.engine import TrainEngine, trained_tokens
 from rollwright.training.micro_batches import split_minibatches
 from rollwright.training.parallel import TokenStatistics
 from rollwright.training.publish_and_audit import Publication, Publisher, SharedWeights, publisher_for
+from rollwright.training.rank_shares import own_share
 
 logger = getLogger("training")
 
@@ -56,7 +59,7 @@ class FSDPPPOActor(TrainEngine):
             ConfigError: the recipe or the loss is unknown or cannot be used with this config.
         """
         apply_recipe(config)
-        self._policy_loss, self._estimate = find_policy_loss(config), find_estimator(config)
+        self.policy_loss, self._estimate = find_policy_loss(config), find_estimator(config)
         super().__init__(config, model)
         self.needs_reference = config.kl_ctl > 0
         self._engine: Any = None
@@ -178,44 +181,61 @@ class FSDPPPOActor(TrainEngine):
             TrainingError: a key is missing, log-probabilities are shifted and not recomputed, or too many steps were not finite.
         """
         config = self.config
-        _require(batch, "advantages", "ppo_update", "call compute_advantages(batch) first")
-        _require(batch, "logprobs", "ppo_update")
-        given, batch = batch, tensor_container_to(dict(batch), self.device)
-        batch["update_mask"] = self._update_mask(batch).float()
-        needs_prox = recomputes_logprobs(config)
-        if not needs_prox and "prox_logp" not in batch and bool(batch.get("logprobs_shifted", torch.zeros(1)).any()):
-            raise TrainingError(
-                f"ppo_update: the log-probabilities of {int(batch['logprobs_shifted'].sum())} of {len(batch['rewards'])} rows were taken "
-                "after top-p, top-k or penalties (rollout.accept_shifted_logprobs), and are not the policy's: set "
-                "actor.recompute_logprob, so that the trainer's own take their place."
-            )
-        if needs_prox and "prox_logp" not in batch and config.ppo_n_minibatches > 1:
+        given, batch = batch, self.for_update(batch)
+        if recomputes_logprobs(config) and "prox_logp" not in batch and config.ppo_n_minibatches > 1:
             batch["prox_logp"] = self.compute_logp(batch, loss_tokens_only=True)
-        if config.kl_ctl > 0 and "ref_logp" not in batch:
-            batch["ref_logp"] = self.compute_ref_logp(batch)
-
-        update = PolicyUpdate(config, self._policy_loss, self.version, batch)
+        update = PolicyUpdate(config, self.policy_loss, self.version, batch)
         given["trainer_logprobs"], given["entropies"] = update.logprobs_BL, update.entropies_BL
         steps = []
         for rows in split_minibatches(batch, config.ppo_n_minibatches):
             minibatch = select_rows(batch, rows)
             if float(parallel.summed(minibatch["update_mask"].sum())) == 0:
                 continue  # every token is masked: a step would only decay weights
-            minibatch["loss_weights"] = aggregation_weights(
-                minibatch["update_mask"], config.loss_aggregation, constant=config.loss_constant, reduce=parallel.summed
-            )
-            if self._publisher is not None:
-                self._publisher.before_first_step()
+            minibatch["loss_weights"] = self.loss_weights(minibatch)
             minibatch[ROW] = rows.to(self.device)
             update.before_first_step = not steps
             steps.append(self.optimise(minibatch, update.loss, with_entropy=True, entropy_gradient=config.entropy_coef > 0))
-        metrics = update.metrics(steps, self.learning_rate)
-        if self._publisher is not None and self._publisher.agreements:
-            metrics["logprob_difference/probe"] = max(agreement.mean for agreement in self._publisher.agreements)
-        if self._proof is not None:
-            metrics |= self._proof.metrics()
-            self._proof = None
-        return metrics
+        return {**update.metrics(steps, self.learning_rate), **self.probe_metrics()}
+
+    def probe_metrics(self) -> dict[str, float]:
+        """Return the largest mean difference that the last audit of the engines found, and what the canary found since the last call."""
+        agreements = self._publisher.agreements if self._publisher is not None else []
+        audited = {"logprob_difference/probe": max(each.mean for each in agreements)} if agreements else {}
+        proof, self._proof = self._proof, None
+        return audited if proof is None else {**audited, **proof.metrics()}
+
+    def for_update(self, batch: Trajectory) -> Trajectory:
+        """Return a copy of a batch on the device, with ``update_mask`` and all columns that the policy loss reads.
+
+        Raises:
+            TrainingError: a key is missing, or log-probabilities are shifted and not recomputed.
+        """
+        config = self.config
+        _require(batch, "advantages", "a policy update", "call compute_advantages(batch) first")
+        _require(batch, "logprobs", "a policy update")
+        batch = tensor_container_to(dict(batch), self.device)
+        batch["update_mask"] = self._update_mask(batch).float()
+        is_anchored = "prox_logp" in batch or recomputes_logprobs(config)
+        if not is_anchored and bool(batch.get("logprobs_shifted", torch.zeros(1)).any()):
+            raise TrainingError(
+                f"a policy update: the log-probabilities of {int(batch['logprobs_shifted'].sum())} of {len(batch['rewards'])} rows were taken "
+                "after top-p, top-k or penalties (rollout.accept_shifted_logprobs), and are not the policy's: set "
+                "actor.recompute_logprob, so that the trainer's own take their place."
+            )
+        if config.kl_ctl > 0 and "ref_logp" not in batch:
+            batch["ref_logp"] = self.compute_ref_logp(batch)
+        return batch
+
+    def loss_weights(self, batch: Trajectory) -> Tensor:
+        """Return the weight of each token in the loss, ``[B, L]``, as ``loss_aggregation`` specifies, over all ranks. Collective."""
+        config, mask_BL = self.config, batch.get("update_mask")
+        mask_BL = self._update_mask(batch).float() if mask_BL is None else mask_BL
+        return aggregation_weights(mask_BL, config.loss_aggregation, constant=config.loss_constant, reduce=parallel.summed)
+
+    def before_update(self) -> None:
+        """Pause an engine that shares the weights until they are published, or run an audit that is due. Collective."""
+        if self._publisher is not None:
+            self._publisher.before_first_step()
 
     def _update_mask(self, batch: Trajectory) -> Tensor:
         mask_BL = trained_tokens(batch)
@@ -226,15 +246,55 @@ class FSDPPPOActor(TrainEngine):
 
     # Publication
 
-    def connect_engine(self, engine: Any, meta: Any = None) -> None:
+    def connect_engine(self, engine: Any = None, meta: Any = None) -> None:
         """Connect the inference engine that samples with this policy.
 
         Args:
-            engine: an engine in this process, or a client of servers.
+            engine: an engine in this process, or a client of servers. Only the first rank uses it; other ranks may pass None.
             meta: how to transfer weights. If None, the transfer is chosen to fit the engine.
         """
+        if engine is None and parallel.rank() > 0:
+            engine = WeightReceiver()
         self._engine, self._meta = engine, meta
         self._publisher = publisher_for(self, engine, meta)
+
+    def sample(self, tasks: Any, workflow: Any, workflow_kwargs: dict[str, Any] | None = None, **options: Any) -> Trajectory:
+        """Sample a batch with the connected rollout engine. Collective: the first rank samples, and each rank gets whole groups.
+
+        Args:
+            tasks: a list of tasks, each of which is run once (``rollout_batch``). Or a loader, from which a batch is drawn while sampling
+                runs ahead of training as far as ``rollout.max_head_offpolicyness`` allows (``prepare_batch``).
+            workflow, workflow_kwargs: what runs a task, and its constructor arguments.
+            options: other arguments of these methods, such as ``group_size``.
+
+        Returns:
+            This rank's rows, on ``device``.
+
+        Raises:
+            TrainingError: no rollout engine is connected.
+            RolloutError: no group was accepted.
+        """
+        if parallel.rank() > 0:
+            return tensor_container_to(own_share(None), self.device)
+        if not isinstance(self._engine, RolloutEngine):
+            found = "no engine" if self._engine is None else type(self._engine).__name__
+            raise TrainingError(
+                f"sample: {found} is connected, which runs no workflows: call connect_engine with a rollout engine, such as "
+                "LocalRolloutEngine or RemoteSGLangEngine."
+            )
+        draw = self._engine.rollout_batch if isinstance(tasks, list | tuple) else self._engine.prepare_batch
+        batch = draw(tasks, workflow, workflow_kwargs, **options)
+        return tensor_container_to(own_share(batch, self.config.ppo_n_minibatches), self.device)
+
+    def publish(self, meta: Any = None) -> None:
+        """Publish the current weights as ``version + 1`` while sampling is paused; see ``update_weights``. Collective."""
+        engine = self._engine if isinstance(self._engine, InferenceEngine) else None
+        if engine is not None:
+            engine.pause()
+        self.update_weights(meta)
+        if engine is not None:
+            engine.resume()
+            engine.set_version(self.version)
 
     def update_weights(self, meta: Any = None) -> None:
         """Publish the current weights as ``version + 1``; on return the engines sample with them.
@@ -393,12 +453,16 @@ class PolicyUpdate:
             steps: results of ``TrainEngine.optimise``, one for each optimizer step.
             learning_rate: learning rate of these steps.
         """
-        count = torch.tensor(len(steps) / parallel.world_size())
-        self._statistics.add("policy_loss", torch.zeros((), device=self.logprobs_BL.device), count)
         made = [step for step in steps if not step["skipped_steps"]]
         means = {name: sum(step[name] for step in made) / len(made) for name in ("loss", "grad_norm")} if made else {}
         counts = {"optimizer_steps": float(len(made)), "skipped_steps": float(len(steps) - len(made))}
-        found = {**counts, **means, "lr": learning_rate, **self._statistics.export()}
+        return {**counts, **means, "lr": learning_rate, **self.measured(len(steps))}
+
+    def measured(self, minibatches: int) -> dict[str, float]:
+        """Return the metrics of the tokens of so many minibatches. Collective."""
+        count = torch.tensor(minibatches / parallel.world_size())
+        self._statistics.add("policy_loss", torch.zeros((), device=self.logprobs_BL.device), count)
+        found = self._statistics.export()
         mean, mean_of_squares = found.pop("_weight", None), found.pop("_weight_squared", None)
         if mean is not None and mean_of_squares:  # Kish: (Σw)² / (n Σw²)
             found["effective_sample_size"] = mean**2 / mean_of_squares

@@ -11,14 +11,14 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from rollwright.algorithms.losses import aggregation_weights, sft_loss
+from rollwright.algorithms.losses import aggregation_weights
 from rollwright.config.experiment import FinetuneSpec
 from rollwright.config.sections import TrainEngineConfig
 from rollwright.errors import CheckpointError, ConfigError, TrainingError
@@ -27,6 +27,7 @@ from rollwright.inference.model_facts import refuse_unless_causal
 from rollwright.inference.weights.stream import WeightStream
 from rollwright.tracking.logging import getLogger
 from rollwright.training import parallel
+from rollwright.training.batch_losses import BatchLoss, MicroBatchLoss, named_loss, weighted_sum
 from rollwright.training.fsdp import (
     allocate,
     initialise_randomly,
@@ -56,14 +57,18 @@ from rollwright.training.model import (
 )
 from rollwright.training.optimizer_and_schedule import load_optimizer_state, make_optimizer, make_scheduler, optimizer_state
 from rollwright.training.parallel import full_tensor
-from rollwright.training.recovery_checkpoint import ModelTensors, fill, random_states, restore_random_states
+from rollwright.training.recovery_checkpoint import (
+    ModelTensors,
+    fill,
+    random_states,
+    read_state,
+    restore_random_states,
+    write_state,
+)
 from rollwright.training.router_loss import RouterLoss
 from rollwright.training.tree_attention import leave_uncompiled
 
 logger = getLogger("training")
-
-#: Maps a micro-batch's rows, log-probabilities and entropies to the weighted sum of its token losses.
-MicroBatchLoss = Callable[[Trajectory, Tensor, Tensor], Tensor]
 
 
 class TrainEngine:
@@ -92,6 +97,10 @@ class TrainEngine:
         self._scorer: Any = None
         self._router_loss: RouterLoss | None = None
         self._bad_steps = 0
+        self._losses: list[
+            float | None
+        ] = []  # of forward_backward since the last step; None for a batch without trained tokens
+        self._stepped_at: int | None = None  # version at the last optimizer step
         self.division = BatchDivision(config)
 
     def initialize(self, addr: Any = None, ft_spec: FinetuneSpec | None = None) -> None:
@@ -202,18 +211,86 @@ class TrainEngine:
         """Compute the gradients of the summed log-probabilities of the tokens whose ``loss_mask`` is 1. Collective.
 
         Yields:
-            The gradient of each parameter by name, sharded like the parameter; None if it has none. They are dropped after the block.
+            The gradient of each parameter by name, sharded like the parameter; None if it has none. They are dropped after the block,
+            and those of ``forward_backward`` are put back.
         """
         batch = tensor_container_to(dict(batch), self.device)
+        kept = [(parameter, parameter.grad) for parameter in self.model.parameters()]
+        self.model.zero_grad(set_to_none=True)
         try:
             with self._autocast():
                 logprobs_BL, _ = self._scorer(batch, trained_tokens(batch))
             logprobs_BL.sum().backward()
             yield {name: parameter.grad for name, parameter in self.model.named_parameters()}
         finally:
-            self.model.zero_grad(set_to_none=True)
+            for parameter, gradient in kept:
+                parameter.grad = gradient
 
     # Optimisation
+
+    def forward_backward(self, batch: Trajectory, loss: str | MicroBatchLoss, **arguments: Any) -> dict[str, float]:
+        """Compute a loss on a batch and add its gradient to that of earlier calls since the last ``optim_step``. Collective.
+
+        The gradient depends neither on the micro-batches nor on the number of ranks, each of which passes its own rows.
+
+        Args:
+            batch: a trajectory. Its ``loss_weights [B, L]`` are the weights of the tokens in the loss; if absent, those of
+                ``loss_weights(batch)``. To divide a batch over several calls, compute them before, from the whole batch.
+            loss: a name: ``sft``, ``dpo``, ``policy`` (the loss of the ``actor`` section), a policy loss such as ``cispo``, or one that was
+                registered in ``BATCH_LOSSES``. Or a function of a micro-batch's rows, their log-probabilities ``[B, L]`` and their
+                entropies ``[B, L]`` (zeros without ``with_entropy``). It returns the loss of each token, ``[B, L]``, or the sum of
+                these times ``rows["loss_weights"]``.
+            arguments: arguments of a named loss. With a function: ``with_entropy=True`` computes entropies, and
+                ``entropy_gradient=True`` lets gradients flow through them.
+
+        Returns:
+            ``loss`` and the metrics of a named loss; ``docs/own-loop.md`` lists them.
+
+        Raises:
+            TrainingError: the engine has no optimizer, there is no such loss, or the loss does not fit the batch. Gradients of earlier
+                calls are discarded.
+        """
+        self._require_optimizer()
+        try:
+            return self._accumulate(self._loss_of(batch, loss, arguments))
+        except BaseException:
+            self._discard_gradients()
+            raise
+
+    def _loss_of(self, batch: Trajectory, loss: str | MicroBatchLoss, arguments: dict[str, Any]) -> BatchLoss:
+        if isinstance(loss, str):
+            return named_loss(loss, self, batch, arguments)
+        if unknown := arguments.keys() - {"with_entropy", "entropy_gradient"}:
+            raise TrainingError(
+                f"forward_backward: a function as the loss takes no {', '.join(sorted(unknown))}, only with_entropy and "
+                "entropy_gradient; bind other values with functools.partial."
+            )
+        batch = tensor_container_to(dict(batch), self.device)
+        if batch.get("loss_weights") is None:
+            batch["loss_weights"] = self.loss_weights(batch)
+        return BatchLoss(batch, loss, **arguments)
+
+    def loss_weights(self, batch: Trajectory) -> Tensor:
+        """Return the weight of each token in the loss, ``[B, L]``: that of a mean over the tokens to train on all ranks. Collective."""
+        return aggregation_weights(trained_tokens(batch).float(), "token", reduce=parallel.summed)
+
+    def optim_step(self) -> dict[str, float]:
+        """Take one optimizer step with the gradients of ``forward_backward``, clipped, and clear them. Collective.
+
+        Returns:
+            ``loss`` (the sum of the calls'), ``grad_norm`` (before clipping), ``skipped_steps`` (0 or 1) and ``lr``. If no token of these
+            batches trains, no step is taken, and ``loss`` and ``grad_norm`` are absent.
+
+        Raises:
+            TrainingError: ``forward_backward`` was not called, too many steps in a row had a non-finite loss or gradient, or the engine
+                has no optimizer.
+        """
+        self._require_optimizer()
+        if not self._losses:
+            raise TrainingError("optim_step: there is no gradient yet; call forward_backward(batch, loss) first.")
+        losses, lr = [loss for loss in self._losses if loss is not None], self.learning_rate
+        self._losses.clear()
+        return {**(self._step(sum(losses)) if losses else {"skipped_steps": 0.0}), "lr": lr}
 
     def optimise(
         self,
@@ -223,44 +300,60 @@ class TrainEngine:
         with_entropy: bool = False,
         entropy_gradient: bool = False,
     ) -> dict[str, float]:
-        """Take one optimizer step on a (mini)batch that is on ``device``.
+        """Take one optimizer step on a (mini)batch that is on ``device`` and has ``loss_weights``.
 
-        Args:
-            batch: a trajectory with ``loss_weights [B, L]``, the weight of each token; 0 for tokens that are not trained.
-            loss: returns the weighted sum of a micro-batch's token losses.
-            with_entropy: compute entropies and pass them to ``loss``.
-            entropy_gradient: let gradients flow through the entropies.
-
-        Returns:
-            ``loss``, ``grad_norm`` (before clipping) and ``skipped_steps`` (0 or 1).
-
-        Raises:
-            TrainingError: too many steps in a row had a non-finite loss or gradient, or the engine has no optimizer.
+        Calls ``forward_backward`` and ``optim_step``; see there for the arguments.
         """
-        if self.optimizer is None:
-            raise TrainingError("This engine only scores (its optimizer is None): it cannot be trained.")
+        self.forward_backward(batch, loss, with_entropy=with_entropy, entropy_gradient=entropy_gradient)
+        return self.optim_step()
+
+    def _accumulate(self, prepared: BatchLoss) -> dict[str, float]:
+        """Compute the micro-batches of a loss, and add their gradients."""
+        if prepared.is_empty:
+            self._losses.append(None)
+            return prepared.measure()
+        self.before_update()
         self._run_mode(training=True)
         total = torch.zeros((), dtype=torch.float64, device=self.device)
         with self._autocast():
-            parts = self.division.micro_batches(self._scorer, batch)
+            parts = self.division.micro_batches(self._scorer, prepared.batch)
+        entropies = {"with_entropy": prepared.with_entropy, "entropy_gradient": prepared.entropy_gradient}
         for index, part in parts:
             if not len(index):
                 part["loss_weights"] = torch.zeros_like(part["loss_weights"])
             with self._autocast():
-                logprobs_BL, entropy_BL = self._scorer(
-                    part, part["loss_weights"] != 0, with_entropy=with_entropy, entropy_gradient=entropy_gradient
-                )
-            value = loss(part, logprobs_BL, entropy_BL)
+                logprobs_BL, entropy_BL = self._scorer(part, part["loss_weights"] != 0, **entropies)
+            value = weighted_sum(prepared.loss(part, logprobs_BL, entropy_BL), part)
             # FSDP averages gradients over ranks, but the loss weights already include the denominator of all ranks.
             (value * parallel.world_size()).backward()
             total += value.detach().double()
         if self._router_loss is not None and self._router_loss.coefficient:
             with self._autocast():
-                value = self._router_loss(batch)
+                value = self._router_loss(prepared.batch)
             value.backward()
             total += value.detach().double()
         self._run_mode(training=False)  # checkpointing disables the KV cache, and an engine may sample with this model next
-        return self._step(float(parallel.summed(total)))
+        loss = float(parallel.summed(total))
+        metrics = {"loss": loss, **prepared.measure()}
+        self._losses.append(metrics["loss"] if math.isfinite(loss) else loss)
+        return metrics
+
+    def before_update(self) -> None:
+        """Prepare for a change of the weights: a trainer that publishes pauses its engine. Collective."""
+
+    @property
+    def is_as_published(self) -> bool:
+        """True if no optimizer step was made since the weights got their version."""
+        return self._stepped_at != self.version
+
+    def _require_optimizer(self) -> None:
+        if self.optimizer is None:
+            raise TrainingError("This engine only scores (its optimizer is None): it cannot be trained.")
+
+    def _discard_gradients(self) -> None:
+        self._losses.clear()
+        if self.optimizer is not None:
+            self.optimizer.zero_grad(set_to_none=True)
 
     def _step(self, loss: float) -> dict[str, float]:
         assert self.optimizer is not None
@@ -272,7 +365,7 @@ class TrainEngine:
         if finite:
             torch.nn.utils.clip_grads_with_norm_(parameters, self.config.optimizer.gradient_clipping, norm_tensor)
             self.optimizer.step()
-            self._bad_steps = 0
+            self._bad_steps, self._stepped_at = 0, self.version
         self.optimizer.zero_grad(set_to_none=True)
         if not finite:
             self._bad_steps += 1
@@ -300,19 +393,7 @@ class TrainEngine:
         Returns:
             ``loss`` (nats per token), ``grad_norm``, ``skipped_steps``, ``tokens`` and ``lr``.
         """
-        batch = tensor_container_to(dict(batch), self.device)
-        batch.pop("temperature", None)
-        mask_BL = trained_tokens(batch).float()
-        batch["loss_weights"] = aggregation_weights(mask_BL, "token", reduce=parallel.summed)
-        tokens = float(parallel.summed(mask_BL.sum()))
-        if tokens == 0:
-            raise TrainingError("A supervised batch has no token with loss_mask 1: nothing in it would train.")
-
-        def loss(part: Trajectory, logprobs_BL: Tensor, entropy_BL: Tensor) -> Tensor:
-            return (part["loss_weights"] * sft_loss(logprobs_BL)).sum()
-
-        lr = self.learning_rate
-        return {**self.optimise(batch, loss), "tokens": tokens, "lr": lr}
+        return {**self.forward_backward(batch, "sft"), **self.optim_step()}
 
     @property
     def learning_rate(self) -> float:
@@ -333,6 +414,33 @@ class TrainEngine:
             save_model(self.model, path, tokenizer=tokenizer, image_processor=self._image_processor(), weights=weights)
 
         with_whole_weights(self.weights(), write)
+
+    def load(self, path: str | Path) -> None:
+        """Load the weights that ``save`` wrote, or of another checkpoint of this architecture. Collective.
+
+        The version, the optimizer and the schedule are unchanged, and gradients are discarded. The connected engines sample with the
+        weights after the next publication.
+
+        Raises:
+            ConfigError: there is no checkpoint in safetensors files, or it belongs to another model.
+        """
+        self.before_update()
+        self._discard_gradients()
+        load_weights(self.model, str(path))
+        self._stepped_at = self.version
+
+    def save_state(self, path: str | Path) -> None:
+        """Write ``state_dict`` to a directory, which appears atomically. Collective."""
+        write_state(path, self.state_dict())
+
+    def load_state(self, path: str | Path) -> None:
+        """Restore what ``save_state`` wrote: training continues bit for bit. Collective. The next publication is to be ``republish``.
+
+        Raises:
+            CheckpointError: the directory cannot be read, or belongs to another model.
+        """
+        self.before_update()
+        self.load_state_dict(read_state(path))
 
     def _image_processor(self) -> Any:
         """Load the image processor from ``config.path``. Returns None for a text model, or if there is no image processor."""
@@ -384,7 +492,9 @@ class TrainEngine:
                 raise CheckpointError(
                     f"The checkpoint is of another model: {name} is {list(weights[name].shape)} there, {list(tensor.shape)} here."
                 )
+        self._discard_gradients()
         fill((weights[name], tensor) for name, tensor in own.items())
+        self._stepped_at = None
         self.version = int(state["version"])
         if self.optimizer is not None and self.scheduler is not None and "optimizer" in state:
             load_optimizer_state(self.model, self.optimizer, self.scheduler, state)

@@ -6,8 +6,8 @@ import torch
 from rollwright.errors import TrajectoryError
 from rollwright.experience.packed import as_packed, check_joined, pack_rows, packed_batch, parts_of, rows_of, unpacked
 from rollwright.experience.trajectory import concat_padded_tensors, row_lengths, sampled_tokens, select_rows
-from rollwright.placement.ranks import shares
 from rollwright.training.micro_batches import all_tokens
+from rollwright.training.rank_shares import shares
 
 
 def made(*lengths, version=3, **columns):

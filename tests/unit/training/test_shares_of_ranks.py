@@ -9,8 +9,9 @@ from tiny_policy import grouped_batch, tiny_actor
 
 from rollwright.experience.packed import pack_rows, unpack_rows
 from rollwright.experience.trajectory import select_rows
-from rollwright.placement.ranks import Call, TrainRanks, _groups, merge_written, sent_columns, shares
+from rollwright.placement.ranks import Call, TrainRanks, merge_written
 from rollwright.training.micro_batches import MINIBATCH_IDS, split_minibatches
+from rollwright.training.rank_shares import groups_of, sent_columns, shares
 from rollwright.training.recovery_checkpoint import RecoverCheckpoints
 
 
@@ -26,7 +27,7 @@ def batches(draw):
 @given(batches(), st.integers(1, 4), st.integers(1, 3))
 def test_each_row_goes_to_one_rank_with_its_group_and_stays_in_its_minibatch(batch, ranks, minibatches):
     minibatches = min(minibatches, len(batch["group_ids"].unique()))
-    divided = shares(batch, _groups(batch), ranks, minibatches)
+    divided = shares(batch, groups_of(batch), ranks, minibatches)
     assert sorted(row for rows in divided for row in rows) == list(range(len(batch["group_ids"])))
     holders = {int(batch["group_ids"][row]): rank for rank, rows in enumerate(divided) for row in rows}
     assert all(holders[int(batch["group_ids"][row])] == rank for rank, rows in enumerate(divided) for row in rows)
@@ -40,7 +41,7 @@ def test_each_row_goes_to_one_rank_with_its_group_and_stays_in_its_minibatch(bat
 
 @given(batches(), st.integers(2, 4))
 def test_no_rank_has_more_tokens_than_its_part_and_one_group(batch, ranks):
-    divided = shares(batch, _groups(batch), ranks)
+    divided = shares(batch, groups_of(batch), ranks)
     lengths = batch["attention_mask"].sum(1)
     loads = [int(lengths[rows].sum()) for rows in divided]
     largest = max(int(lengths[batch["group_ids"] == group].sum()) for group in batch["group_ids"].unique())
@@ -64,7 +65,7 @@ def test_a_column_that_the_call_replaced_comes_back_too():
     alone = tiny_actor().compute_advantages(dict(batch))
     ranks = TrainRanks(tiny_actor(), RecoverCheckpoints("unused"))
     call = Call(lambda ranks, batch: ranks.engine.compute_advantages(batch))
-    divided = shares(batch, _groups(batch), 2)
+    divided = shares(batch, groups_of(batch), 2)
     parts = [ranks.make_with(call, unpack_rows(pack_rows(batch, rows)), {})[1] for rows in divided]
     merge_written(batch, divided, [unpack_rows(part) for part in parts])
     assert torch.equal(batch["advantages"], alone["advantages"])
