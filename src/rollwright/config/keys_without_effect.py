@@ -51,7 +51,8 @@ def _why_greedy(section: GenerationHyperparameters) -> str:
     return f"{'greedy is true' if section.greedy else 'temperature is 0'}, which takes the most likely token"
 
 
-def _runs_episodes(config: SFTConfig) -> bool:
+def runs_episodes(config: SFTConfig) -> bool:
+    """Return True if supervised training evaluates the model by episodes of held-out tasks."""
     return bool(config.workflow and config.valid_dataset is not None)
 
 
@@ -82,7 +83,7 @@ _MODELS = (
         lambda config: config.ref.optimizer is not None,
         "the reference is not trained",
     ),
-    unread(PPOConfig | DPOConfig, ["ref.max_bad_steps"], always, "the reference is not trained"),
+    unread(PPOConfig | DPOConfig, ["ref.max_bad_steps", "ref.lora"], always, "the reference is not trained"),
 )
 
 
@@ -172,7 +173,7 @@ _RUNS = (
     unread(
         SFTConfig,
         _OF_EVALUATION,
-        lambda config: not _runs_episodes(config),
+        lambda config: not runs_episodes(config),
         "nothing is evaluated without valid_dataset and workflow",
     ),
     unread(
@@ -263,13 +264,13 @@ _SUPERVISED = (
     unread(
         SFTConfig,
         _OF_SUPERVISED_EPISODES,
-        lambda config: not _runs_episodes(config),
+        lambda config: not runs_episodes(config),
         "episodes run only with workflow and valid_dataset",
     ),
     unread(
         SFTConfig,
         [*_OF_REMOTE_ENGINES, *_OF_SERVERS_AND_TRAINING],
-        _runs_episodes,
+        runs_episodes,
         "held-out tasks are sampled by the engine of this process",
     ),
 )

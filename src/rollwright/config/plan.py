@@ -38,7 +38,21 @@ def describe(stages: Sequence[Stage]) -> str:
 
 def in_words(stage: Stage) -> str:
     """Describe a stage: ``train MODEL on the completions of DATASET, 400 steps``."""
-    return f"{_WORDS[stage.kind](stage.config)}{_kl(stage)}"
+    return f"{_WORDS[stage.kind](stage.config)}{_kl(stage)}{_memory(stage.config)}"
+
+
+def _memory(config: Any) -> str:
+    """Describe what a training stage with an adapter holds in memory."""
+    model = getattr(config, "actor", None) or getattr(config, "model", None)
+    if model is None or (lora := getattr(model, "lora", None)) is None:
+        return ""
+    layers = ", ".join(lora.targets) or "all linear layers except the output head"
+    held = "in bfloat16 on GPUs that support it and float32 elsewhere" if model.dtype == "auto" else f"in {model.dtype}"
+    kind = "DoRA" if lora.use_dora else "LoRA"
+    return (
+        f". Trains a {kind} adapter of rank {lora.rank} on {layers}. In memory: the base, frozen {held} (once: the reference is the base "
+        "with the adapter off); the adapter, its gradients and its optimizer state, in float32"
+    )
 
 
 def _kl(stage: Stage) -> str:

@@ -24,7 +24,7 @@ from rollwright.config.faults import Fault, Rule, faults_in, refuse, refuse_set,
 from rollwright.config.generation import GenerationHyperparameters
 from rollwright.config.keys_without_effect import has_interval
 from rollwright.config.modes import AuxiliaryModelConfig
-from rollwright.config.sections import ClusterConfig, NormConfig
+from rollwright.config.sections import ClusterConfig, NormConfig, TrainEngineConfig
 from rollwright.config.source import dotted
 from rollwright.config.tasksets import TasksetConfig
 from rollwright.config.validation import annotations_of, choices_of, is_section
@@ -95,6 +95,56 @@ _MODELS_AND_SAMPLING = (
         "samples",
         lambda config: not config.greedy and not config.samples,
         "is 0 and greedy is false, so nothing would be evaluated; set one of them",
+    ),
+)
+
+
+_ADAPTERS = (
+    refuse(
+        TrainEngineConfig,
+        "init_from_scratch",
+        lambda model: model.lora is not None and model.init_from_scratch,
+        "is true, but with lora only the adapter is saved, so nothing could load its random base again; make the model first (a stage "
+        "of kind model, or `rollwright model new`) and name it in path",
+    ),
+    *(
+        refuse(
+            of,
+            f"{section}.lora.dropout",
+            lambda config, section=section: (
+                getattr(config, section).lora is not None and getattr(config, section).lora.dropout > 0
+            ),
+            f"is {{value}}, but {reason}; set it to 0",
+        )
+        for of, section, reason in (
+            (
+                PPOConfig,
+                "actor",
+                "a policy is compared with the log-probabilities at which the engine sampled, without dropout",
+            ),
+            (DPOConfig, "model", "DPO compares the policy with a reference that is scored without dropout"),
+        )
+    ),
+    *(
+        refuse(
+            of,
+            f"{section}.lora.use_dora",
+            lambda config, section=section, when=when: (
+                getattr(config, section).lora is not None and getattr(config, section).lora.use_dora and when(config)
+            ),
+            "is true, but {config.rollout.backend} engines (rollout.backend), like the others, sample with LoRA adapters only; set it to "
+            f"false{instead}",
+        )
+        for of, section, when, instead in (
+            (PPOConfig, "actor", keys_without_effect.always, ""),
+            (SFTConfig, "model", keys_without_effect.runs_episodes, ", or leave out workflow and valid_dataset"),
+        )
+    ),
+    refuse_set(
+        PPOConfig,
+        ["rollout.weight_dtype"],
+        lambda config: config.actor.lora is not None,
+        "is {value}, but actor.lora is set, and adapters are published as they are trained, in float32; take it out",
     ),
 )
 
@@ -647,6 +697,7 @@ _MODES = (
 #: Every rule that needs no torch, in the order in which faults of the same line are reported.
 RULES: tuple[Rule, ...] = (
     *_MODELS_AND_SAMPLING,
+    *_ADAPTERS,
     *_EVERY_EXPERIMENT,
     *_SUPERVISED,
     *_DATASET_OR_TASKSETS,

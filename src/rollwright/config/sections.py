@@ -63,6 +63,25 @@ class NormConfig:
 
 
 @dataclass
+class LoraConfig:
+    """A LoRA adapter that is trained instead of the model's own weights (docs/lora.md)."""
+
+    rank: int = key(16, "Rank of the update of each adapted layer.", ge=1)
+    alpha: float = key(32.0, "The update is scaled by alpha / rank (alpha / sqrt(rank) with use_rslora).", gt=0.0)
+    targets: list[str] = key_from(
+        list, "Names of the linear layers to adapt, such as q_proj. Default: all linear layers except the output head."
+    )
+    dropout: float = key(
+        0.0,
+        "Dropout of the adapter's inputs in optimizer steps of supervised fine-tuning; RL and DPO refuse it.",
+        ge=0.0,
+        lt=1.0,
+    )
+    use_rslora: bool = key(False, "Scale by alpha / sqrt(rank) (arXiv 2312.03732).")
+    use_dora: bool = key(False, "Train each layer's magnitudes too (DoRA, arXiv 2402.09353).")
+
+
+@dataclass
 class TrainEngineConfig:
     """A model that is trained or scored."""
 
@@ -94,6 +113,9 @@ class TrainEngineConfig:
     cpu_offload: bool = key(False, "Keep shards in host memory and run the optimizer there; for GPUs.")
     mb_spec: MicroBatchSpec = field(default_factory=MicroBatchSpec)
     optimizer: OptimizerConfig | None = key_from(OptimizerConfig, "None for a model that is only scored.")
+    lora: LoraConfig | None = key(
+        None, "Train a LoRA adapter and keep the model's weights frozen, in dtype. `{}` takes the defaults (docs/lora.md)."
+    )
     max_bad_steps: int = key(3, "Steps in a row skipped for a non-finite loss or gradient before the run stops.", ge=1)
     logits_chunk_mib: int = key(
         256, "MiB of float32 logits in one chunk of the log-softmax; bounds memory for any vocabulary size.", ge=1

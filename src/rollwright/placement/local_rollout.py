@@ -47,7 +47,7 @@ def make_local_engine(config: Any, model: Any, tokenizer: Any) -> RolloutEngine:
 
 def copy_to_sample(section: TrainEngineConfig) -> Any:
     """Load an unsharded model for an engine in this process, for use if the trained model is sharded. Weights are published to it."""
-    section = dataclasses.replace(section, gradient_checkpointing=False)
+    section = dataclasses.replace(section, gradient_checkpointing=False, lora=None)
     model = load_model(section, dtype=resolve_dtype(section.dtype, resolve_device(section.device))).requires_grad_(False)
     parameter = next(model.parameters())
     if parameter.device.type == "cpu" and parameter.dtype == torch.float32:

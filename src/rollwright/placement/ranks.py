@@ -28,7 +28,7 @@ from rollwright.experience.trajectory import Trajectory, tensor_container_to
 from rollwright.inference.weights.names import as_published
 from rollwright.inference.weights.stream import WeightStream
 from rollwright.training import parallel
-from rollwright.training.fsdp import is_sharded, with_whole_weights
+from rollwright.training.fsdp import with_whole_weights
 from rollwright.training.micro_batches import distinct_tokens
 from rollwright.training.rank_shares import groups_of, sent_columns, shares
 from rollwright.training.recovery_checkpoint import RecoverCheckpoints
@@ -164,8 +164,8 @@ class TrainRanks:
 
     @property
     def model(self) -> Any:
-        """The model, which an engine in this process may share; None if it is sharded."""
-        return None if is_sharded(self.engine.model) else self.engine.model
+        """The model, which an engine in this process may share; None if it is sharded. See ``TrainEngine.shared_model``."""
+        return self.engine.shared_model
 
     def prepare(self, batch: Trajectory) -> Trajectory:
         """Move a batch to the engine's device. With several ranks, move it to host memory instead, from which it is divided among them."""

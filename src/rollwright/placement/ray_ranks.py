@@ -28,7 +28,7 @@ from rollwright.config.experiment import FinetuneSpec, section_of
 from rollwright.errors import EngineError, LostProcessError, LostRankError, RollwrightError
 from rollwright.experience.packed import WRITTEN, as_packed, pack_bytes, parts_of
 from rollwright.experience.trajectory import Trajectory, select_rows
-from rollwright.inference.weights.files import read_weights, write_files
+from rollwright.inference.weights.files import read_stream, write_files
 from rollwright.placement.capacity import demands_of
 from rollwright.placement.ranks import CALLS, TRAINED
 from rollwright.placement.ray_cluster import RayCluster
@@ -116,7 +116,7 @@ class RayRanks:
         scratch.mkdir()
         try:
             self.call("use_weights", first_rank={"use": partial(write_files, scratch)})
-            use(dict(read_weights(scratch)))
+            use(read_stream(scratch))
         finally:
             shutil.rmtree(scratch, ignore_errors=True)
 

@@ -48,6 +48,7 @@ class FSDPPPOActor(TrainEngine):
     """
 
     config: PPOActorConfig
+    drops_out = False
 
     def __init__(self, config: PPOActorConfig, model: nn.Module | None = None) -> None:
         """

@@ -24,9 +24,23 @@ from rollwright.config.sections import TrainEngineConfig
 from rollwright.errors import CheckpointError, ConfigError, TrainingError
 from rollwright.experience.trajectory import Trajectory, tensor_container_to
 from rollwright.inference.model_facts import refuse_unless_causal
+from rollwright.inference.weights.adapter import AdapterSpec
 from rollwright.inference.weights.stream import WeightStream
 from rollwright.tracking.logging import getLogger
 from rollwright.training import parallel
+from rollwright.training.adapters import (
+    BasePolicy,
+    add_adapter,
+    base_alone,
+    base_of,
+    carries_adapter,
+    compute_in,
+    initialise,
+    load_adapter,
+    names_in_model,
+    refuse_other_adapter,
+    set_dropout,
+)
 from rollwright.training.batch_losses import BatchLoss, MicroBatchLoss, named_loss, weighted_sum
 from rollwright.training.fsdp import (
     allocate,
@@ -77,6 +91,9 @@ class TrainEngine:
     #: Keep a frozen copy of the initial weights as ``reference``, unless ``load_reference`` was called before.
     needs_reference = False
 
+    #: The dropout of ``config.lora`` may be active in optimizer steps.
+    drops_out = True
+
     #: An inference engine in this process may compute with the model's own tensors, so a single process on a GPU does not shard them.
     shares_weights = True
 
@@ -91,10 +108,12 @@ class TrainEngine:
         self.device = torch.device("cpu")
         self.compute_dtype = torch.float32
         self.version = 0
-        self.reference: TrainEngine | None = None
+        self.reference: TrainEngine | BasePolicy | None = None
+        self.adapter: AdapterSpec | None = None  #: what is trained; None if all weights are
         self.optimizer: torch.optim.Optimizer | None = None
         self.scheduler: torch.optim.lr_scheduler.LambdaLR | None = None
         self._scorer: Any = None
+        self._base: Any = None
         self._router_loss: RouterLoss | None = None
         self._bad_steps = 0
         self._losses: list[
@@ -119,12 +138,17 @@ class TrainEngine:
         self.compute_dtype = resolve_dtype(self.config.dtype, self.device)
         if self.compute_dtype == torch.float16 and self.config.optimizer is not None:
             raise ConfigError("dtype=float16 cannot be trained with (its gradients underflow): use bfloat16 or float32.")
+        if self.config.lora is not None and self.config.lora.dropout and not self.drops_out:
+            raise ConfigError(
+                f"lora.dropout is {self.config.lora.dropout}, but {type(self).__name__} compares its log-probabilities with others that are "
+                "taken without dropout: set it to 0."
+            )
         self._load(shards)
         with self._autocast():
             refuse_unless_causal(self.model, self._probe_scores)
         reshard(self._scorer)
         if self.needs_reference and self.reference is None:
-            self.reference = self.frozen_copy()
+            self.reference = self.frozen_copy() if self.adapter is None else BasePolicy(self.model, self.compute_logp)
         if self.config.optimizer is not None:
             self.optimizer = make_optimizer(self.model, self.config.optimizer)
             self.scheduler = make_scheduler(self.optimizer, self.config.optimizer, ft_spec)
@@ -140,6 +164,7 @@ class TrainEngine:
         elif not is_given:
             dtype = held_dtype(config, self.device)
             self.model = empty_model(config, dtype) if shards else load_model(config, dtype=dtype, device=self.device)
+        self._adapt(like)
         layers = transformer_layers(self.model)
         if config.gradient_checkpointing:
             checkpoint_layers(self.model, layers, config.gradient_checkpointing_every)
@@ -161,7 +186,33 @@ class TrainEngine:
         elif config.init_from_scratch:
             initialise_randomly(self.model)
         else:
-            load_weights(self.model, config.path)
+            with base_alone(self.model):
+                load_weights(self.model, config.path)
+            initialise(self.model)
+
+    def _adapt(self, like: TrainEngine | None) -> None:
+        """Add the adapter of the config. An unsharded copy of another engine's model has it already."""
+        if self.config.lora is None:
+            return
+        path = Path(self.config.path)
+        base = str(path.absolute()) if self.config.path and path.is_dir() else self.config.path
+        if like is None or not carries_adapter(self.model):
+            self.adapter = add_adapter(self.model, self.config.lora, base)
+        else:
+            self.adapter = like.adapter
+        compute_in(self.model, self.compute_dtype)
+
+    @property
+    def shared_model(self) -> Any:
+        """The model whose tensors an engine in this process may compute with; None if it is sharded.
+
+        If an adapter is trained, it is the base, and the engine keeps copies of published adapters.
+        """
+        if is_sharded(self.model):
+            return None
+        if self.adapter is not None and self._base is None:
+            self._base = base_of(self.model)
+        return self.model if self.adapter is None else self._base
 
     def _probe_scores(self, ids_BL: Tensor) -> Tensor:
         ids_BL = ids_BL.to(self.device)
@@ -408,7 +459,7 @@ class TrainEngine:
     # Saving
 
     def save(self, path: str | Path, tokenizer: Any = None) -> None:
-        """Write a Hugging Face checkpoint. The directory appears atomically."""
+        """Write a Hugging Face checkpoint, or a PEFT directory if an adapter is trained. The directory appears atomically."""
 
         def write(weights: WeightStream) -> None:
             save_model(self.model, path, tokenizer=tokenizer, image_processor=self._image_processor(), weights=weights)
@@ -416,7 +467,7 @@ class TrainEngine:
         with_whole_weights(self.weights(), write)
 
     def load(self, path: str | Path) -> None:
-        """Load the weights that ``save`` wrote, or of another checkpoint of this architecture. Collective.
+        """Load the weights that ``save`` wrote, or of another checkpoint of this architecture; an adapter, if one is trained. Collective.
 
         The version, the optimizer and the schedule are unchanged, and gradients are discarded. The connected engines sample with the
         weights after the next publication.
@@ -426,7 +477,10 @@ class TrainEngine:
         """
         self.before_update()
         self._discard_gradients()
-        load_weights(self.model, str(path))
+        if self.adapter is None:
+            load_weights(self.model, str(path))
+        else:
+            load_adapter(self.model, self.adapter, str(path))
         self._stepped_at = self.version
 
     def save_state(self, path: str | Path) -> None:
@@ -455,24 +509,33 @@ class TrainEngine:
             return None
 
     def weights(self, dtype: torch.dtype | None = None) -> WeightStream:
-        """Stream the model's tensors by name; each is gathered when it is read. Collective.
+        """Stream the model's tensors by name, or only the adapter's under PEFT's names; each is gathered when it is read. Collective.
 
         Args:
-            dtype: type to convert floating-point tensors to. If None, each tensor keeps its own type.
+            dtype: type to convert floating-point tensors to. If None, each tensor keeps its own type, as an adapter's always do.
         """
+        if self.adapter is not None:
+            return whole_weights(self.model, names=names_in_model(self.model), adapter=self.adapter)
         return whole_weights(self.model, dtype)
 
+    def _trained_tensors(self) -> dict[str, Tensor]:
+        """Return the tensors that a recovery checkpoint holds, by their names in the model."""
+        own = own_tensors(self.model)
+        return own if self.adapter is None else {name: own[name] for name in names_in_model(self.model).values()}
+
     def full_weights(self) -> dict[str, Tensor]:
-        """Copy all tensors of a small model to the CPU of every rank, by name. A tied tensor appears once."""
+        """Copy the tensors of ``weights`` to the CPU of every rank, by name. A tied tensor appears once."""
         return {name: tensor.detach().to("cpu", copy=True) for name, tensor in self.weights()}
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the state to resume training from: weights, optimizer, schedule, random states and version.
+        """Return the state to resume training from: trained weights, optimizer, schedule, random states and version.
 
         Tensors are not copied, and each rank returns its own shards; ``RecoverCheckpoints`` writes them.
         """
-        weights = ModelTensors(own_tensors(self.model))
+        weights = ModelTensors(self._trained_tensors())
         state: dict[str, Any] = {"version": self.version, "weights": weights, "random": random_states()}
+        if self.adapter is not None:
+            state["adapter"] = self.adapter.to_peft()
         if self.optimizer is not None and self.scheduler is not None:
             state |= {**optimizer_state(self.model, self.optimizer, self.scheduler), "bad_steps": self._bad_steps}
         return state
@@ -481,9 +544,10 @@ class TrainEngine:
         """Restore a state from ``state_dict`` or a checkpoint. Parameters keep their storage, because an engine may share it.
 
         Raises:
-            CheckpointError: the state belongs to another model.
+            CheckpointError: the state belongs to another model or adapter.
         """
-        own, weights = own_tensors(self.model), state["weights"]
+        refuse_other_adapter(state.get("adapter"), self.adapter)
+        own, weights = self._trained_tensors(), state["weights"]
         if own.keys() != weights.keys():
             difference = sorted(own.keys() ^ weights.keys())[:3]
             raise CheckpointError(f"The checkpoint is of another model: tensors {difference} are in only one of the two.")
@@ -505,18 +569,21 @@ class TrainEngine:
         """Free the memory of the model, the reference and the optimizer."""
         if self.reference is not None:
             self.reference.destroy()
-        self.reference = self.model = self._scorer = self.optimizer = self.scheduler = None
+        self.reference = self.model = self._scorer = self._base = self.optimizer = self.scheduler = None
 
     def _autocast(self) -> Any:
-        if self.compute_dtype != torch.bfloat16 or next(self.model.parameters()).dtype == torch.bfloat16:
+        is_held_so = self.adapter is None and next(self.model.parameters()).dtype == torch.bfloat16
+        if self.compute_dtype != torch.bfloat16 or is_held_so:
             return contextlib.nullcontext()
         return torch.autocast(self.device.type, dtype=self.compute_dtype)
 
     def _run_mode(self, *, training: bool) -> None:
-        # Dropout is off in either mode; transformers' gradient checkpointing is active only in training mode.
-        training = training and self.config.gradient_checkpointing
-        if self.model.training != training:  # ``train`` visits every module
-            self.model.train(training)
+        # The model's own dropout is off in either mode; transformers' gradient checkpointing is active only in training mode.
+        checkpoints = training and self.config.gradient_checkpointing
+        if self.model.training != checkpoints:  # ``train`` visits every module
+            self.model.train(checkpoints)
+        if self.config.lora is not None and self.config.lora.dropout:
+            set_dropout(self.model, training)
 
 
 def trained_tokens(batch: Trajectory) -> Tensor:

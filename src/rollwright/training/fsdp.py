@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import functools
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any, TypeVar
 
 import torch
@@ -18,6 +18,7 @@ from torch.distributed.tensor import DTensor
 
 from rollwright.config.sections import TrainEngineConfig
 from rollwright.errors import ConfigError
+from rollwright.inference.weights.adapter import AdapterSpec
 from rollwright.inference.weights.stream import WeightStream
 from rollwright.training import parallel
 from rollwright.training.parallel import full_tensor, sharded_like
@@ -140,25 +141,35 @@ def own_tensors(model: nn.Module) -> dict[str, Tensor]:
     return {name: tensor.detach() for name, tensor in named.items() if first.setdefault(id(tensor), name) == name}
 
 
-def whole_weights(model: nn.Module, dtype: torch.dtype | None = None) -> WeightStream:
+def whole_weights(
+    model: nn.Module,
+    dtype: torch.dtype | None = None,
+    *,
+    names: Mapping[str, str] | None = None,
+    adapter: AdapterSpec | None = None,
+) -> WeightStream:
     """Stream a model's tensors by name; each is gathered when it is read. Collective.
 
     Args:
         model: a model, sharded or not. Tensors that are neither sharded nor converted are not copied.
         dtype: type to convert floating-point tensors to. If None, each tensor keeps its own type.
+        names: name of each tensor in the stream, and its name in the model. If None, all tensors under the model's names.
+        adapter: describes the adapter that the tensors are.
     """
 
     def kind(tensor: Tensor) -> torch.dtype:
         return dtype if dtype is not None and tensor.is_floating_point() else tensor.dtype
 
-    described = [(name, torch.empty(t.shape, dtype=kind(t), device="meta")) for name, t in own_tensors(model).items()]
+    own = own_tensors(model)
+    chosen = {name: name for name in own} if names is None else names
+    described = [(name, torch.empty(own[inner].shape, dtype=kind(own[inner]), device="meta")) for name, inner in chosen.items()]
 
     def read() -> Iterator[tuple[str, Tensor]]:
         own = own_tensors(model)
         for name, described_as in stream.described:
-            yield name, full_tensor(own[name].to(described_as.dtype))
+            yield name, full_tensor(own[chosen[name]].to(described_as.dtype))
 
-    stream = WeightStream(described, read)
+    stream = WeightStream(described, read, adapter)
     return stream
 
 
@@ -198,7 +209,7 @@ def with_whole_weights(weights: WeightStream, use: Callable[[WeightStream], Resu
 
     def use_and_end() -> Result:
         try:
-            return use(WeightStream(weights.described, read))
+            return use(WeightStream(weights.described, read, weights.adapter))
         finally:
             for pairs in opened:
                 pairs.close()

@@ -123,6 +123,8 @@ def save_model(
 ) -> None:
     """Write a model (and tokenizer) in the format of ``from_pretrained``. The directory appears atomically.
 
+    If ``weights`` are an adapter, it is a PEFT directory with only the adapter.
+
     Args:
         model: a Hugging Face model.
         directory: target directory; replaced if it exists.
@@ -132,9 +134,10 @@ def save_model(
     """
     weights = whole_weights(model) if weights is None else weights
     with replaced_directory(directory) as draft, without_progress_bars():
-        model.save_pretrained(draft, state_dict={})  # type: ignore[operator] - its configuration
-        for path in draft.glob("*.safetensors"):
-            path.unlink()
+        if weights.adapter is None:
+            model.save_pretrained(draft, state_dict={})  # type: ignore[operator] - its configuration
+            for path in draft.glob("*.safetensors"):
+                path.unlink()
         write_files(draft, as_published(model, weights))
         if tokenizer is not None:
             tokenizer.save_pretrained(draft)

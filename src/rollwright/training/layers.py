@@ -270,12 +270,12 @@ class _RMSNorm(torch.autograd.Function):
         return (x * scale).mul_(weight)
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor, None]:  # type: ignore[override]
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor | None, None]:  # type: ignore[override]
         x, weight, scale = ctx.saved_tensors
         # With n = x · scale: dw = Σ g n;  dx = scale · (g w - n · mean(g w n))
         normalised = x * scale
         product = grad * normalised
-        grad_weight = product.flatten(0, -2).sum(0)
+        grad_weight = product.flatten(0, -2).sum(0) if ctx.needs_input_grad[1] else None
         pull = (product @ weight[:, None]).div_(-x.shape[-1])
         grad_x = (grad * weight).addcmul_(normalised, pull).mul_(scale)
         return grad_x, grad_weight, None

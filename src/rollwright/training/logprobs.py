@@ -229,7 +229,7 @@ def _positions(batch: Trajectory, model: Any) -> dict[str, Tensor]:
     positions_BL = batch.get("position_ids")
     if positions_BL is None:
         return found
-    inner = model.get_base_model() if hasattr(model, "peft_config") else model
+    inner = model.get_base_model() if hasattr(model, "get_base_model") else model
     parameters = inspect.signature(inner.forward).parameters
     if "input_ids" in parameters and "position_ids" not in parameters:
         raise TrainingError(f"The batch has position_ids, but {type(model).__name__} does not accept them.")

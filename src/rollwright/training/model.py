@@ -17,6 +17,7 @@ from rollwright.config.sections import TrainEngineConfig
 from rollwright.data.vision import IMAGE, VIDEO, VISION_END, VISION_PIECES, VISION_START, new_image_processor
 from rollwright.errors import ConfigError
 from rollwright.inference.model_facts import attention_arguments, note_attention
+from rollwright.inference.weights.adapter import is_adapter
 from rollwright.tracking.progress import without_progress_bars
 from rollwright.training.hf_checkpoint import save_model
 from rollwright.training.tree_attention import recomputed_alike
@@ -49,7 +50,7 @@ def load_model(config: TrainEngineConfig, *, dtype: torch.dtype | None = None, d
 
     Args:
         config: section of the model.
-        dtype: type of the parameters. If None, float32 if ``config`` has an optimizer (master weights), otherwise the compute type.
+        dtype: type of the parameters. If None, that of ``held_dtype``.
         device: device of the model. If None, the device of ``config``.
 
     Returns:
@@ -89,8 +90,12 @@ def frozen_model(model: nn.Module, dtype: torch.dtype) -> nn.Module:
 
 
 def held_dtype(config: TrainEngineConfig, device: torch.device) -> torch.dtype:
-    """Return the type of a model's parameters: float32 with an optimizer (master weights), otherwise the compute type."""
-    return torch.float32 if config.optimizer is not None else resolve_dtype(config.dtype, device)
+    """Return the type of a model's parameters: float32 if an optimizer changes them (master weights), otherwise the compute type.
+
+    The base of an adapter does not change.
+    """
+    is_trained = config.optimizer is not None and config.lora is None
+    return torch.float32 if is_trained else resolve_dtype(config.dtype, device)
 
 
 def _made(config: TrainEngineConfig, dtype: torch.dtype, *, is_empty: bool = False) -> nn.Module:
@@ -98,9 +103,19 @@ def _made(config: TrainEngineConfig, dtype: torch.dtype, *, is_empty: bool = Fal
 
     if not config.path:
         raise ConfigError("The model's path is empty: set it to a model directory or a Hugging Face name.")
+    if is_adapter(config.path):
+        raise ConfigError(
+            f"{config.path} is a LoRA adapter without its base: merge the two (`rollwright export {config.path} DIRECTORY`) and name the "
+            "result as the model's path."
+        )
     arguments: dict[str, Any] = {"trust_remote_code": config.trust_remote_code}
     try:
         model_config = transformers.AutoConfig.from_pretrained(config.path, **arguments)
+        if config.lora is not None and getattr(model_config, "quantization_config", None) is not None:
+            raise ConfigError(
+                f"{config.path} holds quantised weights, and lora is set: adapters are trained over weights in float32 or bfloat16 "
+                "(QLoRA is not built). Name a checkpoint that is not quantised."
+            )
         arguments |= {"dtype": dtype, **attention_arguments(config.attn_implementation)}
         builder = _auto_class(model_config)
         with without_progress_bars(), _parameters_without_memory() if is_empty else nullcontext():

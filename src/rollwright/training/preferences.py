@@ -10,6 +10,7 @@ class PreferenceEngine(TrainEngine):
     """A model that learns which of two replies to prefer. ``named_losses.dpo`` computes its loss."""
 
     needs_reference = True
+    drops_out = False
 
     def dpo_update(self, batch: Trajectory, *, beta: float = 0.1, label_smoothing: float = 0.0) -> dict[str, float]:
         """Take one optimizer step of DPO (arXiv 2305.18290, eq. 7).

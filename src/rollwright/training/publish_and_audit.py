@@ -400,6 +400,7 @@ def publisher_for(trainer: TrainEngine, engine: WeightReceiver | None, meta: Wei
         raise takes_no_weights(engine)
     model, is_copied = engine.sampler.local_model, meta is not None and meta.type == "memory"
     # No process has all weights of a sharded model, so the engine needs its own copy.
+    is_copied = is_copied or trainer.adapter is not None  # an engine holds adapters beside the base, one for each version
     if model is None or is_copied or is_sharded(trainer.model) or not isinstance(engine, InferenceEngine):
         return SentWeights(engine, meta)
     is_shared = next(trainer.model.parameters()).data_ptr() == next(model.parameters()).data_ptr()

@@ -22,7 +22,7 @@ from rollwright.config.generation import GenerationHyperparameters
 from rollwright.config.loading import Stage, build_stages
 from rollwright.config.modes import AuxiliaryModelConfig, StoreConfig
 from rollwright.config.rules import faults_of
-from rollwright.config.sections import ClusterConfig, RolloutConfig, SlurmConfig, TrainEngineConfig
+from rollwright.config.sections import ClusterConfig, LoraConfig, RolloutConfig, SlurmConfig, TrainEngineConfig
 from rollwright.config.servers import SGLangConfig, VLLMConfig
 from rollwright.config.source import dotted, parse_yaml
 from rollwright.config.tasksets import FormatConfig, TasksetConfig
@@ -56,6 +56,7 @@ RUNS = {
     "train": "mode: train\nstore: {}\n" + RL + VALID,
     "bench": "mode: bench\nbench: {samples: 1, checkpoints: [MODEL]}\n" + RL + VALID,
     "serve": "mode: serve\nstore: {}\n" + RL,
+    "sft with an adapter": "kind: sft\nmodel: {path: MODEL, lora: {dropout: 0.1}}\n" + RUN,
     "sft": "kind: sft\nmodel: {path: MODEL}\n" + RUN,
     "sft evaluated": "kind: sft\nmodel: {path: MODEL}\n" + RUN + POLICY + VALID,
     "dpo": f"kind: dpo\nmodel: {{path: MODEL}}\ntrain_dataset: {{{PAIRS}}}\ntotal_train_steps: 1\n",
@@ -134,7 +135,7 @@ def other(value: Any, field: dataclasses.Field[Any]) -> Any:
     limits, kind = field.metadata, str(field.type)
     if sections := [
         each
-        for each in (TasksetConfig, AuxiliaryModelConfig, StoreConfig, TrainEngineConfig, NewVisionConfig)
+        for each in (TasksetConfig, AuxiliaryModelConfig, StoreConfig, TrainEngineConfig, NewVisionConfig, LoraConfig)
         if each.__name__ in kind
     ]:
         return [sections[0]()] if kind.startswith("list") else sections[0]()

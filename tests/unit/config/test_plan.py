@@ -43,3 +43,9 @@ def test_a_file_of_a_system_that_has_it_in_the_loss_says_no_more(tmp_path):
 
 def test_without_a_kl_nothing_is_said_of_it(tmp_path):
     assert "KL" not in in_words(stage_of(tmp_path, AREAL.replace("KL", "kl_ctl: 0.0")))
+
+
+def test_what_an_adapter_leaves_in_memory_is_said(tmp_path):
+    words = in_words(stage_of(tmp_path, AREAL.replace("KL", "dtype: bfloat16, lora: {rank: 8}")))
+    assert "Trains a LoRA adapter of rank 8 on all linear layers except the output head" in words
+    assert "In memory: the base, frozen in bfloat16 (once: the reference is the base with the adapter off)" in words

@@ -88,6 +88,8 @@ def gradients(actor: FSDPPPOActor) -> dict[str, torch.Tensor]:
 
     def catch(loss: float) -> dict[str, float]:
         for name, parameter in actor.model.named_parameters():
+            if not parameter.requires_grad:
+                continue
             grad = parameter.grad
             caught[name] = (grad.full_tensor() if hasattr(grad, "full_tensor") else grad).clone()
             parameter.grad = None

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 from rollwright.errors import ConfigError
@@ -122,6 +123,11 @@ class AdapterRoom:
 def module_weight(name: str) -> str:
     """Return the name of the base's weight that a tensor of an adapter belongs to."""
     return name.removeprefix(PREFIX).partition(".lora_")[0] + ".weight"
+
+
+def is_adapter(path: str | Path) -> bool:
+    """Return True if a directory holds an adapter and no whole model."""
+    return (Path(path) / CONFIG_FILE).is_file() and not (Path(path) / "config.json").is_file()
 
 
 def version_name(version: int, run: str = "policy") -> str:

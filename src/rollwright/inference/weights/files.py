@@ -14,9 +14,9 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from rollwright.atomic import replaced_directory
-from rollwright.errors import WeightUpdateError
+from rollwright.errors import ConfigError, WeightUpdateError
 from rollwright.experience.packed import safetensors_head
-from rollwright.inference.weights.adapter import CONFIG_FILE, WEIGHTS_FILE
+from rollwright.inference.weights.adapter import CONFIG_FILE, WEIGHTS_FILE, AdapterSpec, is_adapter
 from rollwright.inference.weights.group import buckets
 from rollwright.inference.weights.stream import WeightStream
 
@@ -87,6 +87,8 @@ def write_weights(
 def write_files(directory: Path, weights: WeightStream) -> str:
     """Write ``model.safetensors``, or files of at most 4 GiB and their index, with one tensor in memory at a time.
 
+    An adapter is written as a PEFT directory: ``adapter_model.safetensors`` and ``adapter_config.json``.
+
     Returns:
         Digest of the content.
 
@@ -98,7 +100,10 @@ def write_files(directory: Path, weights: WeightStream) -> str:
         raise WeightUpdateError("There are no weights to write.")
     if twice := {name for name in names if names.count(name) > 1} if len(set(names)) < len(names) else None:
         raise WeightUpdateError(f"Weight {min(twice)} is given twice.")
-    parts = list(buckets(weights.described, _FILE_BYTES))
+    parts = list(buckets(weights.described, _FILE_BYTES if weights.adapter is None else max(1, weights.nbytes)))
+    whole = "model.safetensors" if weights.adapter is None else WEIGHTS_FILE
+    if weights.adapter is not None:
+        (directory / CONFIG_FILE).write_text(json.dumps(weights.adapter.to_peft(), indent=2), encoding="utf-8")
     try:
         heads = [safetensors_head(part, {"format": "pt"}) for part in parts]
     except TypeError as error:
@@ -107,7 +112,7 @@ def write_files(directory: Path, weights: WeightStream) -> str:
     index: dict[str, Any] = {"metadata": {"total_size": weights.nbytes}, "weight_map": {}}
     tensors = iter(weights)
     for number, (part, head) in enumerate(zip(parts, heads, strict=True), 1):
-        file = "model.safetensors" if len(parts) == 1 else f"model-{number:05d}-of-{len(parts):05d}.safetensors"
+        file = whole if len(parts) == 1 else f"model-{number:05d}-of-{len(parts):05d}.safetensors"
         with (directory / file).open("wb") as out:
             out.write(head)
             for name, described in part:
@@ -141,8 +146,6 @@ def write_adapter(directory: str | Path, weights: WeightStream) -> None:
     try:
         with replaced_directory(directory, durable=False) as draft:
             write_files(draft, weights)
-            (draft / "model.safetensors").rename(draft / WEIGHTS_FILE)
-            (draft / CONFIG_FILE).write_text(json.dumps(weights.adapter.to_peft(), indent=2))
     except OSError as error:
         raise WeightUpdateError(
             f"The adapter cannot be written to {directory}: {error}. Free space or choose another path."
@@ -165,6 +168,41 @@ def read_weights(directory: str | Path) -> Iterator[tuple[str, Tensor]]:
                     yield name, file.get_tensor(name)
         except (SafetensorError, OSError) as error:
             raise WeightUpdateError(f"{path} cannot be read as safetensors ({error}); publish the weights again.") from error
+
+
+def read_stream(directory: str | Path) -> WeightStream:
+    """Read a directory that ``write_weights`` or PEFT wrote, as a stream that knows whether it is an adapter. All tensors are held.
+
+    Raises:
+        WeightUpdateError: there are no such files, or one is damaged.
+        ConfigError: the adapter is of a kind that cannot be loaded.
+    """
+    described = Path(directory) / CONFIG_FILE
+    adapter = None
+    if described.is_file():
+        try:
+            adapter = AdapterSpec.from_peft(json.loads(described.read_text(encoding="utf-8")))
+        except (ValueError, KeyError) as error:
+            raise WeightUpdateError(f"{described} cannot be read as an adapter's description: {error!r}.") from error
+    return WeightStream.of(dict(read_weights(directory)), adapter)
+
+
+def base_and_adapter(path: str | Path) -> tuple[str, WeightStream | None]:
+    """Return the model at ``path`` and None or, if only an adapter is there, the model that its description names and the adapter.
+
+    Raises:
+        ConfigError: the description names no base.
+    """
+    directory = Path(path)
+    if not is_adapter(directory):
+        return str(path), None
+    stream = read_stream(directory)
+    assert stream.adapter is not None
+    if not stream.adapter.base:
+        raise ConfigError(
+            f"{directory / CONFIG_FILE} has no base_model_name_or_path: write the base model's path or name there."
+        )
+    return stream.adapter.base, stream
 
 
 def checkpoint_names(directory: str | Path | None) -> frozenset[str] | None:

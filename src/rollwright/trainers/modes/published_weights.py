@@ -20,13 +20,14 @@ from rollwright.inference.weights.files import (
     MANIFEST,
     content_digest,
     keep_newest,
-    read_weights,
+    read_stream,
     remove_later,
     write_weights,
 )
 from rollwright.inference.weights.stream import WeightStream
 from rollwright.rollout.engines import RolloutEngine
 from rollwright.tracking.logging import getLogger
+from rollwright.training.adapters import with_adapter
 from rollwright.training.logprobs import TokenScorer
 from rollwright.training.micro_batches import attended_tokens
 from rollwright.training.publish_and_audit import NEW_TOKENS_IN_PROCESS, audit, probe_request
@@ -68,27 +69,27 @@ class PublishedWeights(WeightReceiver):
         keep_newest(self.directory, "v", self.keep)
 
 
-def read_published(newest: Announcement) -> dict[str, Tensor]:
+def read_published(newest: Announcement) -> WeightStream:
     """Read announced weights.
 
     Raises:
         WeightUpdateError: the weights are missing, damaged, or not those that the trainer wrote as this version.
     """
-    weights = dict(read_weights(newest.path))
+    weights = read_stream(newest.path)
     try:
         manifest = json.loads((Path(newest.path) / MANIFEST).read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
         raise WeightUpdateError(f"{newest.path} does not say what it holds ({error}); publish the weights again.") from error
     if manifest["version"] != newest.version:
         raise WeightUpdateError(f"{newest.path} holds version {manifest['version']}, not {newest.version}.")
-    if content_digest(weights.items()) != manifest["digest"]:
+    if content_digest(weights) != manifest["digest"]:
         raise WeightUpdateError(
             f"The weights in {newest.path} are not those that the trainer wrote there: they were damaged or changed. Check the disk."
         )
     return weights
 
 
-def newest_weights(announcements: Announcements, loaded: Announcement | None) -> tuple[Announcement, dict[str, Tensor]] | None:
+def newest_weights(announcements: Announcements, loaded: Announcement | None) -> tuple[Announcement, WeightStream] | None:
     """Return the newest announcement and its weights, or None if they are already loaded or nothing was announced.
 
     A newer version or a restarted trainer may replace the files while they are read; the newest announcement is then read again.
@@ -161,7 +162,9 @@ class WeightFollower:
         return True
 
 
-def load_and_audit(rollout: InferenceEngine, weights: Mapping[str, Tensor], version: int, tolerance: float | None) -> None:
+def load_and_audit(
+    rollout: InferenceEngine, weights: WeightStream | Mapping[str, Tensor], version: int, tolerance: float | None
+) -> None:
     """Load published weights into an engine, and check that it samples the next token with them.
 
     An engine in this process samples a probe, and its log-probabilities are compared with those of the model's own forward pass.
@@ -169,7 +172,7 @@ def load_and_audit(rollout: InferenceEngine, weights: Mapping[str, Tensor], vers
 
     Args:
         rollout: the engine.
-        weights: the weights, by name.
+        weights: the weights, by name, or an adapter of the engine's model.
         version: version of the weights.
         tolerance: largest mean difference of log-probabilities. If None, it depends on the type of the weights.
 
@@ -177,11 +180,13 @@ def load_and_audit(rollout: InferenceEngine, weights: Mapping[str, Tensor], vers
         WeightUpdateError: the engine does not compute with the weights; it stays paused.
     """
     rollout.pause()
+    weights = WeightStream.of(weights)
     rollout.update_weights(version=version, weights=weights)
     if (model := rollout.sampler.local_model) is not None:
         answers = rollout.sampler.probe(probe_request(model, NEW_TOKENS_IN_PROCESS)) or {}
         dtype = next(model.parameters()).dtype
-        audit(answers, lambda ids_BL, temperature: _plain_logprobs(model, ids_BL, temperature), version, tolerance, dtype)
+        plain = model if weights.adapter is None else with_adapter(model, weights)
+        audit(answers, lambda ids_BL, temperature: _plain_logprobs(plain, ids_BL, temperature), version, tolerance, dtype)
     rollout.resume()
 
 
