@@ -35,10 +35,16 @@ def push(
     print(f"uploaded {folder} to {commit.commit_url}")
 
 
+#: Files of which a checkpoint has one: a model's, or an adapter's.
+_DESCRIPTIONS = ("config.json", "adapter_config.json")
+
+
 def _checkpoint(path: Path) -> Path:
-    if (path / "config.json").exists():
+    if any((path / name).exists() for name in _DESCRIPTIONS):
         return path
-    found = [config.parent for config in path.glob("**/checkpoints/final/config.json")]
+    found = [config for name in _DESCRIPTIONS for config in path.glob(f"**/checkpoints/final/{name}")]
     if not found:
-        raise ConfigError(f"{path} is no checkpoint in Hugging Face form and holds none: give a directory with config.json.")
-    return max(found, key=lambda folder: (folder / "config.json").stat().st_mtime)
+        raise ConfigError(
+            f"{path} is no checkpoint in Hugging Face form and holds none: give a directory with {' or '.join(_DESCRIPTIONS)}."
+        )
+    return max(found, key=lambda config: config.stat().st_mtime).parent

@@ -86,7 +86,9 @@ def replay(
 
 
 def _newest_model(directory: Path) -> str:
+    from rollwright.inference.weights.adapter import CONFIG_FILE
     from rollwright.trainers.modes.recorded_runs import load_run_config
 
-    checkpoints = sorted((directory / "checkpoints").glob("*/config.json"), key=lambda path: path.stat().st_mtime)
-    return str(checkpoints[-1].parent) if checkpoints else load_run_config(directory).actor.path
+    found = [file for name in ("config.json", CONFIG_FILE) for file in (directory / "checkpoints").glob(f"*/{name}")]
+    newest = max(found, key=lambda path: path.stat().st_mtime, default=None)
+    return load_run_config(directory).actor.path if newest is None else str(newest.parent)

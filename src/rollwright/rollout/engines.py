@@ -8,6 +8,7 @@ from __future__ import annotations
 import functools
 import threading
 from collections.abc import Callable
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, Concatenate, ParamSpec, TypeVar
 
 import torch
@@ -21,6 +22,7 @@ from rollwright.inference.engine import InferenceEngine, WeightReceiver
 from rollwright.inference.remote import RemoteInferenceEngine
 from rollwright.inference.request import ModelRequest, ModelResponse
 from rollwright.inference.server_watch import ServerWatch
+from rollwright.inference.weights.files import base_and_adapter
 from rollwright.rollout.episode import EpisodeWorkers
 from rollwright.rollout.executor import RolloutExecutor
 from rollwright.tracking.logging import getLogger
@@ -253,7 +255,8 @@ class LocalRolloutEngine(RolloutEngine):
 
     Args:
         config: settings; ``config.path`` names the model if ``model`` is None.
-        model: a live model that shares its weights with its trainer, or a directory or name.
+        model: a live model that shares its weights with its trainer, or a directory or name. If only a LoRA adapter is in the directory,
+            the engine loads the base that it names and samples with the adapter.
         tokenizer: the model's tokenizer, or its directory or name.
         seed: the run's seed.
         deterministic: see docs/determinism.md.
@@ -283,7 +286,8 @@ class LocalRolloutEngine(RolloutEngine):
         model = self.model if self.model is not None else config.path
         if isinstance(model, str) and not model:
             raise ConfigError("LocalRolloutEngine has no model: pass model=…, or set rollout.path to a directory or name.")
-        return BuiltinEngine(
+        model, adapter = base_and_adapter(model) if isinstance(model, (str, Path)) else (model, None)
+        engine = BuiltinEngine(
             model,
             self.tokenizer,
             max_running_requests=config.max_running_requests,
@@ -298,6 +302,9 @@ class LocalRolloutEngine(RolloutEngine):
             batch_invariant=self.deterministic,
             trust_remote_code=self._trust_remote_code,
         )
+        if adapter is not None:
+            engine.update_weights(version=1, weights=adapter)
+        return engine
 
 
 def _sampling_dtype(config: RolloutConfig, live_model: Any) -> str:

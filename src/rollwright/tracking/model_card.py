@@ -49,15 +49,28 @@ def _card(config: Mapping[str, Any], metrics: list[dict[str, Any]], step: int) -
     tags = ["rollwright", algorithm] + (["reinforcement-learning"] if "actor" in config else [])
     # A local directory is not a name on the Hub
     base = None if Path(trained["path"]).is_absolute() or trained["path"].count("/") != 1 else trained["path"]
-    data = ModelCardData(library_name="transformers", base_model=base, tags=tags)
+    is_adapter = trained.get("lora") is not None
+    library = "peft" if is_adapter else "transformers"
+    data = ModelCardData(library_name=library, base_model=base, tags=[*tags, "lora"] if is_adapter else tags)
     name = f"{config['experiment_name']}/{config['trial_name']}"
     rows = "\n".join(f"| {what} | {value} |" for what, value in _facts(config, trained, algorithm, metrics, step))
     return (
         f"---\n{data.to_yaml()}\n---\n\n# {name}\n\nTrained with Rollwright.\n\n| | |\n|---|---|\n{rows}\n\n"
-        "```python\nfrom transformers import AutoModelForCausalLM, AutoTokenizer\n\n"
-        'path = "."  # this directory\n'
-        "model, tokenizer = AutoModelForCausalLM.from_pretrained(path), AutoTokenizer.from_pretrained(path)\n```\n"
+        f"```python\n{_USE_OF_ADAPTER if is_adapter else _USE}```\n"
     )
+
+
+_USE = """from transformers import AutoModelForCausalLM, AutoTokenizer
+
+path = "."  # this directory
+model, tokenizer = AutoModelForCausalLM.from_pretrained(path), AutoTokenizer.from_pretrained(path)
+"""
+_USE_OF_ADAPTER = """from peft import AutoPeftModelForCausalLM
+from transformers import AutoTokenizer
+
+path = "."  # this directory; adapter_config.json names the base model
+model, tokenizer = AutoPeftModelForCausalLM.from_pretrained(path), AutoTokenizer.from_pretrained(path)
+"""
 
 
 def _facts(
@@ -72,6 +85,10 @@ def _facts(
         if "actor" in config:
             yield "episodes", f"`{workflow}`" + (f", scored by `{reward}`" if reward else "")
     yield "algorithm", algorithm
+    if (lora := trained.get("lora")) is not None:
+        layers = ", ".join(lora["targets"]) or "all linear layers except the output head"
+        kind = "DoRA" if lora["use_dora"] else "LoRA"
+        yield "trained weights", f"a {kind} adapter of rank {lora['rank']}, alpha {lora['alpha']:g}, on {layers}"
     optimizer = trained["optimizer"]
     yield "optimizer", f"learning rate {optimizer['lr']:g} ({optimizer['lr_scheduler_type']})"
     batch = f"{config['train_dataset']['batch_size']} tasks"

@@ -7,6 +7,7 @@ import yaml
 
 from rollwright.config.experiment import DPOConfig, GRPOConfig
 from rollwright.config.loading import to_yaml
+from rollwright.config.sections import LoraConfig
 from rollwright.errors import CheckpointError
 from rollwright.tracking.model_card import write_model_card
 
@@ -63,3 +64,13 @@ def test_a_directory_of_this_machine_is_no_base_on_the_hub(tmp_path):
 def test_a_checkpoint_outside_a_run_is_refused(tmp_path):
     with pytest.raises(CheckpointError, match=r"config\.yaml is missing"):
         write_model_card(tmp_path / "a" / "b", 1)
+
+
+def test_an_adapter_is_loaded_with_peft(tmp_path):
+    config = GRPOConfig(workflow="rlvr", reward_fn="numeric_reward")
+    config.actor.path, config.train_dataset.path = "Qwen/Qwen3-0.6B", "arithmetic"
+    config.actor.lora = LoraConfig(rank=8, targets=["q_proj", "v_proj"])
+    front, text = front_matter_and_text(write_model_card(checkpoint_of(tmp_path, config, []), 4))
+    assert (front["library_name"], front["base_model"]) == ("peft", "Qwen/Qwen3-0.6B")
+    assert "| trained weights | a LoRA adapter of rank 8, alpha 32, on q_proj, v_proj |" in text
+    assert "AutoPeftModelForCausalLM.from_pretrained(path)" in text

@@ -17,6 +17,10 @@ from rollwright.data.rows import names_a_file
 from rollwright.data.selectors import taskset_rows
 from rollwright.data.tokenizer import load_tokenizer
 from rollwright.errors import RollwrightError
+from rollwright.inference.weights.adapter import is_adapter
+
+#: Sections whose models are only sampled with, and may be adapters over a base that they name.
+_MAY_BE_ADAPTERS = ("path", "bench")
 
 
 def refuse_missing_inputs(stages: Sequence[Stage]) -> None:
@@ -54,7 +58,9 @@ def _output_of(config: Any) -> Path:
 
 def _missing_models(look: Look) -> Iterator[Fault]:
     for key, path, needs_weights in _models(look.section):
-        if key[0] != "rollout" and _has_to_exist(path, look) and (fault := _local_model_fault(path, needs_weights)):
+        if key[0] == "rollout" or not _has_to_exist(path, look) or (key[0] in _MAY_BE_ADAPTERS and is_adapter(path)):
+            continue
+        if fault := _local_model_fault(path, needs_weights):
             yield key, fault  # rollout.path may be on another machine
 
 
@@ -67,7 +73,8 @@ def _missing_datasets(look: Look) -> Iterator[Fault]:
 
 def _unusable_models(look: Look) -> Iterator[Fault]:
     for key, path, needs_weights in _models(look.section):
-        if _has_to_exist(path, look) and (fault := _model_fault(path, needs_weights)):
+        may_be_adapter = key[0] in _MAY_BE_ADAPTERS and is_adapter(path)
+        if _has_to_exist(path, look) and not may_be_adapter and (fault := _model_fault(path, needs_weights)):
             yield key, fault
 
 
@@ -119,6 +126,8 @@ def _local_model_fault(path: str, needs_weights: bool) -> str | None:
     """Return why a local path has no usable model, or None if it has one or the path is a name on the Hugging Face Hub."""
     directory = Path(path).expanduser()
     if directory.is_dir():
+        if is_adapter(directory):
+            return f"is {path}, a LoRA adapter without its base; merge the two: rollwright export {path} DIRECTORY"
         if not (directory / "config.json").is_file():
             held = "holds no model" if any(directory.iterdir()) else "is empty"
             return f"is {path}, a directory that {held}: it has no config.json"

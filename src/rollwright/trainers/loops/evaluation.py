@@ -99,7 +99,7 @@ def scores_of(rewards: Sequence[Sequence[float]], pass_at: Sequence[int], pass_r
 
 
 def evaluate_model(config: EvalConfig, rollouts: Path | None = None) -> dict[str, Any]:
-    """Evaluate a model on a split with the built-in engine.
+    """Evaluate a model, or a LoRA adapter over the base that it names, on a split with the built-in engine.
 
     Args:
         config: the model, the split and the workflow.

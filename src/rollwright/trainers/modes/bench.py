@@ -21,6 +21,8 @@ from rollwright.errors import ConfigError
 from rollwright.experience.trajectory import Trajectory
 from rollwright.inference.backends.server_backend import servers_of
 from rollwright.inference.network import find_server_addresses
+from rollwright.inference.weights.adapter import CONFIG_FILE
+from rollwright.inference.weights.files import base_and_adapter
 from rollwright.placement.local_rollout import make_rollout_engine
 from rollwright.placement.task_services import TaskServices
 from rollwright.tracking import logging
@@ -95,7 +97,8 @@ def find_checkpoints(config: PPOConfig) -> list[Benchmark]:
     if config.bench.checkpoints:
         return [Benchmark(path, path, step_of(Path(path).name)) for path in config.bench.checkpoints]
     trial = trial_path(config)
-    written = [file.parent for pattern in ("checkpoints/*", "*/checkpoints/*") for file in trial.glob(f"{pattern}/config.json")]
+    places = [f"{above}checkpoints/*/{name}" for above in ("", "*/") for name in ("config.json", CONFIG_FILE)]
+    written = [file.parent for place in places for file in trial.glob(place)]
     if not written:
         raise ConfigError(
             f"{trial} has no checkpoints: name the experiment and trial of a run that has saved some, or list bench.checkpoints."
@@ -132,7 +135,8 @@ def last_step(final: Path) -> int | None:
 
 
 def _scores(config: PPOConfig, path: str, directory: RunDirectory) -> dict[str, dict[str, float]]:
-    config = dataclasses.replace(config, actor=dataclasses.replace(config.actor, path=path, init_from_scratch=False))
+    base, adapter = base_and_adapter(path)
+    config = dataclasses.replace(config, actor=dataclasses.replace(config.actor, path=base, init_from_scratch=False))
     tokenizer = load_tokenizer(config.tokenizer_path or path, config.actor.trust_remote_code)
     refuse_missing_chat_template(config, tokenizer)
     gconfig = config.evaluator.gconfig.new(n_samples=config.bench.samples)
@@ -143,6 +147,8 @@ def _scores(config: PPOConfig, path: str, directory: RunDirectory) -> dict[str, 
         ) as services,  # for this checkpoint, because agents and judges request it by name
         make_rollout_engine(config, None, tokenizer, directory) as rollout,
     ):
+        if adapter is not None:
+            rollout.update_weights(version=1, weights=adapter)
         rows, workflow, kwargs = held_out_tasks(config, tokenizer, services, group_size=config.bench.samples)
         for row in rows:
             by_name[row["taskset"] if config.eval_tasksets else "valid"].append(row)
