@@ -4,7 +4,6 @@ import json
 
 import pytest
 import torch
-from rollwright.training.export import merge
 from tiny_policy import VOCABULARY, grouped_batch, tiny_actor, tiny_batch, tiny_model
 from transformers import AutoModelForCausalLM
 
@@ -16,6 +15,7 @@ from rollwright.inference.weights.files import read_stream, write_weights
 from rollwright.training.actor import FSDPPPOActor
 from rollwright.training.adapters import base_of, names_in_model, with_adapter
 from rollwright.training.engine import TrainEngine
+from rollwright.training.export import merge
 from rollwright.training.hf_checkpoint import save_model
 from rollwright.training.preferences import PreferenceEngine
 from rollwright.training.recovery_checkpoint import RecoverCheckpoints
