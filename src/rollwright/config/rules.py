@@ -140,6 +140,12 @@ _ADAPTERS = (
             (SFTConfig, "model", keys_without_effect.runs_episodes, ", or leave out workflow and valid_dataset"),
         )
     ),
+    refuse(
+        PPOConfig,
+        "rollout.weight_update",
+        lambda config: config.actor.lora is not None and config.rollout.weight_update == "xccl",
+        "is xccl, but actor.lora is set, and servers read adapters from files; set auto, shared or disk",
+    ),
     refuse_set(
         PPOConfig,
         ["rollout.weight_dtype"],

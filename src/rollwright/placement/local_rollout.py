@@ -19,6 +19,7 @@ from rollwright.inference.backends import BACKENDS
 from rollwright.inference.backends.server_backend import servers_of
 from rollwright.inference.network import find_server_addresses
 from rollwright.inference.remote import RemoteInferenceEngine
+from rollwright.inference.weights.adapter import AdapterRoom
 from rollwright.placement.gpus import first_gpu_of_servers
 from rollwright.placement.local_servers import LocalServers
 from rollwright.rollout.engines import LocalRolloutEngine, RemoteEngine, RolloutEngine
@@ -101,16 +102,24 @@ def _rollout_engine(config: PPOConfig, actor: Any, tokenizer: Any, directory: Ru
             threads=_engine_threads(config),
             weights_roots=() if rollout.weight_update_path is None else (rollout.weight_update_path,),
             deterministic=config.deterministic,
+            adapters=adapter_room(config),
             sglang=config.sglang,
             vllm=config.vllm,
         )
         addresses = servers.addresses
-    client = RemoteInferenceEngine(backend, rollout, addresses=addresses, servers_are_replaced=servers is not None)
+    is_own, room = servers is not None, adapter_room(config)
+    client = RemoteInferenceEngine(backend, rollout, addresses=addresses, servers_are_replaced=is_own, adapters=room)
     engine = RemoteEngine(config.rollout, client=client, seed=config.seed, deterministic=config.deterministic)
     if servers is not None:
         client.own(servers)
         engine.watch = servers.watch(rollout.setup_timeout, client.use_servers, engine.in_service)
     return engine
+
+
+def adapter_room(config: PPOConfig) -> AdapterRoom | None:
+    """Return what servers have to hold for a run's adapters; None if whole models are published."""
+    lora = config.actor.lora
+    return None if lora is None else AdapterRoom(count=config.rollout.max_head_offpolicyness + 1, rank=lora.rank)
 
 
 def with_key(rollout: RolloutConfig) -> RolloutConfig:

@@ -25,6 +25,7 @@ from rollwright.inference.backends.server_backend import servers_of
 from rollwright.inference.engine import WeightReceiver
 from rollwright.inference.network import find_free_ports
 from rollwright.inference.remote import RemoteInferenceEngine
+from rollwright.placement.local_rollout import adapter_room
 from rollwright.placement.rank_processes import load_ranks
 from rollwright.placement.ranks import CALLS, TrainedRow, TrainRanks, trained_rows
 from rollwright.training import parallel
@@ -85,7 +86,10 @@ class TrainRank:
             if parallel.rank() == 0:
                 backend = servers_of(rollout.backend)
                 assert backend is not None
-                engine = self._client = RemoteInferenceEngine(backend, rollout, addresses=addresses, servers_are_replaced=True)
+                room = adapter_room(self._config)
+                engine = self._client = RemoteInferenceEngine(
+                    backend, rollout, addresses=addresses, servers_are_replaced=True, adapters=room
+                )
                 engine.initialize()
             self._ranks.engine.connect_engine(engine)
 

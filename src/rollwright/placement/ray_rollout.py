@@ -19,7 +19,7 @@ from rollwright.inference.backends.server_backend import servers_of
 from rollwright.inference.launcher import Launcher, RestartableServer
 from rollwright.inference.remote import RemoteInferenceEngine
 from rollwright.inference.server_watch import ServerWatch
-from rollwright.placement.local_rollout import model_for_servers, with_key
+from rollwright.placement.local_rollout import adapter_room, model_for_servers, with_key
 from rollwright.placement.local_servers import LocalServers
 from rollwright.placement.ray_ranks import RayRanks
 from rollwright.placement.task_services import MovingModelConfig, serve
@@ -71,7 +71,8 @@ def make_ray_rollout(config: PPOConfig, ranks: RayRanks, tokenizer: Any, directo
     servers = [place_server(index) for index in range(of_server.count)]
     # Longer than setup_timeout, so that a server which is not healthy in time reports that itself.
     addresses = [wait_running(server, rollout.setup_timeout + _BEGIN_SECONDS, "address") for server in servers]
-    client = RemoteInferenceEngine(backend, rollout, addresses=addresses, servers_are_replaced=True)
+    room = adapter_room(config)
+    client = RemoteInferenceEngine(backend, rollout, addresses=addresses, servers_are_replaced=True, adapters=room)
     of_workers = dataclasses.replace(config, rollout=rollout)
 
     def place_worker(index: int) -> Process:
@@ -181,6 +182,7 @@ def start_server(place: Any, config: PPOConfig, rollout: RolloutConfig, model_pa
         threads=max(1, int(config.cluster.cpus_per_server)),
         weights_roots=() if rollout.weight_update_path is None else (rollout.weight_update_path,),
         host=place.address,
+        adapters=adapter_room(config),
         sglang=config.sglang,
         vllm=config.vllm,
     )

@@ -12,6 +12,7 @@ from rollwright.data.tokenizer import load_tokenizer
 from rollwright.experience.journal.writing import Journal
 from rollwright.inference.backends.server_backend import servers_of
 from rollwright.inference.remote import RemoteInferenceEngine
+from rollwright.placement.local_rollout import adapter_room
 from rollwright.placement.task_services import TaskServices
 from rollwright.registry import PLUGINS
 from rollwright.rollout.workers.worker import RolloutWorker
@@ -33,7 +34,7 @@ def open_worker(place: Any, config: PPOConfig, addresses: list[str], directory: 
     tokenizer = load_tokenizer(config.tokenizer_path or config.actor.path, config.actor.trust_remote_code)
     backend = servers_of(rollout.backend)
     assert backend is not None
-    client = RemoteInferenceEngine(backend, rollout, addresses=addresses, only_asks=True)
+    client = RemoteInferenceEngine(backend, rollout, addresses=addresses, only_asks=True, adapters=adapter_room(config))
     client.initialize()
     journal = None
     if config.journal.enabled:

@@ -51,6 +51,7 @@ RUNS = {
     "rl evaluated": RL + VALID,
     "rl with a reference": RL.replace("actor: {", "actor: {kl_ctl: 0.1, ") + "ref: {path: MODEL}\n",
     "rl decoupled": RL.replace("actor: {", "actor: {use_decoupled_loss: true, ppo_n_minibatches: 2, "),
+    "rl with an adapter": RL.replace("actor: {", "actor: {lora: {}, "),
     "rl tasksets": TASKS + HELD_OUT,
     "explore": "mode: explore\nstore: {}\n" + RL + VALID.replace("every_steps: 1", "every_steps: 1, at_start: true"),
     "train": "mode: train\nstore: {}\n" + RL + VALID,
