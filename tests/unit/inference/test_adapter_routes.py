@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import shutil
 import threading
 import time
@@ -9,14 +10,20 @@ import time
 import httpx
 import pytest
 import torch
-from adapter_models import random_adapter
+from adapter_models import published, random_adapter
 from builtin_models import reference_logprobs
 from server_parts import served, tiny_engine
 
+from rollwright.config.generation import GenerationHyperparameters
+from rollwright.config.sections import RolloutConfig
 from rollwright.errors import ConfigError
+from rollwright.inference.backends.sglang import SGLangBackend
+from rollwright.inference.remote import RemoteInferenceEngine
+from rollwright.inference.request import ModelRequest
 from rollwright.inference.server.application import create_application
 from rollwright.inference.server.settings import ServerSettings
 from rollwright.inference.weights.files import content_digest, read_weights
+from rollwright.inference.weights.transfer import WeightUpdateMeta
 
 IDS = list(range(10, 40))
 
@@ -220,6 +227,35 @@ def test_unloading_waits_unless_its_requests_are_paused(runs):
     assert a.post("/continue_generation", json={}).status_code == 200
     thread.join(timeout=30)
     expect(adapted[0], answers.pop(), 1)
+
+
+def test_two_remote_engines_publish_to_one_server(runs):
+    clients, engine, adapted, root = runs
+    remotes = []
+    for run in ("a", "a-b"):
+        key = clients[run].headers["authorization"].removeprefix("Bearer ")
+        config = RolloutConfig(setup_timeout=60, request_timeout=60, api_key=key)
+        address = f"{clients[run].base_url.host}:{clients[run].base_url.port}"
+        remotes.append(RemoteInferenceEngine(SGLangBackend, config, addresses=[address]))
+        remotes[-1].initialize()
+    try:
+        gconfig = GenerationHyperparameters(max_new_tokens=6, ignore_eos=True, temperature=0.7)
+        meta = WeightUpdateMeta.from_disk(root / "published")
+        for number, remote in enumerate(remotes):
+            for version in range(1, 2 + number):
+                remote.pause()
+                remote.update_weights(meta, version=version, weights=published(adapted[number + version]))
+                remote.resume()
+        for number, remote in enumerate(remotes):
+            (response,) = asyncio.run(remote.agenerate_batch([ModelRequest(IDS, gconfig, seed=1)]))
+            expected = reference_logprobs(adapted[1 + 2 * number], IDS, response.output_tokens, 0.7)
+            torch.testing.assert_close(torch.tensor(response.output_logprobs).double(), expected, atol=1e-4, rtol=0)
+            assert response.output_versions == [1 + number] * 6
+            assert remote.get_version() == 1 + number
+        assert {adapter.run for adapter in engine.adapters} == {"a", "a-b"}
+    finally:
+        for remote in remotes:
+            remote.destroy()
 
 
 def test_runs_need_keys_of_their_own_beside_the_servers():
