@@ -41,7 +41,8 @@ def make_local_engine(config: Any, model: Any, tokenizer: Any) -> RolloutEngine:
     """
     settings = {"seed": config.seed, "deterministic": config.deterministic}
     if config.rollout.backend == "builtin" or servers_of(config.rollout.backend) is not None:
-        return LocalRolloutEngine(config.rollout, model, tokenizer, **settings)
+        is_live = not isinstance(model, (str, Path))  # its trainer publishes the adapter, if it has one
+        return LocalRolloutEngine(config.rollout, model, tokenizer, base_only=is_live, **settings)
     engine_class: Any = BACKENDS.get(config.rollout.backend)
     return RolloutEngine(config.rollout, client=engine_class(model, tokenizer), **settings)
 

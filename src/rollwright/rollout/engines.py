@@ -261,6 +261,7 @@ class LocalRolloutEngine(RolloutEngine):
         seed: the run's seed.
         deterministic: see docs/determinism.md.
         trust_remote_code: run code from the model's directory.
+        base_only: see ``BuiltinEngine``.
     """
 
     def __init__(
@@ -272,10 +273,12 @@ class LocalRolloutEngine(RolloutEngine):
         seed: int = 1,
         deterministic: bool = False,
         trust_remote_code: bool = False,
+        base_only: bool = False,
     ) -> None:
         super().__init__(config, seed=seed, deterministic=deterministic)
         self.model = model
         self.tokenizer = tokenizer
+        self._base_only = base_only
         self._trust_remote_code = trust_remote_code
 
     def make_client(self) -> InferenceEngine:
@@ -299,6 +302,7 @@ class LocalRolloutEngine(RolloutEngine):
             on_weight_update=config.on_weight_update,  # type: ignore[arg-type]
             seed=self.seed,
             max_adapters=config.max_head_offpolicyness + 1,
+            base_only=self._base_only,
             batch_invariant=self.deterministic,
             trust_remote_code=self._trust_remote_code,
         )

@@ -145,7 +145,7 @@ def test_layers_that_a_trainer_injected_in_the_model_are_not_sampled_with(archit
     adapted = random_adapter(plain, 1)
     config = peft.LoraConfig(r=4, lora_alpha=8, target_modules="all-linear", task_type="CAUSAL_LM", init_lora_weights=False)
     injected = peft.get_peft_model(model, config)
-    with BuiltinEngine(model) as engine:
+    with BuiltinEngine(model, base_only=True) as engine:
         assert type(engine._runner.forward).__name__ == ("LlamaFamily" if architecture == "qwen3" else "GeneralModel")
         base = engine.generate([request()])[0]
         expect(plain, base)
@@ -156,6 +156,17 @@ def test_layers_that_a_trainer_injected_in_the_model_are_not_sampled_with(archit
             assert not torch.allclose(injected(ids).logits, plain(ids).logits, atol=1e-3)
             with injected.disable_adapter():
                 torch.testing.assert_close(injected(ids).logits, plain(ids).logits)
+
+
+def test_injected_layers_are_sampled_with_until_an_adapter_is_published():
+    model = tiny_model("qwen3")
+    live, later = random_adapter(model, 1), random_adapter(model, 2)
+    inner = live.base_model.model
+    with BuiltinEngine(inner) as engine:
+        expect(live, engine.generate([request()])[0])
+        publish(engine, later, 1)
+        expect(later, engine.generate([request()])[0])
+        expect(model, engine.generate([request(lora_name="")])[0])
 
 
 def test_old_versions_are_dropped_when_nobody_uses_them():

@@ -34,6 +34,7 @@ from rollwright.inference.backends.builtin.adapters import Adapter, AdapterTable
 from rollwright.inference.backends.builtin.batch import DecodeBatch, RowTable, Sequence
 from rollwright.inference.backends.builtin.batch_invariance import invariant_runner
 from rollwright.inference.backends.builtin.loading import cache_bytes_by_default, load_model_for_inference, paired
+from rollwright.inference.backends.builtin.low_rank import bypass_injected, carries_live_adapters
 from rollwright.inference.backends.builtin.model import ModelRunner
 from rollwright.inference.backends.builtin.requests import Batches, Outbox, RequestIntake, resolve, stream
 from rollwright.inference.backends.builtin.scheduler import Finished, Stepper, answer
@@ -81,6 +82,8 @@ class BuiltinEngine(InferenceEngine):
             if ``batch_invariant`` is set.
         max_adapters: maximum number of LoRA adapters that are held at once. Of published versions, the newest ones are kept, and older
             ones for as long as a request uses them.
+        base_only: compute a model object without the adapters that PEFT injected in it, because its trainer publishes them. Otherwise
+            they are sampled with as they are until the first adapter is published.
         batch_invariant: answer a request with the same bits whether it runs alone or among others (docs/determinism.md).
         trust_remote_code: run code from the model's directory.
     """
@@ -105,6 +108,7 @@ class BuiltinEngine(InferenceEngine):
         version: int = 0,
         threads: int | None = None,
         max_adapters: int = 4,
+        base_only: bool = False,
         batch_invariant: bool = False,
         trust_remote_code: bool = False,
     ) -> None:
@@ -115,6 +119,8 @@ class BuiltinEngine(InferenceEngine):
             raise ConfigError("max_running_requests, prefill_tokens and max_adapters must be at least 1.")
         self.model, self.tokenizer = load_model_for_inference(model_or_path, tokenizer, device, dtype, trust_remote_code)
         self.local_model = self.model
+        if base_only:
+            bypass_injected(self.model)
         if kv_cache_bytes is None:
             kv_cache_bytes = cache_bytes_by_default(next(self.model.parameters()).device)
         kept_bytes = kv_cache_bytes // 4 if prefix_cache else 0
@@ -463,6 +469,9 @@ class BuiltinEngine(InferenceEngine):
             raise WeightUpdateError(f"Version {version} cannot follow {self.get_version()}: versions only grow.")
         adapter = Adapter.copied(version_name(version), weights, self.model, version)
         with self._between_steps():
+            if carries_live_adapters(self.model):
+                bypass_injected(self.model)
+                self._stepper.scheduler.weights_changed(recompute=True)
             self.adapters.hold(adapter)
             self._stepper.scheduler.newest = adapter
             old = self.adapters.published()[: -self.adapters.most]

@@ -16,6 +16,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageText
 from rollwright.data.tokenizer import load_tokenizer
 from rollwright.errors import ConfigError, WeightUpdateError
 from rollwright.inference.backends.builtin.adapters import base_of
+from rollwright.inference.backends.builtin.low_rank import is_bypassed
 from rollwright.inference.model_facts import fixed_frequencies, note_attention
 from rollwright.inference.weights.names import as_own
 from rollwright.inference.weights.stream import WeightStream
@@ -139,6 +140,8 @@ def why_not_llama_family(model: Any, context_length: int) -> str | None:
     for module in model.modules():
         if isinstance(module, nn.Linear) and type(module) is not nn.Linear:
             return f"a projection is a {type(module).__name__}"
+        if base_of(module) is not module and not is_bypassed(module):
+            return "it carries adapters"
         if base_of(module) is not module and type(base_of(module)) is not nn.Linear:
             return f"an adapter is on a {type(base_of(module)).__name__}"
     layer = model.model.layers[0]

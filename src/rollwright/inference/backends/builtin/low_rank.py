@@ -7,7 +7,8 @@ the adapters of other rows, and the stacked Bs add the rest. With one adapter th
 If a row's bits must not depend on its neighbours (``batch_invariant``), adapters are not stacked but added one after the other, and a
 masked product adds exact zeros.
 
-A model in which a trainer has injected PEFT's layers is computed without them: the engine reads the layers below.
+Once an adapter is published, a model in which a trainer has injected PEFT's layers is computed without them: the engine reads the layers
+below.
 
 Axes: ``T`` rows of a product, ``R`` columns of stacked As.
 """
@@ -43,6 +44,16 @@ def bypass_injected(model: nn.Module) -> None:
     for module in model.modules():
         if base_of(module) is not module and "forward" not in vars(module):
             module.forward = MethodType(_base_in_engine, module)
+
+
+def is_bypassed(module: Any) -> bool:
+    """Return whether an injected layer computes its base alone in forward passes of the engine."""
+    return getattr(vars(module).get("forward"), "__func__", None) is _base_in_engine
+
+
+def carries_live_adapters(model: nn.Module) -> bool:
+    """Return whether forward passes of the engine compute PEFT's injected layers."""
+    return any(base_of(module) is not module and not is_bypassed(module) for module in model.modules())
 
 
 def _base_in_engine(self: Any, *arguments: Any, **options: Any) -> Any:

@@ -29,7 +29,7 @@ from rollwright.inference.backends.builtin.batch import Chunk, DecodeBatch, Forw
 from rollwright.inference.backends.builtin.general_model import GeneralModel, attends_both_ways
 from rollwright.inference.backends.builtin.kv_cache import INVARIANT_ROWS, LENGTH_STEP, KVCache, LayerShape, Shapes, in_blocks
 from rollwright.inference.backends.builtin.loading import log_once, position_limit, why_not_llama_family
-from rollwright.inference.backends.builtin.low_rank import AdapterStacks, Site, Term, bypass_injected
+from rollwright.inference.backends.builtin.low_rank import AdapterStacks, Site, Term
 from rollwright.tracking.logging import getLogger
 
 logger = getLogger(__name__)
@@ -79,7 +79,6 @@ class ModelRunner:
         limit = position_limit(model, limit, context_length)
         self.vocabulary: int = config.vocab_size
         name, reason = type(model).__name__, why_not_llama_family(model, context_length or limit)
-        bypass_injected(model)
         self.forward = LlamaFamily(model) if reason is None else GeneralModel(model)
         self.forward.stacks = AdapterStacks(self.forward.sites(), together=shapes is Shapes.FREE)
         computed_by = (
