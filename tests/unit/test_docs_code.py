@@ -93,6 +93,21 @@ rollout = LocalRolloutEngine(config.rollout, tokenizer="my-model")
 rollout.initialize()
 workflow = RLVRWorkflow("numeric_reward", gconfig, tokenizer)
 """,
+    "own-loop": MODEL
+    + """
+from rollwright.config.experiment import FinetuneSpec
+from rollwright.experience.trajectory import select_rows
+config = GRPOConfig()
+config.actor.path = "my-model"
+actor = FSDPPPOActor(config.actor)
+actor.initialize(None, FinetuneSpec(total_train_epochs=1, dataset_size=8, train_batch_size=2))
+rollout = LocalRolloutEngine(config.rollout, actor.shared_model, tokenizer)
+rollout.initialize()
+actor.connect_engine(rollout)
+loader = TaskLoader(tasks, 2)
+workflow = RLVRWorkflow("numeric_reward", gconfig, tokenizer)
+demonstrations = actor.sample(tasks, workflow)
+""",
     "trajectories": MODEL + ANSWERED + "device = 'cpu'",
 }
 

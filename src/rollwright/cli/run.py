@@ -13,8 +13,10 @@ import typer
 
 from rollwright.cli.examples import find_config
 from rollwright.cli.failures import keep_tracebacks_in
+from rollwright.cli.sweep import Sweep, carry_out_sweep, end_with_sweep
 from rollwright.config.loading import Stage, load_eval_stages, load_stages, split_arguments
 from rollwright.config.plan import describe, resolved_yaml, run_directory_of
+from rollwright.config.sweeps import members_of
 from rollwright.processes.tree import AGENT, die_with_parent
 from rollwright.registry import PLUGINS
 
@@ -46,25 +48,39 @@ def run(
             help="Print the resolved config and what would happen, after reading the datasets and looking for the models; run nothing.",
         ),
     ] = False,
+    seeds: Annotated[
+        str | None,
+        typer.Option("--seeds", help="Run once with each of these seeds, such as 1,2,3, and print means and intervals."),
+    ] = None,
 ) -> None:
     """Carry out a config: one stage, or each of its stages in order.
 
     Keys are dotted paths, values are YAML: `actor.optimizer.lr=1e-5`, `gconfig.stop=['</answer>']`, `valid_dataset=null`. In a file
     with stages, a key applies to every stage that has it, and `stages.NAME.key=value` to one stage.
 
+    Several values, `actor.optimizer.lr=1e-4,3e-4`, are a sweep: every combination is run, one after another, also with `--seeds 1,2,3`.
+    Each run has its own trial. The end is a table of means and 95 % intervals over the seeds (docs/sweeps.md).
+
     Everything that the run writes is in `<cluster.fileroot>/<experiment_name>/<trial_name>/`. Running the same command again
     after an interruption continues where it stopped (recover.mode).
     """
+    end_with_sweep()
     _spare_a_busy_machine()
     given = _words(config, arguments)
     file, overrides = split_arguments(given)
     file = find_config(file)
+    options = [word for path in plugin_dir or () for word in ("--plugin-dir", str(path))]
+    if members := members_of(overrides, seeds):
+        sweep = Sweep(file, members, lambda file, words: load_with_plugins(file, words, plugin_dir), options)
+        for each in sweep.runs:
+            look_up_names(each.stages)
+        return carry_out_sweep(sweep, dry_run)
     stages = load_with_plugins(file, overrides, plugin_dir)
     from rollwright.placement.placement import placement_of_stages
     from rollwright.placement.rank_processes import training_configs
 
     placement = placement_of_stages(stages)
-    words = ["run", *(word for path in plugin_dir or () for word in ("--plugin-dir", str(path))), *given]
+    words = ["run", *options, *given]
     if dry_run:
         look_up_names(stages)
         from rollwright.trainers.checks.missing_inputs import refuse_missing_inputs

@@ -60,7 +60,7 @@ class Pages:
         Raises:
             DataError: there is no run of that name.
         """
-        run = self.runs.get(_id_of(name))
+        run = self.runs.get(id_of(name))
         run.follow()
         return run
 
@@ -90,7 +90,7 @@ class Pages:
             title: title of this page; empty for the run's first page.
             is_followed: True if the page changes while the run writes.
         """
-        entry = {"id": _id_of(name), **run.info(), "missing": [each["message"] for each in run.missing()]}
+        entry = {"id": id_of(name), **run.info(), "missing": [each["message"] for each in run.missing()]}
         url = entry["url"] = url_of_run(entry["id"])
         crumbs = [{"text": entry["id"], "url": url if title else None}]
         crumbs += [{"text": text, "url": url + address} for text, address in places]
@@ -108,10 +108,16 @@ def _visible(value: Any) -> Any:
 
 def url_of_run(run_id: str) -> str:
     """Return the address of a run's page, in which the slashes of the id are replaced."""
-    return f"/run/{quote(run_id.replace('~', '~~').replace('/', '~'), safe='~')}"
+    return f"/run/{in_address(run_id)}"
 
 
-def _id_of(name: str) -> str:
+def in_address(run_id: str) -> str:
+    """Quote the id of a run or sweep for an address, in which its slashes are replaced."""
+    return quote(run_id.replace("~", "~~").replace("/", "~"), safe="~")
+
+
+def id_of(name: str) -> str:
+    """Return the id that ``in_address`` quoted."""
     return re.sub("~~|~", lambda match: "~" if match[0] == "~~" else "/", name)
 
 

@@ -26,6 +26,7 @@ from rollwright.viewer.pages import (
 from rollwright.viewer.pictures import curve_points, range_box, swimlanes
 from rollwright.viewer.run import Run
 from rollwright.viewer.runs import config_difference
+from rollwright.viewer.sweep_pages import grouped
 
 #: Rows of a table on one page.
 ROWS = 200
@@ -57,6 +58,7 @@ def add_routes(router: APIRouter, pages: Pages) -> None:
             title="Runs",
             crumbs=[{"text": "Runs", "url": None}],
             runs=entries,
+            groups=grouped(entries),
             root=", ".join(map(str, pages.runs.roots)),
         )
 
