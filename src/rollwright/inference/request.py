@@ -120,7 +120,7 @@ class ModelRequest:
     branch_ids: Any = None  # [len(input_ids)]: see experience.trajectory
     multi_modal: dict[str, Any] | None = None  # processor outputs, e.g. pixel_values
     image_data: list[Any] | None = None  # PIL images, or encoded images as strings, for servers
-    lora_name: str | None = None
+    lora_name: str | None = None  # adapter; "" is the base alone, and None what the engine published last
     top_logprobs: int | None = None  # number of most likely tokens to return with log-probabilities beside each sampled token
     prompt_logprobs_from: int | None = None  # prompt tokens from this index on get log-probabilities, too
     processor: Any = None  # makes multi_modal from image_data if only the latter is given

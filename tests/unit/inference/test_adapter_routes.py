@@ -177,6 +177,8 @@ def test_a_run_reaches_its_own_adapters_only(runs):
     info = a.get("/server_info").json()
     assert (info["run"], [each["name"] for each in info["adapters"]]) == ("a", ["a-v1", "a-v2"])
     assert [card["id"] for card in ab.get("/v1/models").json()["data"]] == ["tiny", "a-b-v9"]
+    assert ab.get("/v1/models/a-b-v9").json()["parent"] == "tiny"
+    assert ab.get("/v1/models/a-v1").status_code == 404
     for path in ("/flush_cache", "/update_weights_from_disk", "/begin_weight_update", "/release_memory_occupation"):
         answer = a.post(path, json={"model_path": str(root)})
         assert answer.status_code == 403

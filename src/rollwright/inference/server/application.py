@@ -45,9 +45,10 @@ _RUN_PATHS = frozenset(
         *("/health", "/ping", "/model_info", "/get_model_info", "/server_info", "/get_server_info"),
         *("/weight_version", "/get_weight_version", "/pause_generation", "/continue_generation", "/abort_request"),
         *("/v1/load_lora_adapter", "/v1/unload_lora_adapter", "/load_lora_adapter", "/unload_lora_adapter"),
-        *(path for method, path, *_ in ROUTES if method == "GET" or path.endswith("/count_tokens")),
+        *(path for method, path, *_ in ROUTES if "{" not in path),
     }
 )
+_RUN_PREFIXES = tuple(path.partition("{")[0] for _, path, *_ in ROUTES if "{" in path)
 
 
 def create_application(engine: BuiltinEngine, settings: ServerSettings, *, model_path: str = "") -> FastAPI:
@@ -143,7 +144,7 @@ class Gate(Guard):
         """See ``Guard.refusal``."""
         path = scope["path"] if scope["path"] in _GENERATION_PATHS else "other"
         refusal = super().refusal(scope, headers)
-        if refusal is None and self._run_of(headers) and scope["path"] not in _RUN_PATHS | _GENERATION_PATHS | self.open_paths:
+        if refusal is None and self._run_of(headers) and not self._is_open_to_runs(scope["path"]):
             refusal = RequestError(
                 f"{scope['path']} concerns all runs of this server: it takes the server's own key, not that of a run. A run publishes "
                 "adapters (/load_lora_adapter), which needs no such call.",
@@ -163,6 +164,9 @@ class Gate(Guard):
     def is_known(self, scope: Scope, headers: Headers) -> bool:
         """See ``Guard.is_known``."""
         return super().is_known(scope, headers) or bool(self._run_of(headers))
+
+    def _is_open_to_runs(self, path: str) -> bool:
+        return path in _RUN_PATHS | _GENERATION_PATHS | self.open_paths or path.startswith(_RUN_PREFIXES)
 
     def _run_of(self, headers: Headers) -> str:
         """Return the run whose key a request carries, or an empty string."""
