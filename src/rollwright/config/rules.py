@@ -152,6 +152,12 @@ _ADAPTERS = (
         lambda config: config.actor.lora is not None,
         "is {value}, but actor.lora is set, and adapters are published as they are trained, in float32; take it out",
     ),
+    refuse_set(
+        PPOConfig,
+        ["rollout.on_weight_update"],
+        lambda config: config.actor.lora is not None,
+        "is {value}, but actor.lora is set, and a request ends with the adapter that it began with; take it out",
+    ),
 )
 
 

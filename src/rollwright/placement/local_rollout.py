@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import dataclasses
 import os
+import re
 import secrets
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from rollwright.config.experiment import PPOConfig
+from rollwright.config.experiment import PPOConfig, section_of
 from rollwright.config.secrets import hidden_texts
 from rollwright.config.sections import RolloutConfig, TrainEngineConfig
 from rollwright.errors import ConfigError
@@ -81,7 +82,7 @@ def make_rollout_engine(config: PPOConfig, actor: Any, tokenizer: Any, directory
 
 
 def _rollout_engine(config: PPOConfig, actor: Any, tokenizer: Any, directory: RunDirectory) -> RolloutEngine:
-    rollout, source = config.rollout, config.actor
+    rollout, source, room = config.rollout, config.actor, adapter_room(config)
     backend = servers_of(rollout.backend)
     if backend is None:
         if actor is not None:
@@ -103,13 +104,14 @@ def _rollout_engine(config: PPOConfig, actor: Any, tokenizer: Any, directory: Ru
             threads=_engine_threads(config),
             weights_roots=() if rollout.weight_update_path is None else (rollout.weight_update_path,),
             deterministic=config.deterministic,
-            adapters=adapter_room(config),
+            adapters=room,
             sglang=config.sglang,
             vllm=config.vllm,
         )
         addresses = servers.addresses
-    is_own, room = servers is not None, adapter_room(config)
-    client = RemoteInferenceEngine(backend, rollout, addresses=addresses, servers_are_replaced=is_own, adapters=room)
+    client = RemoteInferenceEngine(
+        backend, rollout, addresses=addresses, servers_are_replaced=servers is not None, adapters=room
+    )
     engine = RemoteEngine(config.rollout, client=client, seed=config.seed, deterministic=config.deterministic)
     if servers is not None:
         client.own(servers)
@@ -118,9 +120,15 @@ def _rollout_engine(config: PPOConfig, actor: Any, tokenizer: Any, directory: Ru
 
 
 def adapter_room(config: PPOConfig) -> AdapterRoom | None:
-    """Return what servers have to hold for a run's adapters; None if whole models are published."""
-    lora = config.actor.lora
-    return None if lora is None else AdapterRoom(count=config.rollout.max_head_offpolicyness + 1, rank=lora.rank)
+    """Return what servers have to hold for the adapter that a run trains. None if it trains a whole model.
+
+    A server that knows the run by its key has another name for it (``ServerAdapters.connect``).
+    """
+    lora = section_of(config).lora
+    if lora is None:
+        return None
+    run = re.sub(r"[^A-Za-z0-9_.]+", "-", f"{config.experiment_name}-{config.trial_name}")
+    return AdapterRoom(run, config.rollout.max_head_offpolicyness + 1, lora.rank)
 
 
 def with_key(rollout: RolloutConfig) -> RolloutConfig:

@@ -23,6 +23,10 @@ REFUSED = [
         "actor: {lora: {}}\nrollout: {weight_update: xccl, backend: sglang}",
         "rollout.weight_update: is xccl, but actor.lora is set",
     ),
+    (
+        "actor: {lora: {}}\nrollout: {on_weight_update: keep}",
+        "rollout.on_weight_update: is keep, but actor.lora is set",
+    ),
     ("actor: {kl_ctl: 0.1}\nref: {path: m, lora: {}}", "ref.lora: is set, but not read: the reference is not trained"),
     ("actor: {ppo_n_minibatches: 9}\ngconfig: {n_samples: 2}\ntrain_dataset: {batch_size: 4}", "a batch has 4 groups"),
     ("rollout: {addresses: ['h:1']}", "rollout.addresses: names a server"),

@@ -131,27 +131,6 @@ def write_files(directory: Path, weights: WeightStream) -> str:
     return _total_digest(digests)
 
 
-def write_adapter(directory: str | Path, weights: WeightStream) -> None:
-    """Write an adapter as a PEFT directory; readers never see an incomplete one.
-
-    Args:
-        directory: target directory.
-        weights: the adapter's tensors under PEFT's names, and its description.
-
-    Raises:
-        WeightUpdateError: the disk is full or cannot be written.
-    """
-    assert weights.adapter is not None
-    directory = Path(directory)
-    try:
-        with replaced_directory(directory, durable=False) as draft:
-            write_files(draft, weights)
-    except OSError as error:
-        raise WeightUpdateError(
-            f"The adapter cannot be written to {directory}: {error}. Free space or choose another path."
-        ) from error
-
-
 def read_weights(directory: str | Path) -> Iterator[tuple[str, Tensor]]:
     """Read the tensors of a directory's safetensors files one by one from mapped memory.
 

@@ -32,7 +32,7 @@ from rollwright.inference.request import ModelRequest
 from rollwright.inference.router import Server
 from rollwright.inference.server_set import ServerSet
 from rollwright.inference.weights.adapter import AdapterRoom, version_name
-from rollwright.inference.weights.files import write_adapter
+from rollwright.inference.weights.files import write_weights
 from rollwright.inference.weights.stream import WeightStream
 from rollwright.tracking.logging import getLogger
 
@@ -43,7 +43,7 @@ _CLOSE_SECONDS = 5.0
 
 
 @dataclass(frozen=True)
-class ServedAdapter:
+class PublishedAdapter:
     """A published adapter.
 
     Attributes:
@@ -79,9 +79,9 @@ class ServerAdapters:
         self.servers = servers
         self.room = room or AdapterRoom(count=servers.config.max_head_offpolicyness + 1)
         self.are_used = room is not None
-        self.current: ServedAdapter | None = None
+        self.current: PublishedAdapter | None = None
         self.base_label = 0
-        self._kept: list[ServedAdapter] = []  # oldest first; the last is the current one
+        self._kept: list[PublishedAdapter] = []  # oldest first; the last is the current one
         self._on_disk: list[Path] = []  # oldest first; a server may read an adapter again while a request uses it
         self._uses: Counter[str] = Counter()
         self._lock = threading.Lock()
@@ -164,18 +164,18 @@ class ServerAdapters:
             self.are_used = True
             self.connect({server.address: version for server in self.servers.router.in_service()})
 
-    def write(self, root: Path, weights: WeightStream, version: int) -> ServedAdapter:
+    def write(self, root: Path, weights: WeightStream, version: int) -> PublishedAdapter:
         """Write an adapter as a PEFT directory below ``root``, under a name that no other publication has."""
         if version <= self._newest or not self._series:  # the first one, the same version again, or a run that went back
             self._series = f"{time.time_ns() // 1_000_000:011x}{uuid.uuid4().hex[:4]}"
             self._remove_abandoned(root)
         self._newest = version
         name = version_name(version, f"{self.room.run}-{self._series}")
-        write_adapter(root / name, weights)
+        write_weights(root / name, weights, version)
         self._on_disk.append(root / name)
-        return ServedAdapter(name, version, root / name)
+        return PublishedAdapter(name, version, root / name)
 
-    def load(self, server: Server, adapter: ServedAdapter) -> None:
+    def load(self, server: Server, adapter: PublishedAdapter) -> None:
         """Load an adapter on one server and check that the server lists it."""
         try:
             self.backend.load_adapter(server, adapter.name, str(adapter.directory))
@@ -194,7 +194,7 @@ class ServerAdapters:
             if adapter.directory is not None and adapter.name not in held:
                 self.load(server, adapter)
 
-    def published(self, adapter: ServedAdapter) -> None:
+    def published(self, adapter: PublishedAdapter) -> None:
         """Let new requests name ``adapter``, and start to unload those that are no longer needed."""
         with self._lock:
             is_first = not self._kept
@@ -247,7 +247,7 @@ class ServerAdapters:
                 self.current = None
             return version == 0
         if self.current is None or self.current.name != found:
-            self.current = ServedAdapter(found, version)
+            self.current = PublishedAdapter(found, version)
         return True
 
     # -- the end -------------------------------------------------------------------------------------------------------
