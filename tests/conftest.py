@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 from collections.abc import Iterator
 from pathlib import Path
@@ -55,6 +56,19 @@ def pytest_xdist_auto_num_workers() -> int:
     from rollwright.processes.pool import processor_count
 
     return min(MOST_PROCESSES, processor_count())
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """``--dist loadgroup``: the tests of a directory run in one process, as those of tests/clients share their programs."""
+    for item in items:
+        item.add_marker(pytest.mark.xdist_group(item.path.parent.name))
+
+
+def pytest_collection_finish() -> None:
+    """What is imported and collected by now stays: no collection of garbage has to go through it."""
+    gc.collect()
+    gc.freeze()
 
 
 @pytest.hookimpl(wrapper=True)
@@ -128,6 +142,14 @@ def usable_sandbox(name: str) -> str:
     except SandboxError as error:
         pytest.skip(str(error))
     return name
+
+
+@pytest.fixture(scope="session")
+def warm():
+    """Starts ``rollwright`` commands without their imports; see ``tests/warm.py``."""
+    from warm import shared_warm
+
+    return shared_warm()
 
 
 @pytest.fixture(scope="session")

@@ -1,9 +1,12 @@
 from __future__ import annotations
 
+import functools
+from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
-from ranks_runs import GRPO, write_parts
+from ranks_runs import run, trial, write_grpo
 from ray_machine import start_ray
 
 _clusters: list[Any] = []  # of Ray, that run
@@ -12,9 +15,20 @@ _clusters: list[Any] = []  # of Ray, that run
 @pytest.fixture
 def grpo(tmp_path, tiny_model):
     """Writes the config of a GRPO run; returns its directory."""
-    write_parts(tmp_path)
-    (tmp_path / "grpo.yaml").write_text(GRPO.format(root=tmp_path / "runs", model=tiny_model))
-    return tmp_path
+    return write_grpo(tmp_path, tiny_model)
+
+
+@pytest.fixture(scope="session")
+def alone(tmp_path_factory, tiny_model) -> Callable[[int], Path]:
+    """Makes the ten steps of that run in one process, once for each seed; returns the run's directory."""
+
+    @functools.cache
+    def run_alone(seed: int) -> Path:
+        directory = write_grpo(tmp_path_factory.mktemp("alone"), tiny_model)
+        run(directory, "grpo.yaml", f"seed={seed}")
+        return trial(directory, "trial")
+
+    return run_alone
 
 
 def _start_ray(first: int) -> Any:

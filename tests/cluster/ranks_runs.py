@@ -7,13 +7,13 @@ import json
 import os
 import re
 import subprocess
-import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
 import torch
+from warm import WarmProcess, shared_warm
 
 from rollwright.inference.backends.builtin.sampling import counter_uniforms
 from rollwright.rollout.seeds import SampleName, request_seed
@@ -80,16 +80,30 @@ def write_parts(directory: Path) -> None:
     (directory / "parts_of_ranks.py").write_text(PARTS)
 
 
+def write_grpo(directory: Path, model: Path) -> Path:
+    """Write ``grpo.yaml``, the config of a GRPO run below ``directory/runs``; returns the directory."""
+    write_parts(directory)
+    (directory / "grpo.yaml").write_text(GRPO.format(root=directory / "runs", model=model))
+    return directory
+
+
 def environment(directory: Path) -> dict[str, str]:
     """In which ``rollwright`` is started."""
     kept = {name: value for name, value in os.environ.items() if name not in ("RANK", "WORLD_SIZE", "LOCAL_RANK")}
     return {**kept, "OMP_NUM_THREADS": "1", "PYTHONPATH": f"{directory}:{os.environ.get('PYTHONPATH', '')}"}
 
 
-def start(
-    directory: Path, *arguments: str, program: tuple[str, ...] = (sys.executable, "-m", "rollwright")
-) -> subprocess.Popen:
-    """Start ``rollwright run`` with the arguments; what it says goes to ``said.txt``."""
+def start(directory: Path, *arguments: str, program: tuple[str, ...] = ()) -> subprocess.Popen | WarmProcess:
+    """Start ``rollwright run`` with the arguments; what it says goes to ``said.txt``.
+
+    Args:
+        directory: in which it runs.
+        arguments: of ``rollwright run``.
+        program: starts it in place of this interpreter.
+    """
+    (directory / "said.txt").write_text("")
+    if not program:
+        return shared_warm().start(["run", *arguments], directory, directory / "said.txt", environment(directory))
     with (directory / "said.txt").open("w") as said:
         command = [*program, "run", *arguments]
         return subprocess.Popen(
@@ -110,7 +124,7 @@ def run(directory: Path, *arguments: str, **options) -> str:
     return said
 
 
-def wait_until(directory: Path, process: subprocess.Popen, is_so: Callable[[str], bool]) -> None:
+def wait_until(directory: Path, process: subprocess.Popen | WarmProcess, is_so: Callable[[str], bool]) -> None:
     """Wait while a run goes on; ``is_so`` is given what it has said so far."""
     deadline = time.monotonic() + LIMIT
     while not is_so(said := (directory / "said.txt").read_text()):

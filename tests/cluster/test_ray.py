@@ -24,7 +24,7 @@ from rollwright.experience.journal.reading import read_records
 from rollwright.experience.journal.records import GroupEnd, Trained
 from rollwright.placement.ray_cluster import RayCluster
 
-STEPS = 10  # that are compared
+STEPS = 10  # that are compared: those of the fixture ``alone``
 #: Of a Ray that knows of a lost node after seconds.
 SOON = {"health_check_initial_delay_ms": 1000, "health_check_period_ms": 1000, "health_check_failure_threshold": 4}
 PLACED = (
@@ -52,10 +52,9 @@ def trained_ordinals(directory: Path) -> list[int]:
 
 @pytest.mark.slow
 @pytest.mark.timeout(900)
-def test_a_ray_cluster_is_one_process_also_where_processes_are_killed(grpo, cluster, tiny_model, pytestconfig):
+def test_a_ray_cluster_is_one_process_also_where_processes_are_killed(grpo, alone, cluster, tiny_model, pytestconfig):
     """A server that starts, a rank, a worker and a server are killed in turn; tokens, rewards and updates are those of one process that was left alone."""
     for seed in (1, 2, 3)[: pytestconfig.getoption("--seeds")]:
-        run(grpo, "grpo.yaml", f"seed={seed}", f"trial_name=one-{seed}", f"total_train_steps={STEPS}")
         directory = trial(grpo, f"ray-{seed}")
         arguments = (f"seed={seed}", f"trial_name=ray-{seed}", "total_train_steps=1000", f"cluster.address={cluster}")
         process = start(grpo, "grpo.yaml", *arguments, *PLACED)
@@ -69,7 +68,7 @@ def test_a_ray_cluster_is_one_process_also_where_processes_are_killed(grpo, clus
         made = list(metrics(directory))
         assert made == list(range(1, made[-1] + 1))
         assert trained_ordinals(directory) == list(range(5 * made[-1]))
-        flips = compare(trial(grpo, f"one-{seed}"), directory, steps=STEPS, seed=seed, model=tiny_model)
+        flips = compare(alone(seed), directory, steps=STEPS, seed=seed, model=tiny_model)
         print(f"seed {seed}: {flips or 'no flip'}")
 
 

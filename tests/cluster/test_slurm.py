@@ -58,26 +58,25 @@ def wait_until(what, seconds: float = 60.0) -> None:
 
 @pytest.mark.slow
 @pytest.mark.timeout(1500)
-def test_jobs_of_one_node_and_of_two_are_one_process_here(grpo, tiny_model, pytestconfig):
+def test_jobs_of_one_node_and_of_two_are_one_process_here(grpo, alone, tiny_model, pytestconfig):
     """In the long form three seeds, of ten steps each."""
     seeds = (1, 2, 3)[: pytestconfig.getoption("--seeds")]
     steps, place = STEPS if len(seeds) == 1 else 10, grpo / "runs" / "ranks"
     for seed in seeds:
         common = ("grpo.yaml", f"seed={seed}", f"total_train_steps={steps}")
-        run(grpo, *common, f"trial_name=here-{seed}")
         text = run(grpo, *common, f"trial_name=job-{seed}", *SLURM, "cluster.processes=2")
         assert re.search(r"submitted job \d+; its output is in .*job-\d\.slurm-\d+\.log", text)
         assert f"step {steps}" in text  # what the job writes, to its last line
         (log,) = place.glob(f"job-{seed}.slurm-*.log")
         assert log.read_text().splitlines()[-1] in text
-        flips = compare(place / f"here-{seed}", place / f"job-{seed}", steps=steps, seed=seed, model=tiny_model)
+        flips = compare(alone(seed), place / f"job-{seed}", steps=steps, seed=seed, model=tiny_model)
         print(f"seed {seed}, one node: {flips or 'no flip'}")
         if find_spec("ray") is None:
             pytest.skip("the extra `ray` is not installed, by which a job has several nodes")
         placed = ("cluster.nodes=2", "cluster.slurm.cpus_per_node=2", "cluster.workers=2", "rollout.backend=builtin_process")
         text = run(grpo, *common, f"trial_name=nodes-{seed}", *SLURM, *placed)
         assert set(re.findall(r" fits on (\S+)", text)) == {"127.0.0.5", "127.0.0.6"}  # one Ray, of both nodes
-        flips = compare(place / f"here-{seed}", place / f"nodes-{seed}", steps=steps, seed=seed, model=tiny_model)
+        flips = compare(alone(seed), place / f"nodes-{seed}", steps=steps, seed=seed, model=tiny_model)
         print(f"seed {seed}, two nodes: {flips or 'no flip'}")
     assert jobs() == ""
 

@@ -14,6 +14,7 @@ from typing import Any
 
 import pytest
 from viewed_runs import CHROMIUM, click_to_the_worst_sample, headless_chromium, serve, visit_every_view, watched_tabs
+from warm import shared_warm
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 
@@ -62,10 +63,9 @@ class FinishedRun:
 
     def replay(self, stage: str = "grpo") -> None:
         """Run every recorded sample again without a model: each has to be equal."""
-        told = self.directory / "replay.json"
-        command = [sys.executable, "-m", "rollwright", "replay", str(self.directory / stage), "all", "--json", str(told)]
-        done = subprocess.run(command, cwd=REPOSITORY, capture_output=True, text=True)
-        assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
+        told, log = self.directory / "replay.json", self.directory / "replay.log"
+        done = shared_warm().start(["replay", str(self.directory / stage), "all", "--json", str(told)], REPOSITORY, log, {})
+        assert done.wait(600) == 0, log.read_text()[-3000:]
         counts = json.loads(told.read_text())
         assert counts["equal"] == counts["episodes"] > 100
 

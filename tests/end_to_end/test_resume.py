@@ -5,12 +5,12 @@ from __future__ import annotations
 import json
 import os
 import signal
-import subprocess
-import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+from warm import WarmProcess
 
 pytestmark = pytest.mark.slow
 
@@ -52,35 +52,44 @@ def curve(run: Path) -> list[tuple]:
 
 
 @pytest.fixture
-def start(tmp_path, tiny_model):
+def start(warm, tmp_path, tiny_model) -> Callable[[str], WarmProcess]:
+    """Starts a trial; what it says goes to ``said.txt``."""
     (tmp_path / "config.yaml").write_text(CONFIG)
     (tmp_path / "test_resume_parts.py").write_text(PARTS)
 
-    def start(trial: str, *arguments: str) -> subprocess.Popen:
-        command = [sys.executable, "-m", "rollwright", "run", "config.yaml", f"trial_name={trial}", f"actor.path={tiny_model}"]
-        environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(tmp_path), os.environ.get("PYTHONPATH", "")])}
-        return subprocess.Popen(
-            [*command, *arguments], cwd=tmp_path, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
+    def start(trial: str) -> WarmProcess:
+        said(tmp_path).write_text("")
+        path = {"PYTHONPATH": os.pathsep.join([str(tmp_path), os.environ.get("PYTHONPATH", "")])}
+        return warm.start(
+            ["run", "config.yaml", f"trial_name={trial}", f"actor.path={tiny_model}"], tmp_path, said(tmp_path), path
         )
 
     return start
 
 
-def wait_for_step(run: Path, step: int, process: subprocess.Popen) -> None:
+def said(directory: Path) -> Path:
+    return directory / "said.txt"
+
+
+def end_of(process: WarmProcess, directory: Path) -> str:
+    """Wait for the end of a trial that has to end well; returns what it said."""
+    assert process.wait(400) == 0, said(directory).read_text()
+    return said(directory).read_text()
+
+
+def wait_for_step(run: Path, step: int, process: WarmProcess, directory: Path) -> None:
     deadline = time.monotonic() + 240
     while time.monotonic() < deadline and process.poll() is None:
         file = run / "metrics.jsonl"
         if file.exists() and f'"step": {step},' in file.read_text():
             return
         time.sleep(0.05)
-    raise AssertionError(process.communicate()[0])
+    raise AssertionError(said(directory).read_text())
 
 
 @pytest.mark.timeout(1800)
 def test_a_killed_run_that_is_resumed_gives_the_same_curve(start, tmp_path):
-    whole = start("whole")
-    output, _ = whole.communicate(timeout=400)
-    assert whole.returncode == 0, output
+    end_of(start("whole"), tmp_path)
     expected = curve(tmp_path / "runs" / "resume" / "whole")
     assert [step for step, *_ in expected] == list(range(1, 8))
 
@@ -89,23 +98,18 @@ def test_a_killed_run_that_is_resumed_gives_the_same_curve(start, tmp_path):
         hold = tmp_path / f"hold-after-{step}"  # however late this process looks, the run is not over
         hold.touch()
         process = start("killed")
-        wait_for_step(run, step, process)
+        wait_for_step(run, step, process, tmp_path)
         process.send_signal(number)
         hold.unlink()
-        process.communicate(timeout=300)
-        assert process.returncode == (-9 if number == signal.SIGKILL else 143)
+        assert process.wait(300) == (-9 if number == signal.SIGKILL else 143)
     newest = max((run / "recover").glob("step_*")) / "state.safetensors"
     content = bytearray(newest.read_bytes())
     content[len(content) // 2] ^= 1
     newest.write_bytes(content)
-    process = start("killed")  # goes on from the checkpoint before
-    output, _ = process.communicate(timeout=400)
-    assert process.returncode == 0, output
+    output = end_of(start("killed"), tmp_path)  # goes on from the checkpoint before
     assert f"{newest.parent.name} is damaged" in output
     assert curve(run) == expected
 
-    again = start("killed")  # finished: not silently run again
-    output, _ = again.communicate(timeout=300)
-    assert again.returncode == 0
+    output = end_of(start("killed"), tmp_path)  # finished: not silently run again
     assert "trial_name" in output
     assert curve(run) == expected

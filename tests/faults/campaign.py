@@ -14,8 +14,8 @@ from pathlib import Path
 from typing import Any
 
 from postgresql_server import postgresql_programs, postgresql_server
+from warm import Warm
 
-from .parts import Warm
 from .plan import KILLS
 from .proof import Proof
 from .topologies import TOPOLOGIES

@@ -3,58 +3,18 @@
 from __future__ import annotations
 
 import contextlib
-import json
 import os
 import resource
 import signal
-import subprocess
-import sys
-import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
 
 import psutil
+from warm import Warm, WarmProcess
 
 #: Seconds that a process gets for what it has to do, on a machine that is busy with other things.
 LIMIT = float(os.environ.get("ROLLWRIGHT_FAULTS_LIMIT", "240"))
-
-
-class Warm:
-    """The process that parts are forks of."""
-
-    def __init__(self) -> None:
-        environment = {**os.environ, "OMP_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false", "HF_HUB_OFFLINE": "1"}
-        self._process = subprocess.Popen(
-            [sys.executable, str(Path(__file__).with_name("warm.py"))],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            env=environment,
-            text=True,
-            start_new_session=True,  # Ctrl-C is for who asks it
-        )
-        self._lock = threading.Lock()
-        assert self._answer() == "ready"
-
-    def ask(self, *request: object) -> object:
-        """The answer to a request."""
-        with self._lock:
-            assert self._process.stdin is not None
-            self._process.stdin.write(json.dumps(request) + "\n")
-            self._process.stdin.flush()
-            return self._answer()
-
-    def _answer(self) -> object:
-        assert self._process.stdout is not None
-        line = self._process.stdout.readline()
-        assert line, f"the process that starts parts ended with {self._process.wait()}"
-        return json.loads(line)
-
-    def close(self) -> None:
-        """End it, and what it started."""
-        assert self._process.stdin is not None
-        self._process.stdin.close()
-        self._process.wait(30)
 
 
 class Part:
@@ -77,17 +37,19 @@ class Part:
         self.family: set[psutil.Process] = set()  # all that was ever seen below it, and itself
         self.ports: set[int] = set()  # that it was ever seen to listen on
         self._warm = warm
+        self._process: WarmProcess | None = None
 
     def start(self) -> None:
         """Start it, or start it again."""
-        self.pid = int(str(self._warm.ask("start", self.arguments, str(self.root), str(self.log), self.environment)))
+        self._process = self._warm.start(self.arguments, self.root, self.log, self.environment)
+        self.pid = self._process.pid
         self.status = None
         self.starts += 1
 
     def poll(self) -> int | None:
         """Its exit status, or None while it runs."""
-        if self.status is None and self.pid:
-            self.status = self._warm.ask("poll", self.pid)  # type: ignore[assignment]
+        if self.status is None and self._process is not None:
+            self.status = self._process.poll()
         return self.status
 
     @property

@@ -12,9 +12,10 @@ from typing import Any
 
 import psutil
 from ray_machine import add_node, start_ray
+from warm import Warm
 
 from .both import Both
-from .parts import LIMIT, Part, Warm
+from .parts import LIMIT, Part
 from .plan import Fault
 
 #: The first address of the nodes; tests/cluster has those below.

@@ -16,8 +16,10 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
+from warm import Warm
+
 from .left import left_behind, shared_memory_of
-from .parts import LIMIT, Part, Warm
+from .parts import LIMIT, Part
 from .plan import Fault, plan
 from .proof import Proof, damage_checkpoint, damage_tail
 from .proxy import Proxy

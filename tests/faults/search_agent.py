@@ -16,9 +16,10 @@ from statistics import mean, stdev
 from typing import Any
 
 import yaml
+from warm import Warm
 
 from .both import AHEAD, Both
-from .parts import LIMIT, Part, Warm
+from .parts import LIMIT, Part
 from .plan import Fault
 from .proof import Proof, compare
 

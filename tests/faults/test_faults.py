@@ -8,16 +8,8 @@ pytest.importorskip("sqlalchemy")
 pytest.importorskip("openai")
 
 from .campaign import campaign, holds
-from .parts import Warm
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
-
-
-@pytest.fixture(scope="module")
-def warm():
-    process = Warm()
-    yield process
-    process.close()
 
 
 #: Seeds whose few faults are of many kinds.
@@ -26,6 +18,7 @@ def warm():
     [
         ("both-sync", 3, 20),
         ("both-async", 3, 19),
+        ("both-lora", 3, 20),
         ("both-ranks", 2, 1),
         ("explore-train", 5, 27),
         ("serve", 3, 39),

@@ -5,14 +5,13 @@ from __future__ import annotations
 import json
 import os
 import signal
-import subprocess
-import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
 
 from sqlalchemy import create_engine, text
 from sqlalchemy.exc import OperationalError
+from warm import Warm, WarmProcess
 
 #: Seconds for a part to end, on a machine that is busy with other things.
 LIMIT = 250.0
@@ -67,21 +66,19 @@ def share_of_digits(prompt, completion, prompt_ids, completion_ids, **data):
 class Run:
     """Starts parts of one run, and looks at what they wrote."""
 
-    def __init__(self, root: Path, model: Path, steps: int) -> None:
-        self.root = root
+    def __init__(self, warm: Warm, root: Path, model: Path, steps: int) -> None:
+        self.warm, self.root = warm, root
         self.file = root / "modes.yaml"
         self.file.write_text(CONFIG.format(root=root / "runs", model=model, steps=steps, batch=BATCH))
         (root / "parts_of_modes.py").write_text(PARTS)
         self.gate = root / "gate"
         self.trial = root / "runs" / "modes" / "trial"
-        self.processes: list[subprocess.Popen] = []
+        self.processes: list[WarmProcess] = []
 
-    def start(self, *overrides: str) -> subprocess.Popen:
+    def start(self, *overrides: str) -> WarmProcess:
         """Start a part, or another process of the run."""
-        environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": f"{self.root}:{os.environ.get('PYTHONPATH', '')}"}
-        log = (self.root / f"log-{len(self.processes)}.txt").open("w")
-        command = [sys.executable, "-m", "rollwright", "run", str(self.file), *overrides]
-        process = subprocess.Popen(command, cwd=self.root, env=environment, stdout=log, stderr=subprocess.STDOUT)
+        path = {"PYTHONPATH": f"{self.root}:{os.environ.get('PYTHONPATH', '')}"}
+        process = self.warm.start(["run", str(self.file), *overrides], self.root, self._log(len(self.processes)), path)
         self.processes.append(process)
         return process
 
@@ -90,7 +87,7 @@ class Run:
         with self.gate.open("ab") as file:
             file.write(bytes(max(0, count - file.tell())))
 
-    def finished(self, *processes: subprocess.Popen) -> None:
+    def finished(self, *processes: WarmProcess) -> None:
         """Let all tasks through, and wait until parts have ended well."""
         self.gate.unlink(missing_ok=True)
         for process in processes:
@@ -106,7 +103,7 @@ class Run:
         lines = (self.trial / part / "metrics.jsonl").read_text().splitlines()
         return [step for step in map(json.loads, lines) if "actor/loss" in step]
 
-    def until(self, condition: Callable[[], object], *living: subprocess.Popen) -> None:
+    def until(self, condition: Callable[[], object], *living: WarmProcess) -> None:
         """Wait until a condition holds, while these parts live."""
         started = time.monotonic()
         while not condition():
@@ -115,7 +112,7 @@ class Run:
             assert time.monotonic() - started < LIMIT
             time.sleep(0.01)
 
-    def kill_while(self, process: subprocess.Popen, condition: Callable[[], object]) -> None:
+    def kill_while(self, process: WarmProcess, condition: Callable[[], object]) -> None:
         """Kill a process at a moment at which a condition surely holds: it is stopped first, and looked at again.
 
         Tasks are let through one by one, the next when all before are stored and no batch of them waits to be trained, so
@@ -145,9 +142,12 @@ class Run:
                 return
             process.send_signal(signal.SIGCONT)
 
-    def log(self, process: subprocess.Popen) -> str:
+    def log(self, process: WarmProcess) -> str:
         """What a part said so far."""
-        return (self.root / f"log-{self.processes.index(process)}.txt").read_text()
+        return self._log(self.processes.index(process)).read_text()
+
+    def _log(self, number: int) -> Path:
+        return self.root / f"log-{number}.txt"
 
     def rows(self, statement: str) -> list[tuple]:
         """What the store answers to a query; nothing while there is no store."""
@@ -174,7 +174,7 @@ class Run:
                 process.wait()
 
 
-def is_stopped(process: subprocess.Popen) -> bool:
+def is_stopped(process: WarmProcess) -> bool:
     """True where the kernel has stopped every thread of a process."""
     try:
         stats = [stat.read_text() for stat in Path(f"/proc/{process.pid}/task").glob("*/stat")]

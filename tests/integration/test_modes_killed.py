@@ -14,11 +14,11 @@ pytestmark = [pytest.mark.slow, pytest.mark.timeout(1500)]
 
 
 @pytest.fixture
-def run_of(tmp_path, tiny_model):
+def run_of(warm, tmp_path, tiny_model):
     runs = []
 
     def make(steps: int) -> Run:
-        runs.append(Run(tmp_path, tiny_model, steps))
+        runs.append(Run(warm, tmp_path, tiny_model, steps))
         return runs[-1]
 
     yield make

@@ -17,8 +17,8 @@ STEPS, SAMPLES = 6, 4
 
 
 @pytest.fixture
-def run(tmp_path, tiny_model):
-    made = Run(tmp_path, tiny_model, STEPS)
+def run(warm, tmp_path, tiny_model):
+    made = Run(warm, tmp_path, tiny_model, STEPS)
     yield made
     made.stop()
 

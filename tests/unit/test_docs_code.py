@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import ast
 import asyncio
+import gc
 import inspect
 import json
 import os
@@ -166,6 +167,7 @@ def run_page(page: str) -> dict[str, str]:
 def main(directory: Path, model: Path) -> None:
     """Run each page in a fork of this process and in a directory of its own."""
     exec("from rollwright import *")  # imported once for all pages; nothing is computed before the forks
+    gc.freeze()  # collections of the forks would copy all of it
     for page in PAGES:
         place = directory / page
         place.mkdir()

@@ -1,12 +1,13 @@
-"""Starts ``rollwright`` commands as forks of a process that has imported everything: a tenth of a second each, and not ten.
+"""The program that ``warm.Warm`` runs: it imports what commands of ``rollwright`` need, and starts them as forks of itself.
 
-Run as a program. It reads one request a line and answers with one: ``["start", argv, directory, log, environment]`` gives a process
+It reads one request a line and answers with one: ``["start", argv, directory, log, environment]`` gives a process
 id, ``["poll", pid]`` the exit status or null. When its input ends, it kills what it started and ends.
 """
 
 from __future__ import annotations
 
 import contextlib
+import gc
 import importlib
 import json
 import os
@@ -24,7 +25,7 @@ MODULES = (
     "transformers.models.qwen3.modeling_qwen3",
     "openai",
 )
-WHERE_INSTALLED = ("matplotlib.figure", "matplotlib.backends.backend_agg")
+WHERE_INSTALLED = ("peft", "matplotlib.figure", "matplotlib.backends.backend_agg")
 
 
 def serve() -> list[str]:
@@ -36,6 +37,8 @@ def serve() -> list[str]:
             importlib.import_module(name)
     validation, experiment = (importlib.import_module(f"rollwright.config.{name}") for name in ("validation", "experiment"))
     validation.adapter_of(experiment.PPOConfig)  # kept by it
+    gc.collect()
+    gc.freeze()  # collections of the forks would copy all of it
     _answer("ready")
     started: set[int] = set()
     for line in sys.stdin:
@@ -70,6 +73,7 @@ def _become(arguments: list[str], directory: str, log: str, environment: dict[st
     os.chdir(directory)
     os.environ.update(environment)
     sys.path.insert(0, directory)
+    sys.argv[1:] = arguments
     return arguments
 
 
