@@ -10,6 +10,9 @@ from pathlib import Path
 
 import pytest
 from real_servers import write_model
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "unit" / "inference"))
+
 from server_parts import served
 
 from rollwright.inference.backends.builtin.engine import BuiltinEngine
