@@ -60,12 +60,12 @@ def add_adapter(model: nn.Module, config: LoraConfig, base: str) -> AdapterSpec:
     layers = _linear_layers(model)
     targets = _targets(model, layers, config.targets)
     chosen = {name for name, own in layers.items() if own in targets}
-    others = [name for name, _ in model.named_modules() if name not in chosen and _short_name(name) in targets]
+    others = tuple(name for name, _ in model.named_modules() if name not in chosen and _short_name(name) in targets)
     description = peft.LoraConfig(
         r=config.rank,
         lora_alpha=config.alpha,
         target_modules=list(targets),
-        exclude_modules=others or None,  # PEFT matches the ends of names, also in a vision tower
+        exclude_modules=list(others) or None,  # PEFT matches the ends of names, also in a vision tower
         lora_dropout=config.dropout,
         use_rslora=config.use_rslora,
         use_dora=config.use_dora,
@@ -81,7 +81,7 @@ def add_adapter(model: nn.Module, config: LoraConfig, base: str) -> AdapterSpec:
             parameter.data = parameter.data.to(torch.promote_types(torch.float32, parameter.dtype))
     if not is_empty:
         initialise(model)
-    return AdapterSpec(config.rank, config.alpha, targets, config.use_rslora, config.use_dora, base)
+    return AdapterSpec(config.rank, config.alpha, targets, config.use_rslora, config.use_dora, base, others)
 
 
 def _peft() -> Any:

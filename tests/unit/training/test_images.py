@@ -1,10 +1,13 @@
 """Rows with images are scored like one row alone by the model's own forward pass."""
 
+import copy
+
 import pytest
 import torch
+from safetensors.torch import load_file
 from transformers import Qwen2_5_VLConfig, Qwen2_5_VLForConditionalGeneration
 
-from rollwright.config.sections import MicroBatchSpec, PPOActorConfig
+from rollwright.config.sections import LoraConfig, MicroBatchSpec, PPOActorConfig
 from rollwright.training.actor import FSDPPPOActor
 
 IMAGE = 60
@@ -109,3 +112,15 @@ def test_samples_of_one_picture_compute_it_once(model, monkeypatch):
         scores[share] = actor.compute_logp(batch)
         assert seen == [32 if share else 96]  # rows of pixels, 16 a picture
     torch.testing.assert_close(scores[True], scores[False], atol=2e-6, rtol=0)
+
+
+def test_an_adapter_is_on_the_text_model_alone(model, tmp_path):
+    """The vision tower has layers of the same names."""
+    peft = pytest.importorskip("peft")
+    actor = FSDPPPOActor(PPOActorConfig(device="cpu", lora=LoraConfig(rank=2)), model=copy.deepcopy(model))
+    actor.initialize()
+    assert len(actor.full_weights()) == 2 * 7 * 2
+    assert all(".language_model.layers." in name for name in actor.full_weights())
+    actor.save(tmp_path / "adapter")
+    theirs = peft.PeftModel.from_pretrained(copy.deepcopy(model), tmp_path / "adapter")
+    assert peft.get_peft_model_state_dict(theirs).keys() == load_file(tmp_path / "adapter" / "adapter_model.safetensors").keys()

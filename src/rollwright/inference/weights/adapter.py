@@ -31,6 +31,7 @@ class AdapterSpec:
         use_rslora: rank-stabilised scaling (arXiv 2312.03732).
         use_dora: weight-decomposed adaptation (arXiv 2402.09353); adds the tensors ``lora_magnitude_vector``.
         base: path or name of the base model.
+        excluded: paths of modules that have the name of a target and are not adapted, such as those of a vision tower.
     """
 
     rank: int
@@ -39,6 +40,7 @@ class AdapterSpec:
     use_rslora: bool = False
     use_dora: bool = False
     base: str = ""
+    excluded: tuple[str, ...] = ()
 
     @property
     def scaling(self) -> float:
@@ -60,6 +62,7 @@ class AdapterSpec:
             "bias": "none",
             "fan_in_fan_out": False,
             "inference_mode": True,
+            **({"exclude_modules": list(self.excluded)} if self.excluded else {}),
         }
 
     @classmethod
@@ -75,6 +78,11 @@ class AdapterSpec:
         if isinstance(targets, str):
             raise ConfigError(
                 f"The adapter's target_modules is {targets!r}, which names no modules: list the names of the linear modules instead."
+            )
+        excluded = content.get("exclude_modules") or ()
+        if isinstance(excluded, str):
+            raise ConfigError(
+                f"The adapter's exclude_modules is {excluded!r}, a pattern: list the paths of the modules instead."
             )
         for key, plain in (
             ("bias", "none"),
@@ -92,6 +100,7 @@ class AdapterSpec:
             use_rslora=bool(content.get("use_rslora", False)),
             use_dora=bool(content.get("use_dora", False)),
             base=str(content.get("base_model_name_or_path") or ""),
+            excluded=tuple(excluded),
         )
 
 
