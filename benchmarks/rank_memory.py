@@ -192,12 +192,12 @@ def main() -> None:
     return None
 
 
-def write_model(path: Path, hidden: int, layers: int, vocabulary: int) -> int:
-    """Write a model in a process of its own, whose memory does not count; returns its size."""
+def write_model(path: Path, hidden: int, layers: int, vocabulary: int, **more: int) -> int:
+    """Write a model in a process of its own, whose memory does not count; returns its size. ``more`` are further keys of its config."""
     code = (
         "import sys; from rollwright.training.model import new_model, parameter_count\n"
         f"print(parameter_count(new_model(sys.argv[1], vocab_size={vocabulary}, hidden_size={hidden}, num_hidden_layers={layers}, "
-        f"num_attention_heads={hidden // 64}, head_dim=64)))"
+        f"num_attention_heads={hidden // 64}, head_dim=64, **{more!r})))"
     )
     done = subprocess.run([sys.executable, "-c", code, str(path)], check=True, capture_output=True, text=True)
     return int(done.stdout.split()[-1])
