@@ -7,10 +7,10 @@ adapter of rank 16 on all linear layers, and with two versions of it, each for h
 round of each counts; a ratio is an engine's speed against that without adapters.
 
 ``training``: steps of GRPO on a model of SmolLM-135M's shape in float32, 4 prompts of 256 tokens with 4 samples of 64 tokens each: sampled,
-trained in micro-batches of 512 tokens and published, once with all weights and once with an adapter of rank 8, each in a process of its own with the same settings. The
-ratios: ``bytes`` is the number of elements of a publication of the adapter against that of the base, ``file`` the bytes of that publication
-against the adapter's file, ``memory`` gradients and optimizer state against those of full training, and ``peak`` the largest anonymous memory
-above that after the imports, from loading on, against that of full training.
+trained in micro-batches of 512 tokens, and published; once with all weights and once with an adapter of rank 8, each in a process of its own
+with the same settings. The ratios: ``bytes`` is the number of elements of a publication of the adapter against that of the base, ``file``
+the bytes of that publication against the adapter's file, ``memory`` gradients and optimizer state against those of full training, and
+``peak`` the largest anonymous memory above that after the imports, from loading on, against that of full training.
 """
 
 from __future__ import annotations

@@ -81,6 +81,12 @@ class BothSync(Both):
         return {"reference": curve(run.trial)}
 
 
+class BothLora(BothSync):
+    """The same with an adapter beside a frozen base; a recover checkpoint has the adapter alone."""
+
+    settings = (*BothSync.settings, "actor.lora={rank: 4}", "actor.optimizer.lr=1.0e-2")
+
+
 class BothAsync(Both):
     """Sampling runs ahead of training."""
 

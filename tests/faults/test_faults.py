@@ -18,7 +18,6 @@ pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
     [
         ("both-sync", 3, 20),
         ("both-async", 3, 19),
-        ("both-lora", 3, 20),
         ("both-ranks", 2, 1),
         ("explore-train", 5, 27),
         ("serve", 3, 39),

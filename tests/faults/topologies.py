@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from .both import BothAsync, BothSync
+from .both import BothAsync, BothLora, BothSync
 from .explore_train import ExploreTrain
 from .long_episodes import LongEpisodes
 from .ranks import BothRanks
@@ -15,6 +15,7 @@ from .serve import Serve
 TOPOLOGIES: dict[str, type[Run]] = {
     "both-sync": BothSync,
     "both-async": BothAsync,
+    "both-lora": BothLora,
     "both-ranks": BothRanks,
     "ray": OnRay,
     "explore-train": ExploreTrain,
