@@ -20,6 +20,7 @@ from rollwright.config.sections import NormConfig
 from rollwright.training import parallel
 from rollwright.training.recovery_checkpoint import RecoverCheckpoints
 from rollwright.experience.trajectory import select_rows
+from rollwright.training.rank_shares import own_share
 
 out = sys.argv[1]
 rank, world = int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
@@ -45,6 +46,16 @@ for number in range(3):
     batch = actor.compute_advantages(share(grouped_batch(seed=number)))
     metrics.append(actor.ppo_update(batch))
     actor.step_lr_scheduler()
+drawn = share(grouped_batch(seed=5)) if world == 1 else own_share(grouped_batch(seed=5) if rank == 0 else None)
+metrics.append(actor.forward_backward(actor.compute_advantages(drawn), "policy"))
+metrics.append(actor.forward_backward(share(grouped_batch(seed=6)), lambda rows, logprobs, entropies: logprobs.square()))
+metrics.append(actor.optim_step())
+actor.save(out + "/saved")
+before = actor.full_weights()
+actor.forward_backward(share(grouped_batch(seed=6)), "sft")
+actor.optim_step()
+actor.load(out + "/saved")
+assert all(torch.equal(before[name], tensor) for name, tensor in actor.full_weights().items())
 checkpoints = RecoverCheckpoints(out + "/recover")
 state = actor.state_dict()
 checkpoints.save(3, state)
