@@ -84,7 +84,7 @@ def kill_in_turn(grpo: Path, directory: Path, process) -> None:
     wait_until(grpo, process, lambda said: re.search(r"server 1 was lost.*; trying again", said) is not None)
     replaced = []
     for step, name, words in (
-        (4, "rank-1", "the run goes on from its newest recover checkpoint and its journal"),
+        (4, "rank-1", "the run goes on from its newest recovery checkpoint and its journal"),
         (6, "worker-0", "worker 0 runs again"),  # after the loss of the rank, which ends what was started before
         (8, "server-1", "server 1 runs again, at"),
     ):

@@ -144,7 +144,7 @@ class History:
     def trained_lengths(self) -> dict[Sample, tuple[int, int]]:
         """Calls and tokens of the episodes that the surviving steps trained on.
 
-        The last episode counts that had ended when its step was made: what a recover checkpoint has whole does not run again.
+        The last episode counts that had ended when its step was made: what a recovery checkpoint has whole does not run again.
         """
         made: dict[int, Writer] = {}
         for writer in sorted(self.trained):
@@ -254,7 +254,7 @@ def damage_tail(directory: Path, generator: random.Random) -> int:
 
 
 def damage_checkpoint(directory: Path, generator: random.Random) -> bool:
-    """Cut or change the newest recover checkpoint's largest file, where there is one before it to go back to."""
+    """Cut or change the newest recovery checkpoint's largest file, where there is one before it to go back to."""
     checkpoints = sorted(path for path in directory.glob("step_*") if path.is_dir())
     if len(checkpoints) < 2:
         return False

@@ -16,7 +16,7 @@ def check(
 ) -> None:
     """Check the files of a run, and list what is missing: bytes, lines, steps.
 
-    Checks run.json, stages.json, config.yaml, metrics.jsonl, the journal, recover checkpoints and the experience store. Exits with 1 if
+    Checks run.json, stages.json, config.yaml, metrics.jsonl, the journal, recovery checkpoints and the experience store. Exits with 1 if
     something is missing or damaged.
     """
     if not run.is_dir():

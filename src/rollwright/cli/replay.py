@@ -10,7 +10,7 @@ from typing import Annotated
 
 import typer
 
-from rollwright.errors import JournalError
+from rollwright.errors import ConfigError
 
 SHOWN = 20  # most episodes that differ to print, one line each
 
@@ -62,7 +62,7 @@ def replay(
                 console().print(f"{each.name}: reward {each.rewards}, recorded {each.recorded_rewards}", markup=False)
     total, seconds = sum(counts.values()), time.monotonic() - started
     if not total:
-        raise JournalError(
+        raise ConfigError(
             f"the journal of {run} has no finished episode {sample}: name another ORDINAL/SAMPLE, an ordinal, eval:ORDINAL, or all."
         )
     means = {"recorded": before / rows, "now": after / rows} if rows else {}

@@ -54,7 +54,7 @@ class StoreConfig:
     )
     keep_used: bool = key(
         True,
-        "Keep experiences whose uses are exhausted, for export. false deletes their rows once no kept recover checkpoint needs them, "
+        "Keep experiences whose uses are exhausted, for export. false deletes their rows once no kept recovery checkpoint needs them, "
         "so that the store does not grow with the run.",
     )
     operators: list[OperatorConfig] = key_from(list, "Filters and shapers that experiences pass before they are stored.")

@@ -428,7 +428,7 @@ _POLICY = (
         "journal.keep",
         lambda config: config.journal.keep is not None and _why_no_checkpoint(config),
         lambda config: (
-            f"is {config.journal.keep} recover checkpoints, but with {_why_no_checkpoint(config)} none is written beside a "
+            f"is {config.journal.keep} recovery checkpoints, but with {_why_no_checkpoint(config)} none is written beside a "
             "journal; take it out"
         ),
     ),

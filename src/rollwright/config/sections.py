@@ -329,10 +329,10 @@ class RecoverConfig(IntervalConfig):
         "auto: resume if the trial has a checkpoint, else start. resume: require a checkpoint. off: neither save nor resume.",
         choices=["auto", "resume", "off"],
     )
-    keep: int = key(2, "Number of recover checkpoints to keep. If the newest is damaged, the one before it is used.", ge=1)
+    keep: int = key(2, "Number of recovery checkpoints to keep. If the newest is damaged, the one before it is used.", ge=1)
     if_damaged: str = key(
         "stop",
-        "What to do if every recover checkpoint is damaged. stop: raise an error. begin_again: set them aside and restart from the "
+        "What to do if every recovery checkpoint is damaged. stop: raise an error. begin_again: set them aside and restart from the "
         "initial weights; samples in the journal are trained on again instead of being sampled again.",
         choices=["stop", "begin_again"],
     )
@@ -353,13 +353,13 @@ class JournalConfig:
         "Maximum seconds between two flushes to the disk, which a power failure may lose. A killed process loses nothing.",
         gt=0.0,
     )
-    rotate_mib: float = key(256.0, "Size above which a file is closed at the next episode or recover checkpoint.", gt=0.0)
+    rotate_mib: float = key(256.0, "Size above which a file is closed at the next episode or recovery checkpoint.", gt=0.0)
     on_divergence: str = key(
         "restart",
         "If a resumed episode sends a request that differs from its record. restart: start the episode over. fail: stop the run.",
         choices=["restart", "fail"],
     )
-    keep: int | None = key(None, "Number of recover checkpoints whose finished episodes are kept. Default: all.", ge=1)
+    keep: int | None = key(None, "Number of recovery checkpoints whose finished episodes are kept. Default: all.", ge=1)
 
 
 @dataclass

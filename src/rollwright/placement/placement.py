@@ -34,7 +34,7 @@ class Ranks(Protocol):
 
     Attributes:
         engine: the trained engine, or this process's view of it.
-        recover: the recover checkpoints of the run.
+        recover: the recovery checkpoints of the run.
     """
 
     engine: Any

@@ -86,12 +86,12 @@ def save_recover(
     rest: dict[str, Any] | None = None,
     before_visible: Callable[[], object] | None = None,
 ) -> None:
-    """Write the recover checkpoint of a step. Rank 0 adds ``rest``, the states of everything except the engine."""
+    """Write the recovery checkpoint of a step. Rank 0 adds ``rest``, the states of everything except the engine."""
     ranks.recover.save(step, {part: ranks.engine.state_dict(), **(rest or {})}, before_visible=before_visible)
 
 
 def load_recover(ranks: TrainRanks, *, part: str) -> tuple[int, dict[str, Any]]:
-    """Load the newest recover checkpoint into the engine. Returns the checkpoint's step and content."""
+    """Load the newest recovery checkpoint into the engine. Returns the checkpoint's step and content."""
     step, state = ranks.recover.load()
     ranks.engine.load_state_dict(state[part])
     return step, state
@@ -155,7 +155,7 @@ class TrainRanks:
 
     Args:
         engine: this rank's engine, already initialised.
-        recover: the run's recover checkpoints.
+        recover: the run's recovery checkpoints.
     """
 
     def __init__(self, engine: Any, recover: RecoverCheckpoints) -> None:

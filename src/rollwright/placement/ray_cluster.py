@@ -111,7 +111,7 @@ class RayCluster:
             return
         self._lost = ClusterError(
             f"Ray's head at {address} has not answered for {HEAD_SECONDS:g} s, and the cluster is lost with it. Start Ray again and run the "
-            "same command: it goes on from the newest recover checkpoint."
+            "same command: it goes on from the newest recovery checkpoint."
         )
         logger.error("%s", self._lost)
         for process in list(self._processes):

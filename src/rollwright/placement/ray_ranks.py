@@ -5,7 +5,7 @@ of rank 0. The controller divides each batch, packs it (``experience.packed``), 
 a step computes for each token are returned in the format in which the journal stores them.
 
 If a rank is lost, the call raises ``LostRankError``, which ends the attempt: ``trainers.stages`` closes the trainer and opens it again,
-and the run resumes from its newest recover checkpoint and its journal, as after a kill.
+and the run resumes from its newest recovery checkpoint and its journal, as after a kill.
 """
 
 from __future__ import annotations
@@ -80,7 +80,7 @@ class RayRanks:
         model: None, because no engine in this process can share the weights.
         cluster: the cluster of the ranks; the rollout engine also places its processes there.
         demands: the resources of each role.
-        recover: the recover checkpoints of the run, which the ranks write.
+        recover: the recovery checkpoints of the run, which the ranks write.
     """
 
     model = None

@@ -184,7 +184,7 @@ class RunDirectory:
         part.resumed = self.resumed and (part.has_recover_checkpoint or part.has_journal)
         if part.has_metrics and not part.resumed:
             logger.warning(
-                "stage %s stopped before its first recover checkpoint and kept no journal; it begins anew, and what it left is in %s",
+                "stage %s stopped before its first recovery checkpoint and kept no journal; it begins anew, and what it left is in %s",
                 name,
                 part._set_aside(),
             )
@@ -225,7 +225,7 @@ class RunDirectory:
         except ValueError as error:
             raise CheckpointError(
                 f"{self.stages_file} is damaged ({error}), so the finished stages are unknown. Restore it from a copy, or delete "
-                "it: stages with a recover checkpoint continue from there, all others run again."
+                "it: stages with a recovery checkpoint continue from there, all others run again."
             ) from None
 
     def write_stages(self, stages: Mapping[str, Any]) -> None:
@@ -237,7 +237,7 @@ class RunDirectory:
 
         Args:
             config: the resolved config, which identifies the run.
-            recover_mode: ``auto`` resumes an unfinished run of the same config that has a recover checkpoint or a journal, and sets
+            recover_mode: ``auto`` resumes an unfinished run of the same config that has a recovery checkpoint or a journal, and sets
                 aside the files of a run that has neither; ``resume`` requires either and also continues a finished run;
                 ``off`` requires a directory that no run has used.
 
@@ -327,7 +327,7 @@ class RunDirectory:
             )
         if not used and not resumable:
             if mode == "resume":
-                raise CheckpointError(f"{began} but has no recover checkpoint yet: start it with recover.mode=auto.")
+                raise CheckpointError(f"{began} but has no recovery checkpoint yet: start it with recover.mode=auto.")
             logger.info("%s has a run that did not finish its first step; it begins anew", self.path)
             return False
         if not is_same and mode == "auto" and not marker.get("finished") and not self._has_trained(parts):
@@ -352,17 +352,17 @@ class RunDirectory:
                 + (
                     ", or recover.mode=resume with more total_train_steps to train on."
                     if trained
-                    else "; it left no recover checkpoint."
+                    else "; it left no recovery checkpoint."
                 )
             )
         if resumable:
             logger.info("resuming the run in %s", self.path)
             return True
         if mode == "resume":
-            raise CheckpointError(f"{began} but has no recover checkpoint: start it again with recover.mode=auto.")
+            raise CheckpointError(f"{began} but has no recovery checkpoint: start it again with recover.mode=auto.")
         aside = self._set_aside()
         logger.warning(
-            "the run in %s stopped before its first recover checkpoint; it begins anew, and what it left is in %s",
+            "the run in %s stopped before its first recovery checkpoint; it begins anew, and what it left is in %s",
             self.path,
             aside,
         )

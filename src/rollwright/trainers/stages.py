@@ -54,7 +54,7 @@ def run_config(stages: Sequence[Stage], *, source_path: Path | None = None) -> i
     else:
         retry_lost(
             lambda: _carry_out_stages(stages, placement, source_path),
-            lambda: logger.warning("the run goes on from its newest recover checkpoint and its journal, as after a kill"),
+            lambda: logger.warning("the run goes on from its newest recovery checkpoint and its journal, as after a kill"),
             "ranks were lost {} times without a further step",
             errors=placement.reopens_after,
             progress=lambda: RunDirectory(*_place(stages)).steps_made,
@@ -111,7 +111,7 @@ def _still_done(stages: Sequence[Stage], done: dict[str, Any], directory: RunDir
     """Return the results of finished stages, except stages that train further and the evaluations after them.
 
     Raises:
-        CheckpointError: a stage that should train further has no recover checkpoint.
+        CheckpointError: a stage that should train further has no recovery checkpoint.
     """
     kept: dict[str, Any] = {}
     longer = ""
@@ -120,7 +120,7 @@ def _still_done(stages: Sequence[Stage], done: dict[str, Any], directory: RunDir
             place = directory.path if len(stages) == 1 else directory.path / stage.name
             if not any(place.glob("recover/[!.]*")):
                 raise CheckpointError(
-                    f"stage {stage.name} is asked to train on after step {done[stage.name]['steps']}, but it left no recover checkpoint "
+                    f"stage {stage.name} is asked to train on after step {done[stage.name]['steps']}, but it left no recovery checkpoint "
                     "(recover.mode was off): set another trial_name."
                 )
             longer = stage.name

@@ -116,7 +116,7 @@ def add_routes(router: APIRouter, pages: Pages) -> None:
         context = pages.of_run(name, run, "/weights", title="Weights")
         offset = number_in(request, "offset")
         shown = publications[::-1][offset : offset + ROWS]
-        about = f"{counted(len(publications), 'publication')}, {counted(len(checkpoints), 'recover checkpoint')}"
+        about = f"{counted(len(publications), 'publication')}, {counted(len(checkpoints), 'recovery checkpoint')}"
         return pages.page(
             "weights.html",
             **context,

@@ -1,4 +1,4 @@
-"""What version 0.1.0 wrote is read: a run directory, its config, its recover checkpoint, its stores.
+"""What version 0.1.0 wrote is read: a run directory, its config, its recovery checkpoint, its stores.
 
 ``tests/fixtures/run-0.1.0.tar.xz`` was written by ``rollwright run config.yaml`` of that version: two steps of two groups of two samples, of a
 model of one layer, and one group in each kind of store.

@@ -128,4 +128,4 @@ def test_a_run_without_checkpoints_says_that_it_cannot(written, capsys):
     for mode in ("auto", "resume"):
         assert main(["run", file, f"recover.mode={mode}", "total_train_steps=3"]) == 1
         err = capsys.readouterr().err
-        assert "has finished: set another trial_name for a new run; it left no recover checkpoint" in err
+        assert "has finished: set another trial_name for a new run; it left no recovery checkpoint" in err

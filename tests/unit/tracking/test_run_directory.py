@@ -172,7 +172,7 @@ def test_a_finished_run_without_a_checkpoint_is_never_sent_from_one_mode_to_the_
     leave(tmp_path, steps=True, checkpoint=False, finished=True)
     with pytest.raises(CheckpointError, match="has finished: set another trial_name") as told:
         claim(tmp_path, mode=mode)
-    assert "it left no recover checkpoint" in str(told.value)
+    assert "it left no recovery checkpoint" in str(told.value)
     assert "recover.mode" not in str(told.value)
 
 
@@ -187,7 +187,7 @@ def test_resume_insists_on_a_checkpoint(tmp_path):
     with pytest.raises(CheckpointError, match="holds no run"):
         claim(tmp_path, mode="resume")
     leave(tmp_path, steps=True, checkpoint=False)
-    with pytest.raises(CheckpointError, match="no recover checkpoint"):
+    with pytest.raises(CheckpointError, match="no recovery checkpoint"):
         claim(tmp_path, mode="resume")
 
 

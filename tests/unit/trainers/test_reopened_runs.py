@@ -60,7 +60,7 @@ def test_a_run_that_loses_ranks_makes_the_steps_of_an_undisturbed_one(carry_out,
     assert [step for step, _ in undisturbed] == [1, 2, 3]
     assert carry_out("two", *settings, losses=[2, 3]) == undisturbed
     assert caplog.text.count("rank 1 was lost; trying again") == 2
-    assert caplog.text.count("the run goes on from its newest recover checkpoint and its journal, as after a kill") == 2
+    assert caplog.text.count("the run goes on from its newest recovery checkpoint and its journal, as after a kill") == 2
     attempts = tmp_path / "stages" / "two" / "attempts"  # a run without a checkpoint begins anew
     assert attempts.exists() != bool(settings)
 

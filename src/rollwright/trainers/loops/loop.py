@@ -52,7 +52,7 @@ class Trainer(ABC):
     """
 
     spec: FinetuneSpec  #: length of the run; set by the subclass
-    trained_part = "actor"  #: name of the trained engine in a recover checkpoint
+    trained_part = "actor"  #: name of the trained engine in a recovery checkpoint
     curve = "reward"  #: the metric that ``make_step`` returns
     shares_weights = False  #: an engine in this process may compute with the trained tensors
     evaluates = False  #: there are held-out tasks and an engine to run them with
@@ -63,7 +63,7 @@ class Trainer(ABC):
         self.config: Any = config
         self.directory = directory
         self.tokenizer = load_tokenizer(config.tokenizer_path or model.path, model.trust_remote_code)
-        self.step = self._saved_step = 0  # steps made, and the step of the newest recover checkpoint
+        self.step = self._saved_step = 0  # steps made, and the step of the newest recovery checkpoint
         #: True if the engines hold the weights of the last step. Only then can this step be evaluated or resumed from.
         self.is_published = True
 
@@ -145,11 +145,11 @@ class Trainer(ABC):
         self._opened.__exit__(kind, error, trace)
 
     def _set_aside_damaged(self) -> None:
-        """If no recover checkpoint is intact, move them all away, so that the run starts as if it had not saved one yet."""
+        """If no recovery checkpoint is intact, move them all away, so that the run starts as if it had not saved one yet."""
         into = self.directory.next_attempt()
         if steps := self.recover.set_aside_damaged(into):
             logger.warning(
-                "The recover checkpoints of steps %s are all damaged and were moved to %s: the run restarts from its initial weights%s "
+                "The recovery checkpoints of steps %s are all damaged and were moved to %s: the run restarts from its initial weights%s "
                 "(recover.if_damaged).",
                 steps,
                 into,
@@ -164,7 +164,7 @@ class Trainer(ABC):
         except Exception as failed:  # a CheckpointError, or what its callback raised
             if kind in (None, SystemExit):
                 raise
-            logger.error("the newest recover checkpoint was not written: %s", failed)  # the error that ended the run is raised
+            logger.error("the newest recovery checkpoint was not written: %s", failed)  # the error that ended the run is raised
 
     def _follows(self) -> bool:
         """Return True on every rank except the first, which owns the run and calls the others."""

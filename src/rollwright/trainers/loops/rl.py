@@ -212,7 +212,7 @@ class PPOTrainer(PolicyTrainer):
             logger.warning("the journal in %s: %s; its samples of unfinished tasks are sampled again", journal.directory, gap)
         if self.step and self.step not in past.checkpoints:
             logger.warning(
-                "the journal in %s does not have the recover checkpoint of step %d: it is missing, empty or damaged. Samples after that "
+                "the journal in %s does not have the recovery checkpoint of step %d: it is missing, empty or damaged. Samples after that "
                 "step are sampled again; rollwright check %s lists what the run lacks",
                 journal.directory,
                 self.step,

@@ -17,7 +17,7 @@ from rollwright.config.loading import load_expr_config
 from rollwright.config.recipes import apply_recipe
 from rollwright.config.secrets import HIDDEN
 from rollwright.data.tokenizer import load_tokenizer
-from rollwright.errors import ConfigError, JournalError, ReplayError
+from rollwright.errors import ConfigError, ReplayError
 from rollwright.experience.journal.episodes import RecordedEpisode, Wanted, last_of_each_name, read_episodes
 from rollwright.experience.journal.reading import journal_files
 from rollwright.experience.journal.records import ImageDigest, digest_of, images_in
@@ -40,16 +40,18 @@ def journaled_directory(run: str | Path) -> Path:
     """Return the directory that holds the journal: that of the run, or of the only stage that has a journal.
 
     Raises:
-        JournalError: there is no journal, or several stages have one.
+        ConfigError: this is not a run's directory, there is no journal, or several stages have one.
     """
     run = Path(run)
-    candidates = [run, *sorted(path for path in run.glob("*") if path.is_dir())] if run.is_dir() else []
+    if not run.is_dir():
+        raise ConfigError(f"{run} is not a directory: give that of a run, such as runs/quickstart/trial/grpo.")
+    candidates = [run, *sorted(path for path in run.glob("*") if path.is_dir())]
     found = [path for path in candidates if journal_files(path / "journal")]
     if len(found) == 1:
         return found[0]
     if not found:
-        raise JournalError(f"{run} has no journal: give the directory of a run that kept one (journal.enabled).")
-    raise JournalError(f"{run} has the journals of several stages: give one of {', '.join(map(str, found))}.")
+        raise ConfigError(f"{run} has no journal: give the directory of a run that kept one (journal.enabled).")
+    raise ConfigError(f"{run} has the journals of several stages: give one of {', '.join(map(str, found))}.")
 
 
 def selected(samples: str) -> Wanted:

@@ -1,6 +1,6 @@
 """Training from the store: the loop of ``PolicyTrainer`` with the store as the source of batches.
 
-A recover checkpoint commits what was drawn from the store. A trainer that was killed continues from its newest checkpoint, and draws
+A recovery checkpoint commits what was drawn from the store. A trainer that was killed continues from its newest checkpoint, and draws
 again only what was drawn after that checkpoint.
 """
 
