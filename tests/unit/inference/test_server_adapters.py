@@ -192,7 +192,11 @@ def test_what_an_earlier_process_left_is_unloaded_and_what_others_loaded_is_not(
     for name in (mine, *others):
         (tmp_path / name).mkdir()
         fake.adapters[name] = str(tmp_path / name)
-    with connected(fake) as client:
+    with connected(fake) as client:  # without a name of its own, another loop may have loaded them
+        client.update_weights(meta, version=1, weights=small_adapter())
+        assert (tmp_path / mine).exists()
+    wait_until(lambda: set(fake.adapters) == {mine, *others})
+    with connected(fake, adapters=AdapterRoom()) as client:
         client.update_weights(meta, version=1, weights=small_adapter())
         wait_until(lambda: mine not in fake.adapters)
         assert not (tmp_path / mine).exists()

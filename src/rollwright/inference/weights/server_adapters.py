@@ -78,7 +78,7 @@ class ServerAdapters:
         self.backend = backend
         self.servers = servers
         self.room = room or AdapterRoom(count=servers.config.max_head_offpolicyness + 1)
-        self.are_used = room is not None
+        self.are_used = self._is_named = room is not None
         self.current: PublishedAdapter | None = None
         self.base_label = 0
         self._kept: list[PublishedAdapter] = []  # oldest first; the last is the current one
@@ -86,6 +86,7 @@ class ServerAdapters:
         self._uses: Counter[str] = Counter()
         self._lock = threading.Lock()
         self._series, self._newest = "", -1
+        self._written: set[str] = set()  # every name that this engine has given
         self._unloading = ThreadPoolExecutor(2, thread_name_prefix=f"{servers.kind}-unload")
 
     # -- requests ------------------------------------------------------------------------------------------------------
@@ -150,7 +151,7 @@ class ServerAdapters:
                 "the same --run-key."
             )
         for run in named:
-            self.room = dataclasses.replace(self.room, run=run)
+            self.room, self._is_named = dataclasses.replace(self.room, run=run), True
         labels.update({address: 0 for address, run in runs.items() if run is not None})
         self.base_label = max(labels.values(), default=0)
 
@@ -173,6 +174,7 @@ class ServerAdapters:
         name = version_name(version, f"{self.room.run}-{self._series}")
         write_weights(root / name, weights, version)
         self._on_disk.append(root / name)
+        self._written.add(name)
         return PublishedAdapter(name, version, root / name)
 
     def load(self, server: Server, adapter: PublishedAdapter) -> None:
@@ -188,16 +190,19 @@ class ServerAdapters:
             )
 
     def restore(self, server: Server) -> None:
-        """Load the kept adapters that a server lacks, for example because it was restarted."""
-        held = set(self.backend.loaded_adapters(server))
+        """Load the kept adapters that a server lacks, for example because it was restarted, and unload what it missed to unload.
+
+        No publication may run meanwhile.
+        """
+        held, kept = set(self.backend.loaded_adapters(server)), {each.name for each in self._kept}
         for adapter in self._kept:
             if adapter.directory is not None and adapter.name not in held:
                 self.load(server, adapter)
+        self._unloading.submit(self._unload, server, sorted((held & self._written) - kept))
 
     def published(self, adapter: PublishedAdapter) -> None:
         """Let new requests name ``adapter``, and start to unload those that are no longer needed."""
         with self._lock:
-            is_first = not self._kept
             self._kept.append(adapter)
             self.current = adapter
             newest = self._kept[-self.room.count :]
@@ -210,18 +215,20 @@ class ServerAdapters:
             if all(each.directory != directory for each in kept):
                 shutil.rmtree(directory, ignore_errors=True)
         for server in self.servers.router.in_service():
-            self._unloading.submit(self._unload, server, None if is_first else dropped)
+            self._unloading.submit(self._unload, server, dropped)
 
-    def _unload(self, server: Server, names: list[str] | None) -> None:
-        """Unload adapters; with None, those of earlier processes of this run."""
-        try:
-            if names is None:
-                kept = {each.name for each in self._kept}
-                names = [name for name in self.backend.loaded_adapters(server) if self._is_own(name) and name not in kept]
-            for name in names:
+    def _unload(self, server: Server, names: list[str]) -> None:
+        """Unload adapters, and what earlier processes of this run left if the run has a name that no other run has."""
+        abandoned: list[str] = []
+        if self._is_named:
+            with contextlib.suppress(EngineError):
+                held = self.backend.loaded_adapters(server)
+                abandoned = [name for name in held if self._is_own(name) and name not in self._written]
+        for name in names + abandoned:
+            try:
                 self.backend.unload_adapter(server, name)
-        except EngineError as error:
-            logger.warning("The server at %s keeps old adapters: %s", server.address, error)
+            except EngineError as error:
+                logger.warning("The server at %s keeps adapter %s: %s", server.address, name, error)
 
     def _is_own(self, name: str, version: int | None = None) -> bool:
         number = r"\d+" if version is None else str(version)
@@ -231,7 +238,7 @@ class ServerAdapters:
         """Remove the directories that an earlier process of this run left."""
         mine = {*self._on_disk}
         for path in root.glob(f"{self.room.run}-*"):
-            if path not in mine and self._is_own(path.name):
+            if self._is_named and path not in mine and self._is_own(path.name):
                 shutil.rmtree(path, ignore_errors=True)
 
     # -- another engine publishes --------------------------------------------------------------------------------------
