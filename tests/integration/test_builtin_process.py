@@ -167,6 +167,8 @@ def test_a_run_goes_on_when_one_of_its_servers_is_killed_or_its_only_one(tmp_pat
         while len(client.servers.router.in_service()) < count or first in client.addresses:
             assert time.monotonic() < deadline, client.servers.router.describe()
             time.sleep(0.05)
+            trainer.rollout.executor.while_waiting()  # proves a server that came back after the last step
+        assert all(map(client.weights.proofs.admit, client.servers.router.servers))
         answers = trainer.rollout.sampler.probe(ModelRequest(input_ids=[6, 7, 8], gconfig=config.gconfig))
         assert len(answers) == count
         assert {version for answer in answers.values() for version in answer.output_versions} == {8}

@@ -14,6 +14,7 @@ from __future__ import annotations
 import asyncio
 from abc import ABC, abstractmethod
 from collections.abc import AsyncGenerator, Callable, Coroutine, Iterable, Mapping
+from contextlib import AbstractContextManager, nullcontext
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from rollwright.errors import WeightUpdateError
@@ -114,6 +115,22 @@ class WeightReceiver:
             Responses by engine name; empty if no engine can answer. None if the engines are paused and can answer only after ``resume``.
         """
         return {}
+
+    @property
+    def can_be_probed(self) -> bool:
+        """True if the engine answers probes."""
+        return type(self).probe is not WeightReceiver.probe
+
+    def proof(self) -> AbstractContextManager[None]:
+        """Return a context for a canary. Inside it, weights and probes concern the engines that no canary has proven yet.
+
+        Engines that come into service later, for example because they were started again, then wait for a canary, too.
+        """
+        return nullcontext()
+
+    def awaits_proof(self, version: int) -> bool:
+        """Return whether an engine waits for a canary that can begin now, with weights of this version."""
+        return False
 
     def when_resumed(self, action: Callable[[], object]) -> None:
         """Call ``action`` now, or at the end of ``resume`` if the engine is paused and cannot answer a probe."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
+from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
@@ -180,6 +181,14 @@ class RemoteInferenceEngine(InferenceEngine):
     def resume(self) -> None:
         """See ``ServerWeights.resume``."""
         self.weights.resume()
+
+    def proof(self) -> AbstractContextManager[None]:
+        """See ``ServerWeights.proof``."""
+        return self.weights.proof()
+
+    def awaits_proof(self, version: int) -> bool:
+        """See ``ServerWeights.awaits_proof``."""
+        return self.weights.awaits_proof(version)
 
     def when_resumed(self, action: Callable[[], object]) -> None:
         """See ``ServerWeights.when_resumed``."""

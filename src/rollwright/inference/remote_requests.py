@@ -28,6 +28,8 @@ logger = getLogger("RemoteEngine")
 _TRY_AGAIN_STATUSES = {429, 502, 503, 504}
 #: vLLM's value for a log-probability of minus infinity.
 _NO_LOGPROB = -9999.0
+#: Completes "it could not …" in the log.
+_PROBE = "answer the audit's probe"
 _STOP_REASONS = ("stop", "length", "abort")
 
 
@@ -155,8 +157,15 @@ class RemoteRequests:
                 data = self.servers.ask(server, "POST", self.backend.generate_path, payload, timeout=limit)
             return self.read_answer(request, data, self.weights.version, adapter_version)
 
-        answers = self.servers.each_in_service(ask, "answer the audit's probe")
-        if not answers:
+        proofs = self.weights.proofs
+        answers = (
+            self.servers.each_of(proofs.updated, ask, _PROBE)
+            if proofs.is_running
+            else self.servers.each_in_service(ask, _PROBE)
+        )
+        if proofs.is_running:
+            proofs.updated = list(answers)
+        elif not answers:
             logger.warning(
                 "No server is in service that could be compared with the trainer after version %d.", self.weights.version
             )

@@ -37,6 +37,7 @@ class Server:
     load: int = 0  # requests in flight
     served: int = 0  # requests sent since the start
     lacks_weights: bool = False  # it answers, but only a publication can give it the current weights
+    awaits_proof: bool = False  # it holds the current weights, but the trainer has not proven it (``weights.server_proofs``)
     has_doubtful_weights: bool = False  # an update failed, so its version label proves nothing
     failed_checks: int = 0  # failed health checks in a row, while in service
     suspected_at: float = -math.inf  # ``time.monotonic()`` of the last check after a failed request

@@ -307,7 +307,11 @@ class ServerSet:
         Raises:
             EngineError: all servers that were started for this engine have ended.
         """
-        done, failed = self.settled(action, self.router.in_service())
+        return self.each_of(self.router.in_service(), action, what)
+
+    def each_of(self, servers: Iterable[Server], action: Callable[[Server], Result], what: str) -> dict[Server, Result]:
+        """Do the same as ``each_in_service`` with other servers."""
+        done, failed = self.settled(action, servers)
         for server, error in failed.items():
             self.router.take_out(server, f"it could not {what}: {error}")
         if failed and not done:

@@ -44,6 +44,11 @@ class Ranks(Protocol):
     def model(self) -> Any:
         """The whole model, which an engine in this process may share; None if no process can share it."""
 
+    @property
+    def awaits_proof(self) -> bool:
+        """True if an inference engine that was started again waits for the call ``prove_publication``."""
+        ...
+
     def prepare(self, batch: Trajectory) -> Trajectory:
         """Move a batch to the device where ``call`` expects it."""
         ...

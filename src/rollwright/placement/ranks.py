@@ -167,6 +167,11 @@ class TrainRanks:
         """The model, which an engine in this process may share; None if it is sharded. See ``TrainEngine.shared_model``."""
         return self.engine.shared_model
 
+    @property
+    def awaits_proof(self) -> bool:
+        """See ``Ranks``."""
+        return self.engine.awaits_proof
+
     def prepare(self, batch: Trajectory) -> Trajectory:
         """Move a batch to the engine's device. With several ranks, move it to host memory instead, from which it is divided among them."""
         return tensor_container_to(batch, self.engine.device if parallel.world_size() == 1 else "cpu")

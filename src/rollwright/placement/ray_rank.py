@@ -104,6 +104,10 @@ class TrainRank:
         """On rank 0, return the published version and the servers that hold it. Also answers while a call runs."""
         return None if self._client is None else (self._client.get_version(), self._client.weight_holders)
 
+    def awaits_proof(self) -> bool:
+        """On rank 0, return whether a server waits for a canary. Also answers while a call runs."""
+        return self._client is not None and self._client.awaits_proof(self._ranks.engine.version)
+
     async def call(
         self, name: str, share: PackedShare | None, arguments: dict[str, Any]
     ) -> tuple[Any, list[TrainedRow], RankState]:

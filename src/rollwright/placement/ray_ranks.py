@@ -106,6 +106,13 @@ class RayRanks:
 
     # -- see ``placement.Ranks`` -----------------------------------------------------------------------------------------
 
+    @property
+    def awaits_proof(self) -> bool:
+        """See ``placement.Ranks``; False while rank 0 is lost or busy."""
+        with contextlib.suppress(RollwrightError, TimeoutError):
+            return self._gang[0].call("awaits_proof").result(_ANSWER_SECONDS)
+        return False
+
     def prepare(self, batch: Trajectory) -> Trajectory:
         """Return the batch unchanged: it is divided in this process."""
         return batch

@@ -333,6 +333,11 @@ class FSDPPPOActor(TrainEngine):
         self._proof = Canary(self, self._publisher).prove()
         self.publication = self._publisher.publication
 
+    @property
+    def awaits_proof(self) -> bool:
+        """True on the first rank if an engine that was started again waits for ``prove_publication``."""
+        return self._publisher is not None and self._publisher.engine.sampler.awaits_proof(self.version)
+
     def skip_publication(self) -> None:
         """Count an update without publishing it; the engines keep the weights they have.
 

@@ -15,6 +15,7 @@ Invariants:
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -108,7 +109,8 @@ class Canary:
         """Publish changed weights, compare, publish the true weights under their current version, and audit them. Collective.
 
         Returns:
-            What was shown; None if no engine answers probes, in which case only the true weights are published.
+            What was shown; None if no engine answers probes, in which case only the true weights are published, or if none took the
+            changed weights.
 
         Raises:
             WeightUpdateError: on every rank, if an engine does not compute with the weights that it was given; the message names the
@@ -116,16 +118,22 @@ class Canary:
         """
         self._version = self.trainer.version
         self.publisher.before_first_step()
-        proof = self._proof() if self._ask().responses else None
-        self.publisher.publish(self.trainer, self._version)
+        sampler, proof = self.publisher.engine.sampler, None
+        with sampler.proof() if parallel.rank() == 0 else nullcontext():
+            if parallel.from_first_rank(lambda: sampler.can_be_probed):
+                proof = self._proof()
+            self.publisher.publish(self.trainer, self._version)
         if proof is not None:
             self._report(proof)
         return proof
 
-    def _proof(self) -> Proof:
+    def _proof(self) -> Proof | None:
+        """Publish changed weights and compare. Returns None if no engine was there to take them."""
         names = self.change.names
         try:
             answers = self._publish(names)
+            if not answers.responses:
+                return None
             difference = self._differences(answers, names)
             without = {
                 kind: self._differences(answers, [name for name in names if name not in left_out])

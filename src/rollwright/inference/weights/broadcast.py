@@ -73,6 +73,8 @@ class WeightBroadcast:
 
     def _send(self, named: WeightStream, version: int, meta: WeightUpdateMeta) -> list[str]:
         servers = self.weights.answering_servers()
+        if not servers and self.weights.others_sample_on:
+            return []
         if not servers:
             raise WeightUpdateError(f"No {self.backend.kind} server took version {version}: {self.servers.router.describe()}.")
         group = self._joined(servers, meta)

@@ -23,6 +23,7 @@ from rollwright.inference.connections import ConnectionLostError, LostServersErr
 from rollwright.inference.router import Server
 from rollwright.inference.server_set import ServerSet
 from rollwright.inference.weights.server_adapters import ServerAdapters
+from rollwright.inference.weights.server_proofs import ServerProofs
 from rollwright.processes.supervisor import retry_lost
 from rollwright.tracking.logging import getLogger
 
@@ -39,7 +40,8 @@ class ServerWeights:
         publisher: returns the version that another engine has published and the addresses of the servers that hold it; other servers
             are not used. None means that this engine publishes.
         restore: gives the current weights to one server. None if the current weights are not on disk.
-        lock: held during a publication, ``pause``, ``resume`` and the return of a server.
+        lock: held during a publication, ``pause``, ``resume``, a proof and the return of a server.
+        proofs: which servers the trainer has proven.
     """
 
     def __init__(
@@ -70,6 +72,7 @@ class ServerWeights:
         self.publisher: Callable[[], tuple[int, Collection[str]]] | None = None
         self.restore: Callable[[Server], None] | None = None
         self.lock = threading.RLock()
+        self.proofs = ServerProofs()
         self._servers_are_replaced = servers_are_replaced
         self._only_asks = only_asks
         self._servers_are_paused = False
@@ -257,7 +260,7 @@ class ServerWeights:
         answering = self.servers.answering()
         # A server that is out of service may be new, and the backend knows nothing about it yet.
         _, failed = self.servers.settled(self.backend.on_connected, [server for server in answering if not server.in_service])
-        return [server for server in answering if server not in failed]
+        return self._concerned(server for server in answering if server not in failed)
 
     def retry_lost(self, version: int, publish: Callable[[], list[str]]) -> list[str]:
         """Return what ``publish`` returns. If no server took the version because servers were lost, try again with restarted ones."""
@@ -298,25 +301,34 @@ class ServerWeights:
             WeightUpdateError: no server took the weights; a ``LostServersError`` if one of them was lost.
         """
         with self.lock:
-            chosen = self.answering_servers() if servers is None else servers
+            chosen, is_proof = self.answering_servers() if servers is None else servers, self.proofs.is_running
+            pauses_each = is_proof and not self.adapters.are_used
 
             def give(server: Server) -> None:
                 if not server.in_service and self.adapters.are_used:
                     self._numbered(server, self.backend.read_version(server))
-                elif not server.in_service:  # it was not paused with the others, and may still run old requests
+                elif pauses_each or not server.in_service:  # not paused with the others, and may still run old requests
                     self.backend.pause_server(server)
                 update(server)
 
-            with contextlib.nullcontext() if self.adapters.are_used else self.paused():
+            with contextlib.nullcontext() if is_proof or self.adapters.are_used else self.paused():
                 failures = self._update_each(chosen, version, give, alongside)
                 confirmed = [server for server in chosen if server not in failures]
+                if not confirmed and self.others_sample_on:
+                    return []
                 if not confirmed:
                     causes = " ".join(dict.fromkeys(map(str, failures.values()))).rstrip(".") or self.servers.router.describe()
                     raise self.failure(f"No {self.backend.kind} server took version {version}: {causes}.", failures)
                 self.version, self.restore = version, restore
                 for server in confirmed:
                     server.has_doubtful_weights = False
-                    self.servers.router.put_back(server)
+                    if pauses_each:
+                        self.backend.resume_server(server)
+                    if not is_proof and self.proofs.admit(server):
+                        self.servers.router.put_back(server)
+                    else:
+                        server.lacks_weights = False
+                self.proofs.updated = confirmed
             return [server.address for server in confirmed]
 
     def _update_each(
@@ -343,6 +355,41 @@ class ServerWeights:
             self.servers.router.give_up(server)  # it stays paused, with its requests unanswered
         return failures
 
+    # -- proofs (``server_proofs``) ------------------------------------------------------------------------------------
+
+    @contextlib.contextmanager
+    def proof(self) -> Iterator[None]:
+        """Let publications and probes reach only servers that are not proven, and put those into service at the end.
+
+        Adapters reach every server, because requests name the one that was published last. Only new requests wait for the proof.
+        """
+        with self.lock:
+            self.proofs.begin(self.servers.router.servers)
+            was_holding, succeeded = self.is_holding, False
+            self.is_holding |= self.adapters.are_used
+            try:
+                yield
+                succeeded = True
+            finally:
+                self.is_holding = was_holding
+                for server in self.proofs.end(succeeded=succeeded):
+                    self.servers.router.put_back(server)
+
+    def awaits_proof(self, version: int) -> bool:
+        """Return whether a server waits for a proof that can begin now, with weights of this version."""
+        is_waiting = any(server.awaits_proof for server in self.servers.router.servers)
+        return is_waiting and not self.is_paused and (version == self.version or not self.servers.router.in_service())
+
+    @property
+    def others_sample_on(self) -> bool:
+        """True during a proof that does not concern every server in service: the run goes on if the others are lost."""
+        in_service = self.servers.router.in_service()
+        return len(self._concerned(in_service)) < len(in_service)
+
+    def _concerned(self, servers: Iterable[Server]) -> list[Server]:
+        """Return those of ``servers`` that a publication reaches now."""
+        return list(servers) if self.adapters.are_used else self.proofs.concern(servers)
+
     # -- servers that come back or join later --------------------------------------------------------------------------
 
     def bring_back(self, server: Server) -> None:
@@ -356,8 +403,10 @@ class ServerWeights:
             if self.publisher is None and self.adapters.are_used:
                 self._numbered(server, self.backend.read_version(server))
                 self.adapters.restore(server)
+                self.proofs.require(server)
             elif self.publisher is None:
                 self._give_current(server)
+                self.proofs.require(server)
                 (self.backend.pause_server if self.is_paused else self.backend.resume_server)(server)
             else:
                 version, holders = self.publisher()
@@ -377,8 +426,10 @@ class ServerWeights:
         """Give the current weights to a server that is not proven to hold them."""
         label, doubtful = str(self.backend.read_version(server)), server.has_doubtful_weights
         # A restarted server may label its initial weights 0, too.
-        if label == str(self.version) and not doubtful and not (label == "0" and self.restore is not None):
+        is_initial = label == "0" and self.restore is not None and not server.awaits_proof
+        if label == str(self.version) and not doubtful and not is_initial:
             return
+        self.proofs.doubt(server)
         if self.restore is not None:
             self.backend.pause_server(server)  # its running requests must not see its weights change
             self.restore(server)

@@ -200,9 +200,11 @@ class PPOTrainer(PolicyTrainer):
             self._recall(self.journal)
 
     def _publish_again(self) -> None:
-        """Publish the current weights again if the servers that had them were lost and nothing can be sampled without them."""
+        """Publish the current weights again to servers that were started again: to prove them, or because nothing can be sampled else."""
         if self.rollout.sampler.lacks_weights:
             self.ranks.call("republish")
+        if self.ranks.awaits_proof:
+            self.ranks.call("prove_publication")
 
     def _recall(self, journal: Journal) -> None:
         """Continue the episodes that earlier processes of the run recorded."""
