@@ -8,7 +8,7 @@ import transformers
 from tiny_policy import tiny_actor, tiny_batch, tiny_model
 
 from rollwright.config.experiment import FinetuneSpec
-from rollwright.config.sections import PPOActorConfig
+from rollwright.config.sections import LoraConfig, PPOActorConfig
 from rollwright.errors import WeightUpdateError
 from rollwright.inference.backends.builtin.engine import BuiltinEngine
 from rollwright.inference.engine import WeightReceiver
@@ -310,3 +310,64 @@ def test_tensors_that_could_be_mistaken_for_each_other():
     assert exchangeable(shapes) == {
         ("gate", "up"): [(f"layers.{n}.mlp.gate.weight", f"layers.{n}.mlp.up.weight") for n in (0, 1)]
     }
+
+
+# -- adapters ----------------------------------------------------------------------------------------------------------
+
+
+def adapted_actor():
+    return tiny_actor(dtype=torch.float32, lora=LoraConfig(rank=2, alpha=8.0))
+
+
+class StaleAdapterEngine(BuiltinEngine):
+    """Keeps the first values of the adapter's tensors that ``part`` names."""
+
+    part = ""
+
+    def receive_weights(self, weights, version, meta, config):
+        named = {name: tensor.clone() for name, tensor in weights}
+        self.first = getattr(self, "first", None) or named
+        if self.part:
+            named |= {name: tensor for name, tensor in self.first.items() if self.part in name}
+        super().receive_weights(WeightStream.of(named, weights.adapter), version, meta, config)
+
+
+def adapter_engine(actor):
+    return StaleAdapterEngine(actor.shared_model, max_running_requests=2, kv_cache_bytes=1 << 20, threads=1)
+
+
+def test_an_adapter_whose_b_is_zero_is_proven_and_is_zero_again():
+    actor = adapted_actor()
+    before = weights_of(actor)
+    with adapter_engine(actor) as engine:
+        actor.connect_engine(engine)
+        actor.prove_publication()
+        proof = actor._proof
+        assert proof.difference < 1e-5
+        assert proof.unclear == proof.unreached == []
+        assert set(proof.movement) == {"LoRA A", "LoRA B"}
+        assert min(proof.movement.values()) > 1e-3
+    assert is_equal(before, actor)
+    assert all(not tensor.any() for name, tensor in before.items() if "lora_B" in name)
+
+
+@pytest.mark.parametrize(
+    ("part", "expected"),
+    [
+        ("lora_A", "all or several of the LoRA A"),
+        ("lora_B", "all or several of the LoRA B"),
+        ("layers.1.mlp.up_proj.lora_A", r"layers\.1\.mlp\.up_proj\.lora_A\.default\.weight \(LoRA A\)"),
+        ("layers.0.self_attn.v_proj.lora_B", r"layers\.0\.self_attn\.v_proj\.lora_B\.default\.weight \(LoRA B\)"),
+        (".", "all or several of the LoRA B"),  # without B, its A has no effect
+    ],
+)
+def test_a_half_of_an_adapter_that_does_not_arrive_is_named(part, expected):
+    actor = adapted_actor()
+    before = weights_of(actor)
+    with adapter_engine(actor) as engine:
+        actor.connect_engine(engine)
+        actor.republish()
+        engine.part = part
+        with pytest.raises(WeightUpdateError, match=expected):
+            actor.prove_publication()
+    assert is_equal(before, actor)
