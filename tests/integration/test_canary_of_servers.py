@@ -14,7 +14,7 @@ from rollwright.config.sections import PPOActorConfig
 from rollwright.data.tokenizer import build_character_tokenizer
 from rollwright.errors import WeightUpdateError
 from rollwright.inference.backends.sglang import SGLangBackend
-from rollwright.inference.weights.files import read_weights, write_weights
+from rollwright.inference.weights.files import content_digests, read_weights, write_weights
 from rollwright.inference.weights.stream import WeightStream
 from rollwright.inference.weights.transfer import WeightUpdateMeta
 from rollwright.training import publish_and_audit
@@ -95,6 +95,8 @@ def test_a_server_that_takes_everything_is_proven_and_holds_the_true_weights(tra
     assert all(torch.equal(tensor, before[name]) for name, tensor in actor.full_weights().items())
     assert actor._publisher.agreements[0].mean < 1e-4
     assert [server.in_service for server in client.servers.router.servers] == [True]
+    (checksums,) = client.checksums().values()
+    assert checksums == {name: digest.hex() for name, digest in content_digests(actor.model.named_parameters()).items()}
 
 
 @pytest.mark.parametrize("name", FAULTS)

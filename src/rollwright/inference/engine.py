@@ -121,6 +121,10 @@ class WeightReceiver:
         """True if the engine answers probes."""
         return type(self).probe is not WeightReceiver.probe
 
+    def checksums(self) -> dict[str, dict[str, str]]:
+        """During a proof, return a checksum of each tensor that the engines compute with, by engine and tensor, if they give any."""
+        return {}
+
     def proof(self) -> AbstractContextManager[None]:
         """Return a context for a canary. Inside it, weights and probes concern the engines that no canary has proven yet.
 

@@ -182,6 +182,13 @@ class RemoteInferenceEngine(InferenceEngine):
         """See ``ServerWeights.resume``."""
         self.weights.resume()
 
+    def checksums(self) -> dict[str, dict[str, str]]:
+        """See ``ServerBackend.checksums``; of the servers that the proof concerns."""
+        named, failed = self.servers.settled(self.backend.checksums, self.weights.proofs.updated)
+        for server, error in failed.items():
+            logger.warning("The server at %s gave no checksums of its weights: %s", server.address, error)
+        return {self.requests.name_of(server): checksums for server, checksums in named.items()}
+
     def proof(self) -> AbstractContextManager[None]:
         """See ``ServerWeights.proof``."""
         return self.weights.proof()

@@ -169,7 +169,11 @@ class RemoteRequests:
             logger.warning(
                 "No server is in service that could be compared with the trainer after version %d.", self.weights.version
             )
-        return {f"The {self.backend.kind} server at {server.address}": answer for server, answer in answers.items()}
+        return {self.name_of(server): answer for server, answer in answers.items()}
+
+    def name_of(self, server: Server) -> str:
+        """Return a server's name in the messages of the audit and the canary."""
+        return f"The {self.backend.kind} server at {server.address}"
 
     def _addresses(self) -> str:
         return ", ".join(server.address for server in self.servers.router.servers)

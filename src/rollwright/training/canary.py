@@ -122,7 +122,10 @@ class Canary:
         with sampler.proof() if parallel.rank() == 0 else nullcontext():
             if parallel.from_first_rank(lambda: sampler.can_be_probed):
                 proof = self._proof()
+            checksums = self._checksums() if proof is not None else {}
             self.publisher.publish(self.trainer, self._version)
+            if proof is not None:
+                parallel.from_first_rank(lambda: _refuse_unchanged(checksums, self._checksums(), set(self.change.names)))
         if proof is not None:
             self._report(proof)
         return proof
@@ -199,6 +202,12 @@ class Canary:
         if answers is None:
             raise WeightUpdateError("The engine is paused and cannot answer the canary's probe: call resume() before.")
         return answers
+
+    def _checksums(self) -> dict[str, dict[str, str]]:
+        """On rank 0, return the checksums of the tensors that the engines compute with. An adapter leaves them as they are."""
+        if parallel.rank() != 0 or self.trainer.weights().adapter is not None:
+            return {}
+        return self.publisher.engine.sampler.checksums()
 
     def _change(self, changed: Collection[str]) -> None:
         reshard(self.trainer._scorer)
@@ -381,6 +390,29 @@ class Canary:
                 reshard(self.trainer._scorer)
                 self.change.exchange(pairs)
         return found
+
+
+def _refuse_unchanged(changed: dict[str, dict[str, str]], true: dict[str, dict[str, str]], names: Collection[str]) -> None:
+    """Compare the checksums of engines between the changed and the true weights; also of tensors that the probe does not reach.
+
+    Args:
+        changed: checksums by engine and by the engine's name of a tensor, with every tensor changed.
+        true: the same with the true weights.
+        names: the trainer's names of the tensors. Engines that fuse tensors have other names, and some of those may never change.
+
+    Raises:
+        WeightUpdateError: a tensor of one of these names is the same.
+    """
+    for engine, checksums in true.items():
+        same = [name for name, checksum in checksums.items() if changed.get(engine, {}).get(name) == checksum]
+        wrong = [name for name in same if name in names]
+        if wrong:
+            raise WeightUpdateError(
+                f"{engine} does not take {wrong[0]} ({kind_of(wrong[0])}){f' and {len(wrong) - 1} more' if wrong[1:] else ''}: its checksum "
+                "is the same for a test publication in which every tensor was changed and for the true weights."
+            )
+        if same:
+            logger.warning("canary: %s reports the same checksums before and after for %s", engine, ", ".join(same[:8]))
 
 
 def _kinds(names: Sequence[str]) -> dict[str, list[str]]:

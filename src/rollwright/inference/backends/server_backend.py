@@ -212,6 +212,10 @@ class ServerBackend(ABC):
         models = self.ask(server, "GET", "/v1/models", timeout=30.0).get("data") or []
         return [str(model["id"]) for model in models if model.get("parent")]
 
+    def checksums(self, server: Server) -> dict[str, str]:
+        """Return a checksum of each tensor that a server computes with, by the server's name for it; empty if it gives none."""
+        return {}
+
     def held_dtype(self, server: Server) -> torch.dtype | None:
         """Return the type of a server's weights, or None if it is unknown."""
         return None

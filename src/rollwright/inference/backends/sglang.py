@@ -301,6 +301,19 @@ class SGLangBackend(BroadcastBackend):
 
     # -- weights -------------------------------------------------------------------------------------------------------
 
+    def checksums(self, server: Server) -> dict[str, str]:
+        """See ``ServerBackend.checksums``. Those of the ranks of a server are joined."""
+        try:
+            body = {"action": "checksum"}
+            answer = self.ask(server, "POST", "/weights_checker", body, timeout=self.config.request_timeout)
+        except ServerRefusedError:  # SGLang before it had this route
+            return {}
+        joined: dict[str, str] = {}
+        for part in answer.get("payload") or []:
+            for name, checksum in part["checksums"].items():
+                joined[name] = f"{joined.get(name, '')}{checksum}"
+        return joined
+
     def held_dtype(self, server: Server) -> torch.dtype | None:
         """Return the configured type. ``auto`` is bfloat16 on a GPU, and unknown (None) otherwise, because it then depends on the model's
         configuration, which the server does not report."""

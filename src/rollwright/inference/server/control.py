@@ -36,7 +36,7 @@ from rollwright.inference.server.control_bodies import (
 )
 from rollwright.inference.server.exchange import RequestError, Routes
 from rollwright.inference.server.settings import ServerSettings
-from rollwright.inference.weights.files import content_digest, read_weights
+from rollwright.inference.weights.files import content_digest, content_digests, read_weights, total_digest
 from rollwright.inference.weights.group import WeightGroup
 from rollwright.inference.weights.names import IncompleteWeightsError
 from rollwright.inference.weights.stream import WeightStream
@@ -443,5 +443,10 @@ class Control:
 
     async def _weights_checker(self) -> dict[str, Any]:
         async with self._update:
-            digest = await asyncio.to_thread(content_digest, dict(self._engine.model.named_parameters()).items())
-        return {"success": True, "message": "", "payload": [{"per_gpu_checksum": digest, "checksums": {}}]}
+            digests = await asyncio.to_thread(content_digests, dict(self._engine.model.named_parameters()).items())
+        checksums = {name: digest.hex() for name, digest in digests.items()}
+        return {
+            "success": True,
+            "message": "",
+            "payload": [{"per_gpu_checksum": total_digest(digests), "checksums": checksums}],
+        }

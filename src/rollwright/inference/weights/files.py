@@ -26,14 +26,20 @@ _FILE_BYTES = 4 << 30
 
 
 def content_digest(named: Iterable[tuple[str, Tensor]]) -> str:
-    """Compute SHA-256 over the names, types, shapes and bytes of tensors, sorted by name.
+    """Compute SHA-256 over the ``content_digests`` of tensors, sorted by name.
 
     Two sets of weights have the same digest exactly if they are equal bit for bit, however they are stored.
     """
-    return _total_digest({name: _tensor_digest(name, tensor) for name, tensor in named})
+    return total_digest({name: _tensor_digest(name, tensor) for name, tensor in named})
 
 
-def _total_digest(digests: dict[str, bytes]) -> str:
+def content_digests(named: Iterable[tuple[str, Tensor]]) -> dict[str, bytes]:
+    """Compute SHA-256 over the name, type, shape and bytes of each tensor, by name."""
+    return {name: _tensor_digest(name, tensor) for name, tensor in named}
+
+
+def total_digest(digests: Mapping[str, bytes]) -> str:
+    """Compute ``content_digest`` from the digests of the tensors."""
     return hashlib.sha256(b"".join(digests[name] for name in sorted(digests))).hexdigest()
 
 
@@ -128,7 +134,7 @@ def write_files(directory: Path, weights: WeightStream) -> str:
                 del tensor
     if len(parts) > 1:
         (directory / "model.safetensors.index.json").write_text(json.dumps(index))
-    return _total_digest(digests)
+    return total_digest(digests)
 
 
 def read_weights(directory: str | Path) -> Iterator[tuple[str, Tensor]]:

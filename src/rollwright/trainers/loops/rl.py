@@ -285,6 +285,7 @@ class PPOTrainer(PolicyTrainer):
         super().publish()
         self.rollout.resume()
         self.rollout.set_version(self.actor.version)
+        self._publish_again()  # a server that was started again meanwhile may have been given the weights
 
     def next_batch(self, stop: StopSignal) -> Trajectory:
         """Return the batch of the next step.
