@@ -72,7 +72,9 @@ def swapped(one, other):
     def swap(name):
         return name.replace(one, "\0").replace(other, one).replace("\0", other)
 
-    return Fault(lambda fault: {name: fault.sent[-1][swap(name)] if ".0.mlp." in name else t for name, t in fault.sent[-1].items()})
+    return Fault(
+        lambda fault: {name: fault.sent[-1][swap(name)] if ".0.mlp." in name else t for name, t in fault.sent[-1].items()}
+    )
 
 
 FAULTS = {
@@ -106,7 +108,9 @@ def test_what_does_not_reach_a_server_is_named(trained, monkeypatch, name):
     client.weights.proofs._proven.clear()
     actor.republish()  # what the test before has left
     if name == "another version":
-        fault.sent.append({name: tensor.clone() for name, tensor in publish_and_audit.as_published(actor.model, actor.weights())})
+        fault.sent.append(
+            {name: tensor.clone() for name, tensor in publish_and_audit.as_published(actor.model, actor.weights())}
+        )
     monkeypatch.setattr(publish_and_audit, "as_published", fault)
     with pytest.raises(WeightUpdateError, match=expected):
         actor.prove_publication()

@@ -25,6 +25,7 @@ from rollwright.inference.backends.sglang import SGLangClient
 from rollwright.inference.weights.stream import WeightStream
 from rollwright.inference.weights.transfer import WeightUpdateMeta
 from rollwright.rollout.engines import RemoteSGLangEngine
+from rollwright.training import publish_and_audit as audits
 from rollwright.training.actor import FSDPPPOActor
 
 model, address, root, out = sys.argv[1:5]
@@ -64,6 +65,24 @@ if rank == 0:
 metrics = step()
 note("resumed")
 told.append(["metric", actor.version, metrics["logprob_difference/probe"]])
+
+# The canary: both change and restore their shards alike.
+before = actor.full_weights()
+actor.prove_publication()
+is_restored = all(torch.equal(tensor, before[name]) for name, tensor in actor.full_weights().items())
+told.append(["canary", actor.version, [actor._proof.difference, actor._proof.unreached, actor._proof.unclear, is_restored]])
+published = audits.as_published
+audits.as_published = lambda model, stream: WeightStream.of({name: t for name, t in published(model, stream) if ".k_proj" not in name})
+actor.connect_engine(engine, WeightUpdateMeta.from_disk(root + "/canary"))
+try:
+    actor.prove_publication()
+except RollwrightError as error:
+    told.append(["lost", actor.version, str(error)])
+audits.as_published = published
+if rank == 0:
+    rollout.client.weights.proofs._proven.clear()
+actor.connect_engine(engine, WeightUpdateMeta.shared())
+actor.republish()
 
 # Weights that are not the trainer's, each call of the server answered with success.
 whole = actor.weights
@@ -131,7 +150,11 @@ def test_ranks_audit_servers_together(tmp_path):
     assert all(mean < 1e-4 for _, _, means in first[:5] for mean in means)
     assert first[5][2] == first[4][2][0]
     for told in (first, second):
-        (_, version, wrong), (_, _, failed) = told[6:]
+        (_, _, (difference, unreached, unclear, is_restored)), (_, _, lost), (_, version, wrong), (_, _, failed) = told[6:]
+        assert difference < 1e-4
+        assert unreached == unclear == []
+        assert is_restored
+        assert "does not take all or several of the k_proj" in lost
         assert version == 4
         assert wrong.startswith("WeightUpdateError")
         assert "says that it holds version 5" in wrong

@@ -54,7 +54,7 @@ def test_a_server_that_fails_its_proof_stays_out(tmp_path):
             client.publication.update_from_disk(str(tmp_path), 0)
             client.probe(PROBE)
         client.use_servers([*client.addresses, address])
-        with pytest.raises(RuntimeError), client.proof():
+        with pytest.raises(RuntimeError), client.proof():  # noqa: PT012 - raised inside the proof
             client.publication.update_from_disk(str(tmp_path), 0)
             raise RuntimeError("it computes with other weights")
         assert len(client.servers.router.in_service()) == 1
@@ -89,5 +89,7 @@ def test_checksums_that_do_not_change_name_the_tensor():
     names = {"model.norm.weight", "experts.3.up_proj.weight"}
     _refuse_unchanged(changed, {"a server": {"model.norm.weight": "4", "experts.3.up_proj.weight": "5", "k_scale": "3"}}, names)
     _refuse_unchanged({}, {}, names)
-    with pytest.raises(WeightUpdateError, match=r"a server does not take experts\.3\.up_proj\.weight \(experts\): its checksum"):
+    with pytest.raises(
+        WeightUpdateError, match=r"a server does not take experts\.3\.up_proj\.weight \(experts\): its checksum"
+    ):
         _refuse_unchanged(changed, {"a server": {"model.norm.weight": "4", "experts.3.up_proj.weight": "2"}}, names)
