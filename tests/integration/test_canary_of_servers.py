@@ -28,7 +28,7 @@ def write_experts(directory):
     tokenizer = build_character_tokenizer()
     config = transformers.Qwen3MoeConfig(
         vocab_size=len(tokenizer), hidden_size=32, intermediate_size=48, moe_intermediate_size=16, num_hidden_layers=2, head_dim=8,
-        num_attention_heads=4, num_key_value_heads=2, num_experts=4, num_experts_per_tok=2, mlp_only_layers=[0], max_position_embeddings=256,
+        num_attention_heads=4, num_key_value_heads=2, num_experts=4, num_experts_per_tok=2, mlp_only_layers=[0], max_position_embeddings=512,
         tie_word_embeddings=False, bos_token_id=tokenizer.bos_token_id, eos_token_id=tokenizer.eos_token_id, pad_token_id=tokenizer.pad_token_id,
     )  # fmt: skip
     torch.manual_seed(0)

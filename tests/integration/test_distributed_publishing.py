@@ -72,7 +72,9 @@ actor.prove_publication()
 is_restored = all(torch.equal(tensor, before[name]) for name, tensor in actor.full_weights().items())
 told.append(["canary", actor.version, [actor._proof.difference, actor._proof.unreached, actor._proof.unclear, is_restored]])
 published = audits.as_published
-audits.as_published = lambda model, stream: WeightStream.of({name: t for name, t in published(model, stream) if ".k_proj" not in name})
+audits.as_published = lambda model, stream: WeightStream.of(
+    [(name, t.clone()) for name, t in published(model, stream) if ".k_proj" not in name]
+)
 actor.connect_engine(engine, WeightUpdateMeta.from_disk(root + "/canary"))
 try:
     actor.prove_publication()
