@@ -73,7 +73,7 @@ def swapped(one, other):
         return name.replace(one, "\0").replace(other, one).replace("\0", other)
 
     return Fault(
-        lambda fault: {name: fault.sent[-1][swap(name)] if ".0.mlp." in name else t for name, t in fault.sent[-1].items()}
+        lambda fault: {name: fault.sent[-1][swap(name)] if ".experts." not in name else t for name, t in fault.sent[-1].items()}
     )
 
 
