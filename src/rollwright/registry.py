@@ -64,6 +64,7 @@ class Registry(Generic[Entry]):
         entry_points: group of entry points whose names are registered, such as "rollwright.workflows".
         marks: keyword arguments of ``register``, which become attributes of the entry.
         accepts: function that decides whether an object can be an entry. By default, any callable can.
+        refused: names that are deliberately no entries, each with the reason.
     """
 
     def __init__(
@@ -76,6 +77,7 @@ class Registry(Generic[Entry]):
         entry_points: str | None = None,
         marks: Sequence[str] = (),
         accepts: Callable[[Any], bool] = callable,
+        refused: Mapping[str, str] | None = None,
     ) -> None:
         self.kind = kind
         self.error = error
@@ -86,6 +88,7 @@ class Registry(Generic[Entry]):
         self._entry_points_loaded = False
         self._marks = tuple(marks)
         self._accepts = accepts
+        self.refused = dict(refused or {})
         self._lock = threading.RLock()
 
     def register(self, name: str, **marks: Any) -> Callable[[Registered], Registered]:
@@ -127,6 +130,8 @@ class Registry(Generic[Entry]):
                 with self._lock:
                     self._entries.setdefault(name, import_path(self.built_in[name], self.kind, self.error))
             return self._entries[name]
+        if name in self.refused:
+            raise self.error(f"{name!r} is no {self.kind} here: {self.refused[name]}.")
         tried = [f"registered names ({', '.join(self.names())})"]
         found = _find(name, self.kind, self.error, tried)
         if found is not None:

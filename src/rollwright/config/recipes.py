@@ -40,6 +40,23 @@ KL_ESTIMATORS: Registry[Callable[..., Any]] = Registry(
     built_in={name: f"rollwright.algorithms.losses:{name}" for name in ("k1", "k2", "k3")},
 )
 
+_TOP_K_REVERSE_KL = (
+    "a reverse KL over the teacher's top tokens falls when the policy puts less probability on all of them, so it drives the policy away "
+    "from the teacher (verl-project/verl#5041). Use advantage or k1, the reverse KL of sampled tokens; or forward_kl or jsd, which count "
+    "all other tokens as one bin"
+)
+
+#: ``distillation.loss``: rows of ``rollwright.algorithms.teachers``, or functions like ``forward_kl`` there.
+TEACHER_LOSSES: Registry[Callable[..., Any]] = Registry(
+    "teacher loss",
+    variable="TEACHER_LOSSES",
+    built_in={
+        name: f"rollwright.algorithms.teachers:{name.upper()}"
+        for name in ("none", "advantage", "k1", "k2", "k3", "forward_kl", "jsd")
+    },
+    refused=dict.fromkeys(("reverse_kl", "reverse_kl_topk", "reverse_kl_top_k", "topk_reverse_kl"), _TOP_K_REVERSE_KL),
+)
+
 #: ``optimizer.kind``: called with parameter groups, ``lr`` and ``optimizer.kwargs``; built-in ones also with ``betas`` and ``eps``.
 OPTIMIZERS: Registry[Callable[..., Any]] = Registry(
     "optimizer",
