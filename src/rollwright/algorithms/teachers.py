@@ -101,6 +101,11 @@ def with_tail(logp_BLK: Tensor) -> Tensor:
     return torch.cat([logp_BLK, rest.log()], -1)
 
 
+def mass(logp_BLK: Tensor) -> Tensor:
+    """Return the probability of all given tokens together, ``[B, L]``."""
+    return logp_BLK.exp().sum(-1)
+
+
 def _kl(logp_BLK: Tensor, other_logp_BLK: Tensor) -> Tensor:
     ratio_BLK = (logp_BLK - other_logp_BLK).clamp(-LOG_RATIO_LIMIT, LOG_RATIO_LIMIT)
     return (logp_BLK.exp() * ratio_BLK).sum(-1)

@@ -9,6 +9,7 @@ from rollwright.config import key, key_from
 from rollwright.config.generation import GenerationHyperparameters
 from rollwright.config.recipes import ADVANTAGE_ESTIMATORS, KL_ESTIMATORS, OPTIMIZERS, POLICY_LOSSES
 from rollwright.config.servers import BACKENDS
+from rollwright.config.teachers import DistillationConfig
 
 
 @dataclass
@@ -166,6 +167,7 @@ class PPOActorConfig(TrainEngineConfig):
         ge=0.0,
     )
     kl_estimator: str = key("k3", "Schulman's k1, k2 or k3; or a registered name or import path.", registry=KL_ESTIMATORS)
+    distillation: DistillationConfig = field(default_factory=DistillationConfig)
     entropy_coef: float = key(0.0, "Weight of an entropy bonus.", ge=0.0)
     mask_truncated: bool = key(False, "Samples cut by a length limit do not train (DAPO's overlong filter).")
     recompute_logprob: bool = key(

@@ -34,6 +34,7 @@ class TeacherConfig:
         "special tokens that the model expects.",
     )
     weight: float = key(1.0, "Weight in the mixture of the teachers that score the same sample: log Σ wᵢ pᵢ.", gt=0.0)
+    loss_weight: float = key(1.0, "Multiplies distillation.weight in the samples that it scores.", gt=0.0)
     tasks: dict[str, Any] = key_from(
         dict,
         "Tasks that it teaches: fields of the task and their value, or a list of values, such as {taskset: [math, code]}. Default: all.",

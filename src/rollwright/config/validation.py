@@ -327,7 +327,7 @@ def _registered(registry: Registry[Any], name: str) -> str:
     """Validate a registered name, or an import path that the registry accepts."""
     if name in registry:
         return name
-    if "." not in name and ":" not in name:
+    if "." not in name and ":" not in name and name not in registry.refused:
         known = registry.names()
         raise _refusal(f"must be one of {', '.join(known)}, or an import path, got {_shown(name)}; {nearest(name, known)}")
     try:

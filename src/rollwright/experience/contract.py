@@ -7,7 +7,8 @@ tensors ``[B, L, ...]`` have one entry per token, tensors ``[B, ...]`` and lists
 both are equal; 0 is the trunk. ``other_context`` marks tokens that were sampled after a different text than their row shows; the trainer's
 log-probabilities of them differ from those at sampling and are compared separately. ``logprobs_shifted`` marks rows whose
 log-probabilities were taken after top-p, top-k or penalties, because their server returns no others; the trainer replaces them with its own
-and does not compare them.
+and does not compare them. ``teacher_logprobs`` are a teacher's log-probabilities of tokens, and ``teacher_weights`` say how much it teaches each (0: not at all);
+``teacher_top_ids`` and ``teacher_top_logprobs``, ``[B, L, K]``, are its most likely tokens there (``TEACHER_TOP``).
 """
 
 from __future__ import annotations
@@ -28,6 +29,12 @@ LARGEST_LOGPROB = 1e-3
 
 #: Column with the multi-modal processor outputs of each row: a dict of tensors or None.
 MULTI_MODAL = "multi_modal_inputs"
+
+#: Columns ``[B, L, K]`` with a teacher's most likely tokens at the place of each token: ids (int64) and log-probabilities (float32).
+TEACHER_TOP = ("teacher_top_ids", "teacher_top_logprobs")
+
+#: Column of a micro-batch with the log-probabilities ``[B, L, K]`` of these tokens under the model that is trained.
+CANDIDATE_LOGPROBS = "candidate_logprobs"
 
 #: List of a packed batch with the packed row behind each row (``packed.packed_batch``).
 PACKED = "packed_rows"
@@ -62,6 +69,8 @@ COLUMNS: dict[str, Column] = {
     "token_rewards": Column("BL", torch.float32, 0.0, required=False),
     "advantages": Column("BL", torch.float32, 0.0, required=False),
     "seeds": Column("B", torch.int64, required=False),
+    "teacher_logprobs": Column("BL", torch.float32, 0.0, required=False),
+    "teacher_weights": Column("BL", torch.float32, 0.0, required=False),
 }
 
 #: Optional columns with a neutral default (no mark, no token rewards, no branches, consecutive positions, no images, no details), so that

@@ -31,6 +31,7 @@ from rollwright.rollout.engines import RolloutEngine
 from rollwright.tracking.logging import getLogger
 from rollwright.training import parallel
 from rollwright.training.canary import Canary, Proof
+from rollwright.training.distillation import Distillation
 from rollwright.training.engine import TrainEngine, trained_tokens
 from rollwright.training.micro_batches import split_minibatches
 from rollwright.training.parallel import TokenStatistics
@@ -61,6 +62,7 @@ class FSDPPPOActor(TrainEngine):
         """
         apply_recipe(config)
         self.policy_loss, self._estimate = find_policy_loss(config), find_estimator(config)
+        self._distillation = Distillation(config.distillation)
         super().__init__(config, model)
         self.needs_reference = config.kl_ctl > 0
         self._engine: Any = None
@@ -88,7 +90,8 @@ class FSDPPPOActor(TrainEngine):
         Rewards are shifted, scaled and clipped, written to ``returns [B]``, and passed to ``adv_estimator``; the estimator ``normalised``
         normalises them over samples as ``adv_norm`` specifies. With ``token_rewards [B, L]``, a token's return is the row's reward plus
         the token rewards from this token to the end of the row; the row's baseline and scale apply to all its tokens. Existing advantages
-        (``[B]`` or ``[B, L]``, from a workflow, an operator or the caller) are kept. With ``kl_ctl > 0``, ``ref_logp`` is added too.
+        (``[B]`` or ``[B, L]``, from a workflow, an operator or the caller) are kept. With ``kl_ctl > 0``, ``ref_logp`` is added too. With
+        a teacher (``distillation``), advantages are weighted by ``reward_weight``, and those of the loss ``advantage`` are added.
 
         Args:
             batch: a trajectory with ``rewards [B]`` or ``advantages``. It needs ``group_ids`` if a level of ``adv_norm`` is ``group``, and
@@ -101,7 +104,9 @@ class FSDPPPOActor(TrainEngine):
             TrainingError: a required key is missing, or the advantages have another shape.
         """
         mask_BL = self._update_mask(batch).float()
-        if batch.get("advantages") is None:
+        if batch.get("advantages") is None and not self._distillation.uses_rewards:
+            batch["advantages"] = torch.zeros_like(mask_BL)
+        elif batch.get("advantages") is None:
             batch["advantages"] = self._estimated(batch, mask_BL)
         else:
             given = batch["advantages"].float().to(mask_BL.device)
@@ -111,6 +116,7 @@ class FSDPPPOActor(TrainEngine):
                     f"{list(mask_BL.shape[:1])}, or for each token, {list(mask_BL.shape)}."
                 )
             batch["advantages"] = (given if given.ndim == 2 else given[:, None]) * mask_BL
+        batch["advantages"] = self._distillation.mixed_advantages(batch, batch["advantages"], mask_BL)
         if self.config.kl_ctl > 0 and "ref_logp" not in batch:
             batch["ref_logp"] = self.compute_ref_logp(batch)
         return batch
@@ -214,6 +220,7 @@ class FSDPPPOActor(TrainEngine):
         config = self.config
         _require(batch, "advantages", "a policy update", "call compute_advantages(batch) first")
         _require(batch, "logprobs", "a policy update")
+        self._distillation.require_scores(batch, "a policy update")
         batch = tensor_container_to(dict(batch), self.device)
         batch["update_mask"] = self._update_mask(batch).float()
         is_anchored = "prox_logp" in batch or recomputes_logprobs(config)
@@ -411,6 +418,7 @@ class PolicyUpdate:
         batch: Trajectory,
     ) -> None:
         self.config, self.policy_loss, self.version = config, policy_loss, version
+        self.distillation = Distillation(config.distillation)
         self.before_first_step = True
         self.logprobs_BL = torch.zeros_like(batch["update_mask"], dtype=torch.float32)
         self.entropies_BL = torch.zeros_like(self.logprobs_BL)
@@ -445,6 +453,9 @@ class PolicyUpdate:
             reference_BL = part["ref_logp"].to(logp_BL.dtype) * mask_BL
             total = total + config.kl_ctl * (weights_BL * kl_loss(logp_BL, reference_BL, config.kl_estimator)).sum()
             statistics.mean("kl", kl_estimate(logp_BL.detach(), reference_BL, config.kl_estimator), mask_BL)
+        taught_BL = self.distillation.loss(part, logp_BL, mask_BL, statistics)
+        if taught_BL is not None:
+            total = total + (weights_BL * taught_BL).sum()
         if config.entropy_coef > 0:
             total = total - config.entropy_coef * (weights_BL * entropy_BL).sum()
         self._measure(part, logp_BL.detach(), behaviour_BL, policy, mask_BL)

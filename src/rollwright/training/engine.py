@@ -22,6 +22,7 @@ from rollwright.algorithms.losses import aggregation_weights
 from rollwright.config.experiment import FinetuneSpec
 from rollwright.config.sections import TrainEngineConfig
 from rollwright.errors import CheckpointError, ConfigError, TrainingError
+from rollwright.experience.contract import CANDIDATE_LOGPROBS, TEACHER_TOP
 from rollwright.experience.trajectory import Trajectory, tensor_container_to
 from rollwright.inference.model_facts import refuse_unless_causal
 from rollwright.inference.weights.adapter import AdapterSpec
@@ -373,7 +374,11 @@ class TrainEngine:
             if not len(index):
                 part["loss_weights"] = torch.zeros_like(part["loss_weights"])
             with self._autocast():
-                logprobs_BL, entropy_BL = self._scorer(part, part["loss_weights"] != 0, **entropies)
+                logprobs_BL, entropy_BL, *candidates = self._scorer(
+                    part, part["loss_weights"] != 0, **entropies, candidates_BLK=part.get(TEACHER_TOP[0])
+                )
+            if candidates:
+                part[CANDIDATE_LOGPROBS] = candidates[0]
             value = weighted_sum(prepared.loss(part, logprobs_BL, entropy_BL), part)
             # FSDP averages gradients over ranks, but the loss weights already include the denominator of all ranks.
             (value * parallel.world_size()).backward()

@@ -71,6 +71,31 @@ def output_logprobs(
     return torch.cat([piece[0] for piece in pieces]), torch.cat([piece[1] for piece in pieces])
 
 
+def candidate_logprobs(
+    logits_of: Callable[[Tensor], Tensor], inputs_TH: Tensor, candidates_TK: Tensor, temperature_T: Tensor, chunk_tokens: int
+) -> Tensor:
+    """Compute the log-probabilities of several candidates for each token.
+
+    Args:
+        logits_of: maps a chunk of inputs to logits ``[C, V]``.
+        inputs_TH: hidden states, or logits, of the tokens that predict the candidates.
+        candidates_TK: token ids.
+        temperature_T: divisor of the logits.
+        chunk_tokens: number of tokens whose logits are held at a time; the backward pass computes them again.
+
+    Returns:
+        ``[T, K]``, in nats.
+    """
+
+    def score(inputs: Tensor, candidates: Tensor, temperature: Tensor) -> Tensor:
+        logits = logits_of(inputs)
+        logits = logits.to(torch.promote_types(logits.dtype, torch.float32)) / temperature[:, None]
+        return logits.gather(-1, candidates) - logits.logsumexp(-1, keepdim=True)
+
+    chunks = zip(*(each.split(chunk_tokens) for each in (inputs_TH, candidates_TK, temperature_T)), strict=True)
+    return torch.cat([checkpoint(score, *chunk, use_reentrant=False) for chunk in chunks])
+
+
 def selected_logprobs(
     logits_TV: Tensor, labels_T: Tensor, temperature_T: Tensor, *, with_entropy: bool = False, entropy_gradient: bool = True
 ) -> tuple[Tensor, Tensor]:

@@ -20,7 +20,7 @@ from rollwright.errors import TrainingError
 from rollwright.experience.trajectory import MULTI_MODAL, Trajectory, row_lengths
 from rollwright.inference.attention_masks import VisibleTokens, branch_attention, last_visible, only_visible
 from rollwright.inference.model_facts import fixed_frequencies, frequency_groups
-from rollwright.training.layers import output_logprobs, selected_logprobs
+from rollwright.training.layers import candidate_logprobs, output_logprobs, selected_logprobs
 from rollwright.training.prefix_tree import PrefixTree
 from rollwright.training.tree_attention import over_tree
 
@@ -44,8 +44,14 @@ class TokenScorer(nn.Module):
         self._head_applies: bool | None = None  # determined with the first batch
 
     def forward(
-        self, batch: Trajectory, wanted_BL: Tensor, *, with_entropy: bool = False, entropy_gradient: bool = True
-    ) -> tuple[Tensor, Tensor]:
+        self,
+        batch: Trajectory,
+        wanted_BL: Tensor,
+        *,
+        with_entropy: bool = False,
+        entropy_gradient: bool = True,
+        candidates_BLK: Tensor | None = None,
+    ) -> tuple[Tensor, ...]:
         """Compute the log-probabilities, and optionally the entropies, of the wanted tokens.
 
         Args:
@@ -54,10 +60,11 @@ class TokenScorer(nn.Module):
             wanted_BL: bool mask of the tokens to score; column 0 has no log-probability and must be false.
             with_entropy: compute entropies too.
             entropy_gradient: let gradients flow through the entropies.
+            candidates_BLK: further token ids for the place of each token, whose log-probabilities are computed as well.
 
         Returns:
             ``logprobs_BL`` and ``entropy_BL``, float32, 0 at tokens outside ``wanted_BL``. The entropy at a token is the entropy of the
-            distribution that predicts this token.
+            distribution that predicts this token. With candidates, a third tensor has their log-probabilities, ``[B, L, K]``.
 
         Raises:
             TrainingError: the model cannot compute the rows, or cannot compute them in one batch.
@@ -78,6 +85,7 @@ class TokenScorer(nn.Module):
             predictor = (at[0], last_visible(batch["branch_ids"])[at])
         else:
             predictor = (at[0], at[1] - 1)
+        candidates = None if candidates_BLK is None else (*predictor, candidates_BLK[at], temperature_T)
         copies_T: Tensor | None = None
         if tree is not None and bool(tree.repeated[at].any()):  # score tokens that several rows share only once
             first_T, copies_T = _first_of_equal(tree.place[at], temperature_T)
@@ -111,7 +119,20 @@ class TokenScorer(nn.Module):
         if copies_T is not None:
             logprobs_T, entropy_T = logprobs_T[copies_T], entropy_T[copies_T]
         empty_BL = torch.zeros(wanted_BL.shape, dtype=logprobs_T.dtype, device=ids_BL.device)
-        return empty_BL.index_put(at, logprobs_T), empty_BL.index_put(at, entropy_T)
+        scores = empty_BL.index_put(at, logprobs_T), empty_BL.index_put(at, entropy_T)
+        if candidates is None:
+            return scores
+        found_TK = self._candidate_logprobs(outputs, *candidates)
+        return *scores, found_TK.new_zeros(*wanted_BL.shape, found_TK.shape[1]).index_put(at, found_TK)
+
+    def _candidate_logprobs(
+        self, outputs: Any, row_T: Tensor, column_T: Tensor, candidates_TK: Tensor, temperature_T: Tensor
+    ) -> Tensor:
+        head: Any = self.model.get_output_embeddings() if self._head_applies else nn.Identity()  # type: ignore[operator]
+        inputs_BLH = outputs.last_hidden_state if self._head_applies else outputs.logits
+        vocabulary = head.weight.shape[0] if self._head_applies else inputs_BLH.shape[-1]
+        chunk_tokens = max(1, self.chunk_bytes // (4 * int(vocabulary)))
+        return candidate_logprobs(head, inputs_BLH[row_T, column_T], candidates_TK, temperature_T, chunk_tokens)
 
     @torch.no_grad()
     def _applies_head(self, inputs: dict[str, Any]) -> bool:
