@@ -21,6 +21,7 @@ from rollwright.config.sections import (
 )
 from rollwright.config.servers import SGLangConfig, VLLMConfig
 from rollwright.config.tasksets import DatasetConfig, TasksetConfig
+from rollwright.config.teachers import TeacherConfig
 
 
 @dataclass
@@ -103,6 +104,9 @@ class PPOConfig(EpisodesConfig, BaseExperimentConfig):
     )
     auxiliary_models: list[AuxiliaryModelConfig] = key_from(
         list, "Models that are not trained; task-style workflows get an OpenAI client of each."
+    )
+    teachers: list[TeacherConfig] = key_from(
+        list, "Models whose log-probabilities the policy learns from (actor.distillation); several are chosen by task or mixed."
     )
     bench: BenchConfig = field(default_factory=BenchConfig)
     service: ServiceConfig = field(default_factory=ServiceConfig)

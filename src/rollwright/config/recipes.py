@@ -110,6 +110,10 @@ for _name, _recipe in {
     "sapo": Recipe("SAPO, arXiv 2511.20347", {"policy_loss": "sapo", "loss_aggregation": "row"}),
     "opmd": Recipe("OPMD, arXiv 2505.17826", {**_norm("group", "none"), "policy_loss": "opmd"}),
     "topr": Recipe("TOPR, arXiv 2503.14286", {**_norm("group", "none"), "policy_loss": "topr"}),
+    "distill": Recipe(
+        "On-policy distillation, Thinking Machines Lab, 2025",
+        {"distillation.loss": "advantage", "distillation.reward_weight": 0.0, "loss_aggregation": "token"},
+    ),
     "decoupled_ppo": Recipe("Decoupled PPO, arXiv 2505.24298", {"use_decoupled_loss": True}),
 }.items():
     RECIPES[_name] = _recipe

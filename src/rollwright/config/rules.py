@@ -27,6 +27,7 @@ from rollwright.config.modes import AuxiliaryModelConfig
 from rollwright.config.sections import ClusterConfig, NormConfig, TrainEngineConfig
 from rollwright.config.source import dotted
 from rollwright.config.tasksets import TasksetConfig
+from rollwright.config.teacher_rules import TEACHER_RULES
 from rollwright.config.validation import annotations_of, choices_of, is_section
 from rollwright.errors import ConfigError
 
@@ -717,6 +718,7 @@ RULES: tuple[Rule, ...] = (
     *_TASKS,
     *keys_without_effect.RULES,
     *_POLICY,
+    *TEACHER_RULES,
     *_ENGINES,
     *_CLUSTER,
     *_MODES,

@@ -63,6 +63,7 @@ class RemoteInferenceEngine(InferenceEngine):
         adapters: set if adapters are published to the servers, by this engine or by another one.
         """
         self.config = config or RolloutConfig()
+        self._only_asks = only_asks
         self.servers = ServerSet(self.config, backend.kind, addresses)
         self.backend = backend(self.config, self.servers)
         held = ServerAdapters(self.backend, self.servers, adapters)
@@ -118,7 +119,8 @@ class RemoteInferenceEngine(InferenceEngine):
             self.destroy()
             raise
         self.servers.watch(self.weights.bring_back, lambda: self.weights.is_paused)
-        CONNECTED_ENGINES.append(self)
+        if not self._only_asks:
+            CONNECTED_ENGINES.append(self)
         logger.info("%s servers in use: %s", self.kind, ", ".join(server.address for server in router.servers))
 
     def destroy(self) -> None:

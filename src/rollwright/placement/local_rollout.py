@@ -23,6 +23,7 @@ from rollwright.inference.remote import RemoteInferenceEngine
 from rollwright.inference.weights.adapter import AdapterRoom
 from rollwright.placement.gpus import first_gpu_of_servers
 from rollwright.placement.local_servers import LocalServers
+from rollwright.placement.teachers import open_teachers
 from rollwright.rollout.engines import LocalRolloutEngine, RemoteEngine, RolloutEngine
 from rollwright.tracking.logging import getLogger
 from rollwright.tracking.run_directory import RunDirectory
@@ -76,6 +77,9 @@ def make_rollout_engine(config: PPOConfig, actor: Any, tokenizer: Any, directory
         ConfigError: there is no such backend, or its servers have no model to load.
     """
     engine = _rollout_engine(config, actor, tokenizer, directory)
+    engine.teachers = open_teachers(
+        config.teachers, config.actor.distillation, tokenizer, deterministic=config.deterministic
+    )
     if config.journal.enabled:
         engine.journal = Journal(directory.journal, config.journal, hidden_texts(config))
     return engine

@@ -25,6 +25,7 @@ from rollwright.inference.server_watch import ServerWatch
 from rollwright.inference.weights.files import base_and_adapter
 from rollwright.rollout.episode import EpisodeWorkers
 from rollwright.rollout.executor import RolloutExecutor
+from rollwright.rollout.teachers import Teachers
 from rollwright.tracking.logging import getLogger
 
 if TYPE_CHECKING:
@@ -60,10 +61,12 @@ class RolloutEngine(InferenceEngine):
     Attributes:
         journal: records the episodes; set it before ``initialize``. None disables recording.
         workers: run the episodes in other processes; set it before ``initialize``. None runs them in this one.
+        teachers: score the rows of training samples; set it before ``initialize``. They are closed with the engine.
     """
 
     journal: Journal | None = None
     workers: EpisodeWorkers | None = None
+    teachers: Teachers | None = None
 
     def __init__(
         self,
@@ -115,6 +118,7 @@ class RolloutEngine(InferenceEngine):
                 deterministic=self.deterministic,
                 journal=self.journal,
                 workers=self.workers,
+                teachers=self.teachers,
             )
         except BaseException:  # invalid settings: stop the servers that were started for the client
             self._client.destroy()
@@ -128,6 +132,8 @@ class RolloutEngine(InferenceEngine):
             executor.destroy()
         if client is not None:
             client.destroy()
+        if self.teachers is not None:
+            self.teachers.close()
         if self.journal is not None:
             self.journal.close()
 

@@ -34,6 +34,7 @@ from rollwright.rollout.failure_budget import Failure, FailureLog
 from rollwright.rollout.sample_engine import CURRENT_SAMPLE, SampleEngine
 from rollwright.rollout.seeds import SampleName
 from rollwright.rollout.task_group import Group
+from rollwright.rollout.teachers import Teachers
 from rollwright.tracking.logging import getLogger
 from rollwright.tracking.metrics import get_tracker
 
@@ -46,7 +47,13 @@ Outcome = Trajectory | BaseException | None  #: Rows, the exception of a failed 
 
 
 async def run(
-    sample: SampleEngine, workflow: Any, data: Mapping[str, Any], *, sandbox: str, check: bool = True
+    sample: SampleEngine,
+    workflow: Any,
+    data: Mapping[str, Any],
+    *,
+    sandbox: str,
+    check: bool = True,
+    teachers: Teachers | None = None,
 ) -> Trajectory | None:
     """Run an episode in the current asyncio task.
 
@@ -56,6 +63,7 @@ async def run(
         data: the task.
         sandbox: where Python code written by the model runs.
         check: check the rows against the data contract.
+        teachers: score the rows. None adds no scores.
 
     Returns:
         The normalised rows, or None if the workflow rejected the sample.
@@ -68,6 +76,8 @@ async def run(
     rows = normalise(result, sample.recorder, workflow=sample.workflow, task=sample.name)
     if rows is not None and sample.sample_of_row is not None:
         rows["sample_ids"] = torch.tensor(sample.sample_of_row)
+    if rows is not None and teachers is not None:
+        await teachers.score(rows, sample.engine, data, sample.name)
     if rows is not None and check:
         check_trajectory(rows, workflow=sample.workflow, task=sample.name)
     return rows
@@ -117,6 +127,7 @@ class EpisodeRunner:
         stopped: called when rollout stops for good, with the error.
         journal: records the episodes. None disables recording.
         workers: run the episodes, and record them, in other processes. None runs them on this loop.
+        teachers: score the rows of training samples that run on this loop. None adds no scores.
 
     Attributes:
         stopped_by: the error that stopped rollout for good, or None while it runs.
@@ -134,8 +145,10 @@ class EpisodeRunner:
         stopped: Callable[[BaseException], None],
         journal: Journal | None = None,
         workers: EpisodeWorkers | None = None,
+        teachers: Teachers | None = None,
     ) -> None:
         self.journal = journal
+        self._teachers = teachers
         self.workers = workers
         self.stopped_by: BaseException | None = None
         self.abandoned = 0
@@ -218,7 +231,14 @@ class EpisodeRunner:
             if self.workers is not None:
                 return await self.workers.run(group, sample)
             config = self._config
-            return await run(sample, group.workflow, group.data, sandbox=config.sandbox, check=config.check_trajectories)
+            return await run(
+                sample,
+                group.workflow,
+                group.data,
+                sandbox=config.sandbox,
+                check=config.check_trajectories,
+                teachers=None if group.is_eval else self._teachers,
+            )
         except asyncio.CancelledError as error:
             if sample.closed_because is None:
                 return RolloutError("the workflow ended by a CancelledError of its own; a cancelled part must be caught there.")

@@ -31,6 +31,7 @@ from rollwright.rollout.resume import PastEpisodes, ReplayOrder, read_past
 from rollwright.rollout.sample_engine import SampleEngine
 from rollwright.rollout.scheduler import GroupScheduler
 from rollwright.rollout.task_group import AcceptFunction, Batch, Group, GroupFactory, GroupState, TaskSource
+from rollwright.rollout.teachers import Teachers
 from rollwright.tracking.logging import getLogger
 
 logger = getLogger("rollout")
@@ -73,6 +74,7 @@ class RolloutExecutor:
         batch_size: groups in a training batch, for the admission rule. If None, ``prepare_batch`` sets it.
         journal: records the episodes. None disables recording.
         workers: run the episodes in other processes. None runs them on this executor's loop.
+        teachers: score the rows of training samples. None adds no scores.
 
     Raises:
         ConfigError: ``over_sampling`` is set in deterministic mode, but which samples it cuts depends on timing.
@@ -88,6 +90,7 @@ class RolloutExecutor:
         batch_size: int | None = None,
         journal: Journal | None = None,
         workers: EpisodeWorkers | None = None,
+        teachers: Teachers | None = None,
     ) -> None:
         self.config = config or RolloutConfig()
         if deterministic and self.config.over_sampling > 0:
@@ -107,6 +110,7 @@ class RolloutExecutor:
             stopped=self._fail_waiters,
             journal=journal,
             workers=workers,
+            teachers=teachers,
         )
         self._scheduler = GroupScheduler(self.config, deterministic, batch_size, engine.get_version())
         self._waiters: list[Waiter] = []

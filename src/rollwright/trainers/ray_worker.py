@@ -14,6 +14,7 @@ from rollwright.inference.backends.server_backend import servers_of
 from rollwright.inference.remote import RemoteInferenceEngine
 from rollwright.placement.local_rollout import adapter_room
 from rollwright.placement.task_services import TaskServices
+from rollwright.placement.teachers import open_teachers
 from rollwright.registry import PLUGINS
 from rollwright.rollout.workers.worker import RolloutWorker
 from rollwright.trainers.drawn_tasks import evaluation_workflow, training_workflow
@@ -50,4 +51,5 @@ def open_worker(place: Any, config: PPOConfig, addresses: list[str], directory: 
         seed=config.seed,
         journal=journal,
         evaluation=None if held_out is None else evaluating(held_out, kwargs, config.evaluator.gconfig),
+        teachers=open_teachers(config.teachers, config.actor.distillation, tokenizer, deterministic=config.deterministic),
     )

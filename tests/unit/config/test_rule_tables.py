@@ -7,7 +7,7 @@ import typing
 
 import pytest
 
-from rollwright.config import experiment, generation, modes, sections, servers, tasksets
+from rollwright.config import experiment, generation, modes, sections, servers, tasksets, teachers
 from rollwright.config.faults import Rule
 from rollwright.config.rules import RULES
 from rollwright.config.validation import annotations_of, choices_of, is_section
@@ -16,7 +16,7 @@ from rollwright.trainers.checks.unknown_names import NAMES
 
 CLASSES = {
     each
-    for module in (experiment, generation, modes, sections, servers, tasksets)
+    for module in (experiment, generation, modes, sections, servers, tasksets, teachers)
     for each in vars(module).values()
     if isinstance(each, type) and dataclasses.is_dataclass(each)
 }

@@ -27,6 +27,7 @@ from rollwright.rollout.failure_budget import Failure, FailureLog
 from rollwright.rollout.sample_engine import SampleEngine
 from rollwright.rollout.seeds import SampleName
 from rollwright.rollout.task_group import Group, GroupFactory, GroupState
+from rollwright.rollout.teachers import Teachers
 from rollwright.tracking.metrics import get_tracker
 
 #: An episode's rows, packed (None if it was rejected), and the metrics reported since the last answer.
@@ -45,6 +46,7 @@ class RolloutWorker:
         seed: the run's seed.
         journal: records the episodes. None disables recording.
         evaluation: workflow of the evaluation and its constructor's arguments. If None, ``workflow`` is evaluated.
+        teachers: score the rows of training samples; they are closed with the worker. None adds no scores.
     """
 
     def __init__(
@@ -58,14 +60,23 @@ class RolloutWorker:
         seed: int = 1,
         journal: Journal | None = None,
         evaluation: tuple[Any, dict[str, Any] | None] | None = None,
+        teachers: Teachers | None = None,
     ) -> None:
         self.engine = engine
+        self._teachers = teachers
         self._workflow, self._evaluation = (workflow, workflow_kwargs), evaluation
         self._group_size = group_size
         self._factory = GroupFactory()
         self._thread = LoopThread(at_exit=self.close)
         self._episodes = EpisodeRunner(
-            engine, config, self._thread.loop, seed, ended=self._ended, stopped=self._stopped, journal=journal
+            engine,
+            config,
+            self._thread.loop,
+            seed,
+            ended=self._ended,
+            stopped=self._stopped,
+            journal=journal,
+            teachers=teachers,
         )
         self._failures = FailureLog(config.max_failed_share)
         self._callers: dict[Group, tuple[SampleName, Future[Trajectory | None]]] = {}
@@ -118,6 +129,8 @@ class RolloutWorker:
         """Cancel running episodes, and destroy the engine. Idempotent."""
         self._thread.stop(lambda: self._episodes.stop(RolloutError("the worker was closed.")))
         self.engine.destroy()
+        if self._teachers is not None:
+            self._teachers.close()
         if self._journal is not None:
             self._journal.close()
 

@@ -103,6 +103,8 @@ def _models(config: Any) -> Iterator[tuple[KeyPath, str, bool]]:
         yield ("rollout", "path"), config.rollout.path, True
         for index, auxiliary in enumerate(config.auxiliary_models):
             yield ("auxiliary_models", index, "model_path"), auxiliary.model_path, True
+        for index, teacher in enumerate(config.teachers):
+            yield ("teachers", index, "path"), teacher.path, True
         for index, path in enumerate(config.bench.checkpoints if config.mode == "bench" else []):
             yield ("bench", "checkpoints", index), path, True
     if isinstance(config, SFTConfig):
