@@ -5,7 +5,7 @@ kind ``top`` compares whole distributions, reduced to the teacher's ``K`` most l
 keeps a KL non-negative, and a lower bound of the full KL (data-processing inequality).
 
 There is no reverse KL on the teacher's top tokens alone: ``Σ q log(q/p)`` over these tokens falls when the policy ``q`` puts less
-probability on all of them, so training drives the policy away from the teacher (verl-project/verl#5041).
+probability on all of them, so training drives the policy away from the teacher (docs/algorithms.md).
 """
 
 from __future__ import annotations
@@ -109,13 +109,6 @@ def mass(logp_BLK: Tensor) -> Tensor:
 def _kl(logp_BLK: Tensor, other_logp_BLK: Tensor) -> Tensor:
     ratio_BLK = (logp_BLK - other_logp_BLK).clamp(-LOG_RATIO_LIMIT, LOG_RATIO_LIMIT)
     return (logp_BLK.exp() * ratio_BLK).sum(-1)
-
-
-def mixture_logp(logps: list[Tensor], weights: list[float]) -> Tensor:
-    """Return ``log Σ wᵢ pᵢ``, the log-probabilities of a mixture of teachers. The weights are scaled to a sum of 1."""
-    total = sum(weights)
-    weighted = [logp.double() + torch.tensor(weight / total).double().log() for logp, weight in zip(logps, weights, strict=True)]
-    return torch.logsumexp(torch.stack(weighted), 0).to(logps[0].dtype)
 
 
 #: No teacher.

@@ -12,7 +12,7 @@ _SANDBOX = "name a sandbox in rollout.sandbox (docs/sandbox.md); Daytona's is no
 _ONE_CLASS = "one class serves both: it may define run or run_async"
 _REWARD = "name the reward function in the taskset (docs/rewards.md)"
 _AGENT_CLASS = "give the agent to OpenAIAgentWorkflow, or use AgentScopeReactMathWorkflow"
-_TEACHER = "distillation from a teacher's log-probabilities is not supported; train on a teacher's texts with SFTConfig"
+_TEACHER = "use MathWorkflow, and name the teacher in the config (teachers, with actor.recipe: distill; docs/algorithms.md)"
 _CONFIG = "load_stages(file) reads such a file, and `rollwright run --config FILE` runs it"
 
 #: AReaL's name -> advice.

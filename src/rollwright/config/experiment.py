@@ -21,7 +21,7 @@ from rollwright.config.sections import (
 )
 from rollwright.config.servers import SGLangConfig, VLLMConfig
 from rollwright.config.tasksets import DatasetConfig, TasksetConfig
-from rollwright.config.teachers import TeacherConfig
+from rollwright.config.teachers import DistillationConfig, TeacherConfig
 
 
 @dataclass
@@ -135,6 +135,8 @@ class SFTConfig(EpisodesConfig, BaseExperimentConfig):
 
     train_dataset: DatasetConfig = field(default_factory=lambda: DatasetConfig(type="sft"))
     model: TrainEngineConfig = field(default_factory=TrainEngineConfig)
+    teachers: list[TeacherConfig] = key_from(list, "Models whose log-probabilities of the completions are learned, too.")
+    distillation: DistillationConfig = field(default_factory=DistillationConfig)
     stop_accuracy: float | None = key(
         None,
         "Stop when the workflow's mean reward on valid_dataset reaches this; checked every evaluator.every_steps.",

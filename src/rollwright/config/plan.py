@@ -10,6 +10,7 @@ from rollwright.config.experiment import DPOConfig, EvalConfig, NewModelConfig, 
 from rollwright.config.generation import GenerationHyperparameters
 from rollwright.config.loading import Stage, dump_yaml
 from rollwright.config.tasksets import DatasetConfig
+from rollwright.config.teachers import TeacherConfig
 from rollwright.registry import import_path
 
 
@@ -38,7 +39,7 @@ def describe(stages: Sequence[Stage]) -> str:
 
 def in_words(stage: Stage) -> str:
     """Describe a stage: ``train MODEL on the completions of DATASET, 400 steps``."""
-    return f"{_WORDS[stage.kind](stage.config)}{_kl(stage)}{_memory(stage.config)}"
+    return f"{_WORDS[stage.kind](stage.config)}{_kl(stage)}{_memory(stage.config)}{_teachers(stage.config)}"
 
 
 def _memory(config: Any) -> str:
@@ -53,6 +54,27 @@ def _memory(config: Any) -> str:
         f". Trains a {kind} adapter of rank {lora.rank} on {layers}. In memory: the base, frozen {held} (once: the reference is the base "
         "with the adapter off); the adapter, its gradients and its optimizer state, in float32"
     )
+
+
+def _teachers(config: Any) -> str:
+    """Describe the teachers, and which of them this process holds in memory."""
+    teachers: list[TeacherConfig] = getattr(config, "teachers", [])
+    if not teachers:
+        return ""
+    loss = config.actor.distillation if hasattr(config, "actor") else config.distillation
+    alone = "" if loss.reward_weight else ", rewards do not train" if hasattr(config, "actor") else ", without the likelihood"
+    weights = f", {loss.weight:g} × {loss.loss}{alone}"
+    return f". Taught by {' and '.join(_teacher(each) for each in teachers)}{weights}"
+
+
+def _teacher(teacher: TeacherConfig) -> str:
+    if teacher.policy:
+        return f"{teacher.name}, which is the policy with more context"
+    if teacher.addresses:
+        return f"{teacher.name} at {', '.join(teacher.addresses)}"
+    size = sum(file.stat().st_size for file in Path(teacher.path).expanduser().glob("*.safetensors"))
+    held = f"{size / 2**20:,.0f} MiB of weights" if size else "its weights"
+    return f"{teacher.name} ({teacher.path}; this process holds {held} and a cache of its own)"
 
 
 def _kl(stage: Stage) -> str:

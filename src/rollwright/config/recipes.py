@@ -42,7 +42,7 @@ KL_ESTIMATORS: Registry[Callable[..., Any]] = Registry(
 
 _TOP_K_REVERSE_KL = (
     "a reverse KL over the teacher's top tokens falls when the policy puts less probability on all of them, so it drives the policy away "
-    "from the teacher (verl-project/verl#5041). Use advantage or k1, the reverse KL of sampled tokens; or forward_kl or jsd, which count "
+    "from the teacher. Use advantage or k1, the reverse KL of sampled tokens; or forward_kl or jsd, which count "
     "all other tokens as one bin"
 )
 

@@ -2,15 +2,23 @@
 
 from __future__ import annotations
 
-from rollwright.config.experiment import PPOConfig
-from rollwright.config.faults import refuse, unread
+from rollwright.config.experiment import DPOConfig, PPOConfig, SFTConfig
+from rollwright.config.faults import refuse, refuse_set, unread
 from rollwright.config.sections import PPOActorConfig
 from rollwright.config.teachers import TeacherConfig
 
 _OF_A_MODEL = ["device", "dtype", "max_running_requests", "context_length"]
 _OF_SERVERS = ["backend", "api_key", "request_timeout", "setup_timeout"]
 _OF_REWARDS = ["adv_norm", "adv_estimator", "adv_estimator_kwargs", "reward_scaling", "reward_bias", "reward_clip"]
-_OF_RATIOS = ["policy_loss", "policy_loss_kwargs", "eps_clip", "eps_clip_higher", "c_clip", "importance_level", "use_decoupled_loss"]
+_OF_RATIOS = [
+    "policy_loss",
+    "policy_loss_kwargs",
+    "eps_clip",
+    "eps_clip_higher",
+    "c_clip",
+    "importance_level",
+    "use_decoupled_loss",
+]
 
 #: Built-in losses that do not read the teacher's most likely tokens.
 _WITHOUT_TOP = ("none", "advantage", "k1", "k2", "k3")
@@ -35,12 +43,12 @@ def _vllm_at_other_temperatures(config: PPOConfig) -> list[str]:
     return [each.name for each in config.teachers if each.addresses and each.backend == "vllm" and scaled]
 
 
-def _names_of_several(config: PPOConfig) -> list[str]:
+def _names_of_several(config: PPOConfig | SFTConfig) -> list[str]:
     names = [each.name for each in config.teachers]
     return sorted({name for name in names if names.count(name) > 1})
 
 
-TEACHER_RULES = (
+_POLICY = (
     refuse(
         TeacherConfig,
         "",
@@ -92,19 +100,6 @@ TEACHER_RULES = (
     refuse(
         PPOConfig,
         "teachers",
-        _names_of_several,
-        lambda config: f"has several of the name {', '.join(_names_of_several(config))}; give each teacher its own name",
-    ),
-    refuse(
-        PPOConfig,
-        "teachers",
-        lambda config: config.cluster.kind != "local" and any(each.path for each in config.teachers),
-        "has a path, and with cluster.kind {config.cluster.kind} each worker would load the model; serve it (rollwright serve-model) and "
-        "give its addresses",
-    ),
-    refuse(
-        PPOConfig,
-        "teachers",
         lambda config: (
             config.actor.distillation.loss in _WITH_TOP and len([each for each in config.teachers if not each.tasks]) > 1
         ),
@@ -135,12 +130,6 @@ TEACHER_RULES = (
         "drops groups by their rewards, but actor.distillation.reward_weight is 0, so rewards do not train; take it out",
     ),
     unread(
-        PPOConfig,
-        ["teachers.*.weight"],
-        lambda config: len(config.teachers) == 1,
-        "it mixes several teachers, and there is one; actor.distillation.weight weights the loss",
-    ),
-    unread(
         PPOActorConfig,
         [f"distillation.{name}" for name in ("weight", "reward_weight", "skip_tokens")],
         lambda actor: actor.distillation.loss == "none",
@@ -166,3 +155,79 @@ TEACHER_RULES = (
         "distillation.reward_weight is 0 and the loss {config.distillation.loss} needs no advantages",
     ),
 )
+
+_SUPERVISED = (
+    refuse_set(
+        DPOConfig,
+        ["teachers", "distillation"],
+        lambda config: True,
+        "is not read by preferences (kind: dpo); distil in a stage of kind sft or rl",
+    ),
+    refuse(
+        SFTConfig,
+        "distillation.loss",
+        lambda config: config.distillation.loss != "none" and not config.teachers,
+        "is {value}, but there are no teachers; name one in teachers, or set it to none",
+    ),
+    refuse(
+        SFTConfig,
+        "teachers",
+        lambda config: config.teachers and config.distillation.loss == "none" and not isinstance(config, DPOConfig),
+        "are given, but distillation.loss is none, so nothing is learned from them; set it to forward_kl or jsd",
+    ),
+    refuse(
+        SFTConfig,
+        "distillation.loss",
+        lambda config: config.distillation.loss in ("advantage", "k1", "k2", "k3"),
+        "is {value}, an estimate from tokens that the policy sampled, and the rows' tokens are not; use forward_kl or jsd",
+    ),
+    refuse(
+        SFTConfig,
+        "teachers",
+        lambda config: any(each.policy for each in config.teachers),
+        "has the policy as a teacher, and no engine samples with it here; use a stage of kind rl",
+    ),
+    refuse(
+        SFTConfig,
+        "teachers",
+        lambda config: config.distillation.loss in _WITH_TOP and len([each for each in config.teachers if not each.tasks]) > 1,
+        "has several that teach all rows, and distillation.loss {config.distillation.loss} cannot mix their most likely tokens; divide the "
+        "rows between them (tasks)",
+    ),
+    unread(
+        SFTConfig,
+        [f"distillation.{name}" for name in ("weight", "reward_weight", "skip_tokens", "top_k", "jsd_alpha")],
+        lambda config: config.distillation.loss == "none",
+        "distillation.loss is none",
+    ),
+    unread(
+        SFTConfig,
+        ["distillation.jsd_alpha"],
+        lambda config: config.distillation.loss == "forward_kl",
+        "distillation.loss is forward_kl",
+    ),
+)
+
+_BOTH = (
+    refuse(
+        PPOConfig | SFTConfig,
+        "teachers",
+        _names_of_several,
+        lambda config: f"has several of the name {', '.join(_names_of_several(config))}; give each teacher its own name",
+    ),
+    refuse(
+        PPOConfig | SFTConfig,
+        "teachers",
+        lambda config: config.cluster.kind != "local" and any(each.path for each in config.teachers),
+        "has a path, and with cluster.kind {config.cluster.kind} each worker would load the model; serve it (rollwright serve-model) and "
+        "give its addresses",
+    ),
+    unread(
+        PPOConfig | SFTConfig,
+        ["teachers.*.weight"],
+        lambda config: len(config.teachers) == 1,
+        "it mixes several teachers, and there is one; distillation.weight weights the loss",
+    ),
+)
+
+TEACHER_RULES = (*_POLICY, *_SUPERVISED, *_BOTH)

@@ -15,7 +15,9 @@ class TeacherConfig:
     """A model that scores the tokens of samples: a model directory, servers, or the policy itself with more context."""
 
     name: str = key("teacher", "Name in metrics and messages.")
-    path: str = key("", "Model directory or Hugging Face name; the built-in engine computes it in the run's process.", public=True)
+    path: str = key(
+        "", "Model directory or Hugging Face name; the built-in engine computes it in the run's process.", public=True
+    )
     addresses: list[str] = key_from(list, "host:port of running servers that hold the model, in place of path.")
     backend: str = key(
         "sglang",
@@ -26,7 +28,8 @@ class TeacherConfig:
         "", "Tokenizer of the servers' model, to compare it with the policy's; default: path.", public=True
     )
     policy: bool = key(
-        False, "The teacher is the policy with its current weights (self-distillation); it sees context, which the policy does not."
+        False,
+        "The teacher is the policy with its current weights (self-distillation); it sees context, which the policy does not.",
     )
     context: str = key(
         "",
@@ -60,9 +63,9 @@ class DistillationConfig:
         registry=TEACHER_LOSSES,
     )
     weight: float = key(1.0, "Weight of this loss.", gt=0.0)
-    reward_weight: float = key(
-        1.0, "Weight of the advantages that come from rewards; 0 learns from the teacher alone.", ge=0.0
-    )
+    reward_weight: float = key(1.0, "Weight of the advantages that come from rewards; 0 learns from the teacher alone.", ge=0.0)
     top_k: int = key(16, "Tokens of the teacher's distribution that forward_kl and jsd compare one by one.", ge=1)
     jsd_alpha: float = key(0.5, "Share of the teacher in the mixture of jsd.", gt=0.0, lt=1.0)
-    skip_tokens: int = key(0, "Trained tokens at the beginning of each row that the teacher does not teach (SDFT skips 3).", ge=0)
+    skip_tokens: int = key(
+        0, "Trained tokens at the beginning of each row that the teacher does not teach (SDFT skips 3).", ge=0
+    )

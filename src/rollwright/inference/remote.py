@@ -52,6 +52,7 @@ class RemoteInferenceEngine(InferenceEngine):
         addresses: Iterable[str] | None = None,
         servers_are_replaced: bool = False,
         only_asks: bool = False,
+        takes_weights: bool = True,
         adapters: AdapterRoom | None = None,
     ) -> None:
         """Args:
@@ -60,10 +61,11 @@ class RemoteInferenceEngine(InferenceEngine):
         addresses: addresses of the servers. None reads them from the config, then from the environment.
         servers_are_replaced: see ``ServerWeights``.
         only_asks: see ``ServerWeights``.
+        takes_weights: False for servers of another model, which no trainer publishes to.
         adapters: set if adapters are published to the servers, by this engine or by another one.
         """
         self.config = config or RolloutConfig()
-        self._only_asks = only_asks
+        self._takes_weights = takes_weights
         self.servers = ServerSet(self.config, backend.kind, addresses)
         self.backend = backend(self.config, self.servers)
         held = ServerAdapters(self.backend, self.servers, adapters)
@@ -119,7 +121,7 @@ class RemoteInferenceEngine(InferenceEngine):
             self.destroy()
             raise
         self.servers.watch(self.weights.bring_back, lambda: self.weights.is_paused)
-        if not self._only_asks:
+        if self._takes_weights:
             CONNECTED_ENGINES.append(self)
         logger.info("%s servers in use: %s", self.kind, ", ".join(server.address for server in router.servers))
 

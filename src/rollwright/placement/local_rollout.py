@@ -77,9 +77,7 @@ def make_rollout_engine(config: PPOConfig, actor: Any, tokenizer: Any, directory
         ConfigError: there is no such backend, or its servers have no model to load.
     """
     engine = _rollout_engine(config, actor, tokenizer, directory)
-    engine.teachers = open_teachers(
-        config.teachers, config.actor.distillation, tokenizer, deterministic=config.deterministic
-    )
+    engine.teachers = open_teachers(config.teachers, config.actor.distillation, tokenizer, deterministic=config.deterministic)
     if config.journal.enabled:
         engine.journal = Journal(directory.journal, config.journal, hidden_texts(config))
     return engine

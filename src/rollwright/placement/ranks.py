@@ -64,9 +64,9 @@ def policy_step(ranks: TrainRanks, batch: Trajectory) -> dict[str, float]:
     return stats
 
 
-def supervised_step(ranks: TrainRanks, batch: Trajectory) -> dict[str, float]:
-    """Update the model on a batch of given completions. Returns metrics."""
-    stats = ranks.engine.sft_update(batch)
+def supervised_step(ranks: TrainRanks, batch: Trajectory, *, distillation: dict[str, Any] | None = None) -> dict[str, float]:
+    """Update the model on a batch of given completions, which a teacher may have scored. Returns metrics."""
+    stats = ranks.engine.sft_update(batch, distillation)
     ranks.engine.step_lr_scheduler()
     return stats
 
@@ -246,8 +246,9 @@ def merge_written(batch: Trajectory, batch_rows: Sequence[Sequence[int]], parts:
 
 
 #: Values that a step computed for the trained tokens of a row: the advantage (one number, or float32 bytes if the tokens differ), the number
-#: of tokens, their log-probabilities (float32 bytes) and entropies (float16 bytes). Bytes are empty if the update computed none.
-TrainedRow = tuple[float | bytes, int, bytes, bytes]
+#: of tokens, their log-probabilities (float32 bytes), entropies (float16 bytes) and a teacher's log-probabilities (float32 bytes, nan where it
+#: did not teach). Bytes are empty if there are none.
+TrainedRow = tuple[float | bytes, int, bytes, bytes, bytes]
 #: Column of a batch with the ``TrainedRow`` of each row.
 TRAINED = "trained"
 
@@ -257,17 +258,24 @@ def trained_rows(batch: Trajectory) -> list[TrainedRow]:
     if TRAINED in batch:
         return batch[TRAINED]
     masked_BL = batch["loss_mask"].bool()
-    advantages, logprobs, entropies = (
+    advantages, logprobs, entropies, taught, weights = (
         _flat(batch.get(name), masked_BL, dtype)
-        for name, dtype in (("advantages", "<f4"), ("trainer_logprobs", "<f4"), ("entropies", "<f2"))
+        for name, dtype in (
+            ("advantages", "<f4"),
+            ("trainer_logprobs", "<f4"),
+            ("entropies", "<f2"),
+            ("teacher_logprobs", "<f4"),
+            ("teacher_weights", "<f4"),
+        )
     )
+    taught = np.where(weights > 0, taught, np.float32(np.nan))
     rows, start = list[TrainedRow](), 0
     for tokens in masked_BL.sum(1).tolist():
         own = advantages[start : start + tokens]
         is_same = tokens == 0 or bool((own == own[0]).all())
         advantage = (float(own[0]) if tokens else 0.0) if is_same else own.tobytes()
-        scores = [values[start : start + tokens] for values in (logprobs, entropies)]
-        rows.append((advantage, tokens, *(each.tobytes() if each.any() else b"" for each in scores)))  # type: ignore[arg-type]
+        scores = [values[start : start + tokens] for values in (logprobs, entropies, taught)]
+        rows.append((advantage, tokens, *(each.tobytes() if np.nan_to_num(each).any() else b"" for each in scores)))  # type: ignore[arg-type]
         start += tokens
     return rows
 

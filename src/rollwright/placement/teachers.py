@@ -76,7 +76,7 @@ def _server_client(teacher: TeacherConfig) -> InferenceEngine:
         request_timeout=teacher.request_timeout,
         setup_timeout=teacher.setup_timeout,
     )
-    return RemoteInferenceEngine(backend, section, only_asks=True)
+    return RemoteInferenceEngine(backend, section, takes_weights=False)
 
 
 def _engine_in_this_process(teacher: TeacherConfig, tokenizer: Any, deterministic: bool) -> InferenceEngine:

@@ -21,7 +21,6 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from rollwright.algorithms.teachers import mixture_logp
 from rollwright.config.generation import GenerationHyperparameters
 from rollwright.config.teachers import TeacherConfig
 from rollwright.errors import ConfigError, EngineError, WorkflowError
@@ -69,7 +68,14 @@ class Teacher:
         )
 
     async def scores(
-        self, engine: InferenceEngine, ids: list[int], first: int, temperature: float, top_k: int, task: Mapping[str, Any], name: object
+        self,
+        engine: InferenceEngine,
+        ids: list[int],
+        first: int,
+        temperature: float,
+        top_k: int,
+        task: Mapping[str, Any],
+        name: object,
     ) -> Scores:
         """Score the tokens of a row from ``first`` on, or return the recorded scores.
 
@@ -140,9 +146,13 @@ class Teacher:
             raise refuse(f"it returned no log-probabilities for {wanted} tokens")
         if len(scores) != wanted:
             raise refuse(f"it returned log-probabilities of {len(scores)} tokens for {wanted}")
-        wrong = [index for index, score in enumerate(scores) if score is None or not math.isfinite(score) or score > LARGEST_LOGPROB]
+        wrong = [
+            index for index, score in enumerate(scores) if score is None or not math.isfinite(score) or score > LARGEST_LOGPROB
+        ]
         if wrong:
-            raise refuse(f"{len(wrong)} of {wanted} log-probabilities are none, first {scores[wrong[0]]} at token {first + wrong[0]}")
+            raise refuse(
+                f"{len(wrong)} of {wanted} log-probabilities are none, first {scores[wrong[0]]} at token {first + wrong[0]}"
+            )
         if not top_k:
             return
         tops = response.input_top_logprobs or []
@@ -181,12 +191,12 @@ class Teachers:
         self._top_k, self._skip_tokens, self._vocabulary = top_k, skip_tokens, vocabulary
         self._opened = opened or ExitStack()
 
-    async def score(self, rows: Trajectory, engine: InferenceEngine, task: Mapping[str, Any], name: object) -> None:
+    async def score(self, rows: Trajectory, engine: InferenceEngine | None, task: Mapping[str, Any], name: object) -> None:
         """Score the trained tokens of a sample's rows, and add the columns.
 
         Args:
-            rows: the normalised rows of the sample.
-            engine: engine of the sample.
+            rows: rows of a sample, or of a dataset; scored at their ``temperature``, or at 1 without one.
+            engine: engine of the sample, which a teacher that is the policy uses; None if there is no such teacher.
             task: the task.
             name: name of the sample, for messages.
 
@@ -205,7 +215,8 @@ class Teachers:
             return
         self._refuse_rows(rows, teachers, name)
         await run_concurrently(
-            self._score_row(rows, row, length, teachers, engine, task, name) for row, length in enumerate(row_lengths(rows).tolist())
+            self._score_row(rows, row, length, teachers, engine, task, name)
+            for row, length in enumerate(row_lengths(rows).tolist())
         )
 
     def close(self) -> None:
@@ -218,7 +229,7 @@ class Teachers:
         row: int,
         length: int,
         teachers: Sequence[Teacher],
-        engine: InferenceEngine,
+        engine: InferenceEngine | None,
         task: Mapping[str, Any],
         name: object,
     ) -> None:
@@ -226,7 +237,11 @@ class Teachers:
         places = trained_L.nonzero()[self._skip_tokens :, 0]
         if not len(places):
             return
-        ids, first, temperature = rows["input_ids"][row, :length].tolist(), int(places[0]), float(rows["temperature"][row])
+        ids, first, temperature = (
+            rows["input_ids"][row, :length].tolist(),
+            int(places[0]),
+            float(rows["temperature"][row]) if "temperature" in rows else 1.0,
+        )
         found = await run_concurrently(
             each.scores(engine, ids, first, temperature, self._top_k, task, name) for each in teachers
         )
@@ -252,7 +267,9 @@ class Teachers:
             raise WorkflowError(f"{name}: teacher {names} scores text, and the rows have images. Train them without a teacher.")
         for key in ("branch_ids", "position_ids"):
             if rows.get(key) is not None:
-                raise WorkflowError(f"{name}: teacher {names} scores plain sequences, and the rows have {key} (isolated branches).")
+                raise WorkflowError(
+                    f"{name}: teacher {names} scores plain sequences, and the rows have {key} (isolated branches)."
+                )
 
     def _refuse_unknown(self, scores: Scores, teacher: Teacher, name: object) -> None:
         if self._vocabulary is not None and int(scores.top_ids.max()) >= self._vocabulary:
@@ -260,6 +277,15 @@ class Teachers:
                 f"teacher {teacher.config.name!r}, {name}: token {int(scores.top_ids.max())} is among its most likely tokens, and the policy "
                 f"knows {self._vocabulary} tokens: the teacher's vocabulary is larger. Use the loss advantage, k1, k2 or k3."
             )
+
+
+def mixture_logp(logps: list[Tensor], weights: list[float]) -> Tensor:
+    """Return ``log Σ wᵢ pᵢ``, the log-probabilities of a mixture of teachers. The weights are scaled to a sum of 1."""
+    total = sum(weights)
+    weighted = [
+        logp.double() + torch.tensor(weight / total).double().log() for logp, weight in zip(logps, weights, strict=True)
+    ]
+    return torch.logsumexp(torch.stack(weighted), 0).to(logps[0].dtype)
 
 
 def _packed(response: ModelResponse, top_k: int) -> list[bytes]:

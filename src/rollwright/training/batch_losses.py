@@ -48,7 +48,7 @@ BATCH_LOSSES: Registry[Callable[..., BatchLoss]] = Registry(
     "loss of a batch",
     TrainingError,
     variable="BATCH_LOSSES",
-    built_in={name: f"rollwright.training.named_losses:{name}" for name in ("sft", "dpo", "policy")},
+    built_in={name: f"rollwright.training.named_losses:{name}" for name in ("sft", "distill", "dpo", "policy")},
 )
 
 

@@ -57,9 +57,7 @@ class Distillation:
         mixed_BL = advantages_BL * self.config.reward_weight
         if self._loss.kind != "advantage":
             return mixed_BL
-        behaviour_BL, teacher_BL, taught_BL = (
-            batch[key].to(mask_BL.device, mask_BL.dtype) for key in ("logprobs", *_SCORES)
-        )
+        behaviour_BL, teacher_BL, taught_BL = (batch[key].to(mask_BL.device, mask_BL.dtype) for key in ("logprobs", *_SCORES))
         own_BL = self._loss(behaviour_BL, teacher_BL, self.config)
         return mixed_BL + self.config.weight * taught_BL * own_BL * mask_BL
 

@@ -440,16 +440,19 @@ class TrainEngine:
                 )
         return {"loss": loss, "grad_norm": norm, "skipped_steps": float(not finite)}
 
-    def sft_update(self, batch: Trajectory) -> dict[str, float]:
+    def sft_update(self, batch: Trajectory, distillation: dict[str, Any] | None = None) -> dict[str, float]:
         """Take one supervised optimizer step on the mean negative log-likelihood of the tokens whose ``loss_mask`` is 1.
 
         Args:
             batch: ``input_ids``, ``attention_mask`` and ``loss_mask``, all ``[B, L]``.
+            distillation: keys of ``DistillationConfig``, if a teacher has scored the batch; its loss is added.
 
         Returns:
             ``loss`` (nats per token), ``grad_norm``, ``skipped_steps``, ``tokens`` and ``lr``.
         """
-        return {**self.forward_backward(batch, "sft"), **self.optim_step()}
+        name, arguments = ("distill", {"settings": distillation}) if distillation else ("sft", {})
+        stats = self.forward_backward(batch, name, **arguments)
+        return {**stats, **self.optim_step()}
 
     @property
     def learning_rate(self) -> float:

@@ -1,4 +1,4 @@
-"""The losses that ``TrainEngine.forward_backward`` knows by name: ``sft``, ``dpo`` and ``policy``."""
+"""The losses that ``TrainEngine.forward_backward`` knows by name: ``sft``, ``distill``, ``dpo`` and ``policy``."""
 
 from __future__ import annotations
 
@@ -6,14 +6,18 @@ import dataclasses
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from rollwright.algorithms.losses import dpo_loss, find_policy_loss, sft_loss
+from rollwright.config.teachers import DistillationConfig
 from rollwright.errors import TrainingError
 from rollwright.experience.trajectory import Trajectory, tensor_container_to
 from rollwright.training import parallel
 from rollwright.training.actor import ROW, FSDPPPOActor, PolicyUpdate, recomputes_logprobs
 from rollwright.training.batch_losses import BatchLoss
+from rollwright.training.distillation import Distillation
 from rollwright.training.engine import TrainEngine, trained_tokens
+from rollwright.training.parallel import TokenStatistics
 
 
 def sft(engine: TrainEngine, batch: Trajectory) -> BatchLoss:
@@ -32,6 +36,32 @@ def sft(engine: TrainEngine, batch: Trajectory) -> BatchLoss:
     if batch.get("loss_weights") is None:
         batch["loss_weights"] = engine.loss_weights(batch)
     return BatchLoss(batch, lambda part, logprobs_BL, entropy_BL: sft_loss(logprobs_BL), measure=lambda: {"tokens": tokens})
+
+
+def distill(engine: TrainEngine, batch: Trajectory, *, settings: dict[str, Any]) -> BatchLoss:
+    """Prepare the loss ``sft`` together with the loss of a teacher that scored the rows.
+
+    Its metrics are ``tokens`` and those of ``Distillation.loss``.
+
+    Args:
+        engine: the student.
+        batch: rows with the columns of ``rollout.teachers.Teachers``.
+        settings: keys of ``DistillationConfig``; ``reward_weight`` weights the negative log-likelihood.
+
+    Raises:
+        TrainingError: the teacher's columns are missing, or no token trains.
+    """
+    distillation = Distillation(DistillationConfig(**settings))
+    distillation.require_scores(batch, "forward_backward")
+    prepared, statistics = sft(engine, batch), TokenStatistics(engine.device)
+
+    def loss(part: Trajectory, logprobs_BL: Tensor, entropy_BL: Tensor) -> Tensor:
+        mask_BL = (part["loss_weights"] != 0).to(logprobs_BL.dtype)
+        taught_BL = distillation.loss(part, logprobs_BL, mask_BL, statistics)
+        own_BL = distillation.config.reward_weight * sft_loss(logprobs_BL)
+        return own_BL if taught_BL is None else own_BL + taught_BL
+
+    return dataclasses.replace(prepared, loss=loss, measure=lambda: {**prepared.measure(), **statistics.export()})
 
 
 def dpo(engine: TrainEngine, batch: Trajectory, *, beta: float = 0.1, label_smoothing: float = 0.0) -> BatchLoss:

@@ -29,7 +29,7 @@ GROUPS: tuple[tuple[str, tuple[str, ...]], ...] = (
             "actor/skipped",
         ),
     ),
-    ("Entropy and KL", ("actor/entropy", "actor/kl")),
+    ("Entropy and KL", ("actor/entropy", "actor/kl", "actor/teacher/kl")),
     ("Engine against trainer", ("actor/logprob_difference", "actor/mismatch", "actor/context_mismatch")),
     ("Policy ratio", ("actor/ratio", "actor/clip_share", "actor/effective", "actor/behaviour")),
     ("Advantage", ("actor/advantage", "actor/groups_without")),

@@ -35,7 +35,7 @@ class RowTokens:
     Attributes:
         logprobs: log-probabilities at sampling, including those of sampled tokens that are not trained.
         versions: version of the weights that sampled each token.
-        advantages, trainer_logprobs, entropies: None if the row was not trained or the run did not record them.
+        advantages, trainer_logprobs, entropies, teacher_logprobs: None if the row was not trained or the run did not record them.
         branches, positions: branch numbers and position ids; None without isolated branches.
     """
 
@@ -48,6 +48,7 @@ class RowTokens:
     advantages: np.ndarray | None = None
     trainer_logprobs: np.ndarray | None = None
     entropies: np.ndarray | None = None
+    teacher_logprobs: np.ndarray | None = None
     branches: np.ndarray | None = None
     positions: np.ndarray | None = None
     step: int | None = None
@@ -64,6 +65,8 @@ class RowTokens:
             self.trainer_logprobs = self._spread(np.frombuffer(trained.logprobs, "<f4"))
         if len(trained.entropies) == 2 * count:
             self.entropies = self._spread(np.frombuffer(trained.entropies, "<f2"))
+        if len(trained.teacher_logprobs) == 4 * count:
+            self.teacher_logprobs = self._spread(np.frombuffer(trained.teacher_logprobs, "<f4"))
 
     def _spread(self, values: np.ndarray) -> np.ndarray:
         whole = np.full(len(self.ids), np.nan)
@@ -77,6 +80,7 @@ class RowTokens:
             "advantages": self.advantages,
             "trainer_logprobs": self.trainer_logprobs,
             "entropies": self.entropies,
+            "teacher_logprobs": self.teacher_logprobs,
         }
         numbers = {
             "ids": self.ids,

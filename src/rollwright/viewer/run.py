@@ -49,6 +49,7 @@ _TOKEN_COLUMNS = {
     "advantages": "advantage",
     "trainer_logprobs": "trainer_logprob",
     "entropies": "entropy",
+    "teacher_logprobs": "teacher_logprob",
 }
 
 

@@ -24,6 +24,7 @@ OVERLAYS = {
     "trainer": ("Trainer log-prob", "Darker: less likely to the weights that were trained."),
     "difference": ("Difference", "Engine minus trainer: blue where the engine found it more likely, orange where less."),
     "entropy": ("Entropy", "Darker: the trainer's distribution was wider."),
+    "teacher": ("Teacher log-prob", "Darker: less likely to the teacher."),
     "version": ("Version", "Marks show where a weight update arrived; darker: newer weights."),
     "reward": ("Reward", "Reward by token: blue above 0, orange below."),
 }
@@ -162,6 +163,7 @@ def _columns(row: Mapping[str, Any]) -> dict[str, list[Any]]:
         "trainer": trainer,
         "difference": difference,
         "entropy": row.get("entropies"),
+        "teacher": row.get("teacher_logprobs"),
         "version": versions,
         "reward": row.get("token_rewards"),
         "branch": row.get("branches"),
@@ -191,7 +193,7 @@ def _shades(overlay: str, values: Sequence[Any], mask: Sequence[bool]) -> tuple[
         ]
         return classes, [("n5", signed(-largest)), ("", "0"), ("p5", signed(largest))] if largest else []
     low, high = min(known), max(known)
-    if overlay in ("logprob", "trainer"):  # unlikely tokens are dark; those below −8 get the darkest class
+    if overlay in ("logprob", "trainer", "teacher"):  # unlikely tokens are dark; those below −8 get the darkest class
         floor = max(low, -8.0)
         return ["" if value is None else shade(-value, 0.0, -floor) for value in values], [("", "0"), ("q6", number(floor))]
     low = min(low, 0.0) if overlay == "entropy" else low

@@ -198,7 +198,8 @@ reward_fn: numeric_reward
 @pytest.mark.parametrize("recipe", RECIPES)
 def test_what_a_recipe_sets_is_never_refused(tmp_path, recipe):
     file = tmp_path / "f.yaml"
-    file.write_text(TEXT.format(recipe=recipe))
+    teachers = "teachers: [{path: m}]\n" if recipe == "distill" else ""
+    file.write_text(TEXT.format(recipe=recipe) + teachers)
     refuse_unknown_names(load_stages(file))
     refuse_unknown_names(load_stages(file, ["actor.policy_loss=sapo"] if recipe == "gspo" else []))
 

@@ -26,6 +26,7 @@ from rollwright.config.sections import ClusterConfig, LoraConfig, RolloutConfig,
 from rollwright.config.servers import SGLangConfig, VLLMConfig
 from rollwright.config.source import dotted, parse_yaml
 from rollwright.config.tasksets import FormatConfig, TasksetConfig
+from rollwright.config.teachers import TeacherConfig
 from rollwright.inference.backends import BACKENDS, ServerLaunch
 from rollwright.placement.slurm import job_script
 from rollwright.tracking.run_directory import RunDirectory
@@ -52,6 +53,7 @@ RUNS = {
     "rl with a reference": RL.replace("actor: {", "actor: {kl_ctl: 0.1, ") + "ref: {path: MODEL}\n",
     "rl decoupled": RL.replace("actor: {", "actor: {use_decoupled_loss: true, ppo_n_minibatches: 2, "),
     "rl with an adapter": RL.replace("actor: {", "actor: {lora: {}, "),
+    "rl with a teacher": RL.replace("actor: {", "actor: {recipe: distill, ") + "teachers: [{path: MODEL}]\n",
     "rl tasksets": TASKS + HELD_OUT,
     "explore": "mode: explore\nstore: {}\n" + RL + VALID.replace("every_steps: 1", "every_steps: 1, at_start: true"),
     "train": "mode: train\nstore: {}\n" + RL + VALID,
@@ -59,6 +61,7 @@ RUNS = {
     "serve": "mode: serve\nstore: {}\n" + RL,
     "sft with an adapter": "kind: sft\nmodel: {path: MODEL, lora: {dropout: 0.1}}\n" + RUN,
     "sft": "kind: sft\nmodel: {path: MODEL}\n" + RUN,
+    "sft with a teacher": "kind: sft\nmodel: {path: MODEL}\ndistillation: {loss: jsd}\nteachers: [{path: MODEL}]\n" + RUN,
     "sft evaluated": "kind: sft\nmodel: {path: MODEL}\n" + RUN + POLICY + VALID,
     "dpo": f"kind: dpo\nmodel: {{path: MODEL}}\ntrain_dataset: {{{PAIRS}}}\ntotal_train_steps: 1\n",
     "eval": f"kind: eval\npath: MODEL\n{POLICY}dataset: {{{SUMS}, limit: 1}}\ngconfig: {{max_new_tokens: 4}}\n",
@@ -136,7 +139,15 @@ def other(value: Any, field: dataclasses.Field[Any]) -> Any:
     limits, kind = field.metadata, str(field.type)
     if sections := [
         each
-        for each in (TasksetConfig, AuxiliaryModelConfig, StoreConfig, TrainEngineConfig, NewVisionConfig, LoraConfig)
+        for each in (
+            TasksetConfig,
+            AuxiliaryModelConfig,
+            TeacherConfig,
+            StoreConfig,
+            TrainEngineConfig,
+            NewVisionConfig,
+            LoraConfig,
+        )
         if each.__name__ in kind
     ]:
         return [sections[0]()] if kind.startswith("list") else sections[0]()

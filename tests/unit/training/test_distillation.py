@@ -101,3 +101,23 @@ def test_a_batch_that_no_teacher_scored_is_refused(loss, missing):
     del batch[missing]
     with pytest.raises(TrainingError, match=f"has no {missing}"):
         actor.compute_advantages(batch)
+
+
+def test_rows_of_a_file_learn_likelihood_and_teacher():
+    actor = tiny_actor()
+    batch, teacher_BLV = scored(tiny_batch())
+    batch["temperature"] = torch.ones_like(batch["temperature"])
+    batch, teacher_BLV = scored({key: value for key, value in batch.items() if not key.startswith("teacher")})
+    model = tiny_model()
+    policy_BLV = logps(model, batch)
+    own_BL = policy_BLV.gather(-1, batch["input_ids"][..., None])[..., 0]
+    kl_BL = (teacher_BLV.exp() * (teacher_BLV - policy_BLV)).sum(-1)
+    trained_BL = trained_tokens(batch).float()
+    exact = ((0.7 * batch["teacher_weights"] * kl_BL - 0.5 * own_BL) * trained_BL).sum() / trained_BL.sum()
+    exact.backward()
+    caught = gradients(actor)
+    stats = actor.sft_update(batch, {"loss": "forward_kl", "weight": 0.7, "reward_weight": 0.5})
+    assert stats["loss"] == pytest.approx(exact.item(), rel=1e-5)
+    assert stats["teacher/agreement"] < 1
+    for name, parameter in model.named_parameters():
+        torch.testing.assert_close(caught[name], parameter.grad, rtol=1e-4, atol=1e-8)

@@ -109,6 +109,8 @@ def _models(config: Any) -> Iterator[tuple[KeyPath, str, bool]]:
             yield ("bench", "checkpoints", index), path, True
     if isinstance(config, SFTConfig):
         yield ("model", "path"), config.model.path, not config.model.init_from_scratch
+        for index, teacher in enumerate(config.teachers):
+            yield ("teachers", index, "path"), teacher.path, True
     if isinstance(config, PPOConfig | DPOConfig) and config.ref is not None:
         yield ("ref", "path"), config.ref.path, True
     if isinstance(config, EvalConfig):

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import asyncio
+import dataclasses
 from abc import abstractmethod
 from collections.abc import Sequence
 from contextlib import ExitStack
@@ -17,8 +19,11 @@ from rollwright.data.vision import as_images, image_placeholder, load_processor,
 from rollwright.errors import ConfigError, DataError
 from rollwright.experience.contract import MULTI_MODAL
 from rollwright.experience.trajectory import Trajectory, concat_padded_tensors
+from rollwright.inference.engine import run_concurrently
 from rollwright.placement.local_rollout import copy_to_sample, make_local_engine
+from rollwright.placement.teachers import open_teachers
 from rollwright.rollout.engines import RolloutEngine
+from rollwright.rollout.teachers import Teachers
 from rollwright.tracking.run_directory import RunDirectory
 from rollwright.trainers.drawn_tasks import task_loader, with_defaults, workflow_arguments
 from rollwright.trainers.loops.evaluation import EvaluationResult, evaluate
@@ -148,6 +153,8 @@ class SFTTrainer(SupervisedTrainer):
     It takes the arguments of ``SupervisedTrainer``; :func:`supervised_batch` documents the rows.
     """
 
+    teachers: Teachers | None = None
+
     @cached_property
     def processor(self) -> Any:
         """Image processor of the model. None if the rows have no images."""
@@ -155,12 +162,31 @@ class SFTTrainer(SupervisedTrainer):
         return load_processor(self.config.tokenizer_path or self.config.model.path, self.tokenizer) if sees else None
 
     def make_batch(self, rows: Sequence[dict[str, Any]]) -> Trajectory:
-        """See :func:`supervised_batch`."""
-        return supervised_batch(rows, self.tokenizer, self.processor, **self.template_variables)
+        """See :func:`supervised_batch`. The teachers' columns are added if there are teachers."""
+        if self.teachers is None:
+            return supervised_batch(rows, self.tokenizer, self.processor, **self.template_variables)
+        parts = [supervised_batch([row], self.tokenizer, self.processor, **self.template_variables) for row in rows]
+        asyncio.run(self._score(self.teachers, parts, rows))
+        return concat_padded_tensors(parts)
+
+    def open(self, opened: ExitStack) -> None:
+        """Start the engine that evaluates the model, and the teachers."""
+        super().open(opened)
+        config = self.config
+        self.teachers = open_teachers(config.teachers, config.distillation, self.tokenizer, deterministic=config.deterministic)
+        if self.teachers is not None:
+            opened.callback(self.teachers.close)
 
     def update(self, batch: Trajectory) -> dict[str, float]:
-        """Take a step on the mean negative log-likelihood of the completions' tokens."""
-        return self.ranks.call("supervised_step", batch)
+        """Take a step on the mean negative log-likelihood of the completions' tokens, and on the teachers' loss."""
+        distillation = None if self.teachers is None else dataclasses.asdict(self.config.distillation)
+        return self.ranks.call("supervised_step", batch, distillation=distillation)
+
+    async def _score(self, teachers: Teachers, parts: Sequence[Trajectory], rows: Sequence[dict[str, Any]]) -> None:
+        await run_concurrently(
+            teachers.score(part, None, row, f"row {index} of step {self.step + 1}")
+            for index, (part, row) in enumerate(zip(parts, rows, strict=True))
+        )
 
 
 class DPOTrainer(SupervisedTrainer):

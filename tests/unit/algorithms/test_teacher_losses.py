@@ -5,7 +5,7 @@ import pytest
 import torch
 
 from rollwright.algorithms.losses import POLICY_LOSSES
-from rollwright.algorithms.teachers import TEACHER_LOSSES, find_teacher_loss, mixture_logp, with_tail
+from rollwright.algorithms.teachers import TEACHER_LOSSES, find_teacher_loss, with_tail
 from rollwright.config.teachers import DistillationConfig
 from rollwright.errors import ConfigError
 
@@ -55,9 +55,7 @@ def test_all_tokens_but_one_make_the_whole_kl(logits):
     policy_top, teacher_top, _ = top_scores(logits, VOCABULARY - 1)
     value = find_teacher_loss("forward_kl")(policy_top, teacher_top, DistillationConfig()).sum()
     (gradient,) = torch.autograd.grad(value, logits[0])
-    exact = torch.nn.functional.kl_div(
-        logits[0].log_softmax(-1), logits[1].log_softmax(-1), log_target=True, reduction="sum"
-    )
+    exact = torch.nn.functional.kl_div(logits[0].log_softmax(-1), logits[1].log_softmax(-1), log_target=True, reduction="sum")
     (expected,) = torch.autograd.grad(exact, logits[0])
     torch.testing.assert_close(value, exact)
     torch.testing.assert_close(gradient, expected)
@@ -95,12 +93,6 @@ def test_the_advantage_has_the_gradient_of_the_reverse_kl(logits):
     q = logits[0].log_softmax(-1)
     (expected,) = torch.autograd.grad((q.exp() * (q - teacher)).sum(), logits[0])
     torch.testing.assert_close(gradient, expected)
-
-
-def test_a_mixture_is_of_probabilities(logits):
-    one, other = logits[0].detach().log_softmax(-1), logits[1].log_softmax(-1)
-    expected = np.log(0.75 * one.exp().numpy() + 0.25 * other.exp().numpy())
-    np.testing.assert_allclose(mixture_logp([one, other], [3.0, 1.0]).numpy(), expected, rtol=1e-12)
 
 
 def test_a_tail_without_probability_stays_finite():
