@@ -23,11 +23,13 @@ from rollwright.config.generation import GenerationHyperparameters
 from rollwright.config.sections import ClusterConfig, OptimizerConfig, PPOActorConfig, RolloutConfig
 from rollwright.config.servers import VLLMConfig
 from rollwright.config.tasksets import DatasetConfig
+from rollwright.config.teachers import TeacherConfig
 from rollwright.errors import EngineError, PromptTooLongError, WeightUpdateError
 from rollwright.inference.backends.vllm import VLLMBackend, VLLMClient
 from rollwright.inference.request import ModelRequest
 from rollwright.inference.weights.transfer import WeightUpdateMeta
 from rollwright.placement.local_servers import LocalServers
+from rollwright.rollout.teachers import Teacher, Teachers
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 PYTHON = Path(os.environ.get("ROLLWRIGHT_VLLM_PYTHON", REPOSITORY / ".venv-vllm" / "bin" / "python"))
@@ -71,6 +73,27 @@ def model_path(tmp_path_factory):
 def server(model_path, tmp_path_factory):
     with vllm_server(model_path, tmp_path_factory.mktemp("logs")) as client:
         yield client, Trainer(model_path)
+
+
+def test_a_teacher_behind_it_scores_as_transformers(server, model_path):
+    import transformers
+
+    client, _ = server
+    ids = torch.tensor([[5, 9, 11, 7, 6, 12, 8]])
+    trained = torch.tensor([[False, False, True, True, False, True, True]])
+    rows = {"input_ids": ids, "attention_mask": torch.ones_like(ids).bool(), "loss_mask": trained.int()}
+    teachers = Teachers([Teacher(TeacherConfig("mentor"), client, None)], top_k=4)
+    asyncio.run(teachers.score(rows, None, {}, "a sample"))
+    model = transformers.AutoModelForCausalLM.from_pretrained(model_path, dtype=torch.float32).eval()
+    with torch.no_grad():
+        exact_LV = model(ids).logits[0, :-1].double().log_softmax(-1)
+    scored, own = rows["teacher_logprobs"][0, 1:].double(), exact_LV.gather(1, ids[0, 1:, None])[:, 0]
+    torch.testing.assert_close(scored[trained[0, 1:]], own[trained[0, 1:]], atol=1e-4, rtol=0)
+    top, tokens = exact_LV.topk(4)
+    assert torch.equal(rows["teacher_top_ids"][0, 1:][trained[0, 1:]], tokens[trained[0, 1:]])
+    torch.testing.assert_close(
+        rows["teacher_top_logprobs"][0, 1:][trained[0, 1:]].double(), top[trained[0, 1:]], atol=1e-4, rtol=0
+    )
 
 
 def test_the_server_says_what_the_client_has_to_know(server):
