@@ -22,7 +22,6 @@ def open_teachers(
     tokenizer: Any,
     *,
     deterministic: bool = False,
-    vocabulary: int | None = None,
 ) -> Teachers | None:
     """Open the teachers of a run; None if there are none.
 
@@ -31,7 +30,6 @@ def open_teachers(
         distillation: the loss, which decides what is asked of them.
         tokenizer: the policy's tokenizer.
         deterministic: see docs/determinism.md.
-        vocabulary: number of tokens that the policy knows. None does not check.
 
     Raises:
         ConfigError: a teacher has another tokenizer, or is not deterministic.
@@ -43,7 +41,7 @@ def open_teachers(
     with ExitStack() as opened:
         made = [Teacher(each, _engine(each, tokenizer, deterministic, opened), tokenizer) for each in teachers]
         kept = opened.pop_all()
-    return Teachers(made, top_k=top_k, skip_tokens=distillation.skip_tokens, vocabulary=vocabulary, opened=kept)
+    return Teachers(made, top_k=top_k, skip_tokens=distillation.skip_tokens, opened=kept)
 
 
 def _engine(teacher: TeacherConfig, tokenizer: Any, deterministic: bool, opened: ExitStack) -> InferenceEngine | None:

@@ -174,7 +174,6 @@ class Teachers:
         teachers: the teachers.
         top_k: number of most likely tokens to keep; 0 keeps none.
         skip_tokens: number of trained tokens at the beginning of each row that are not taught.
-        vocabulary: number of tokens that the policy knows. None does not check.
         opened: closes the teachers' engines.
     """
 
@@ -184,11 +183,10 @@ class Teachers:
         *,
         top_k: int = 0,
         skip_tokens: int = 0,
-        vocabulary: int | None = None,
         opened: ExitStack | None = None,
     ) -> None:
         self.teachers = list(teachers)
-        self._top_k, self._skip_tokens, self._vocabulary = top_k, skip_tokens, vocabulary
+        self._top_k, self._skip_tokens = top_k, skip_tokens
         self._opened = opened or ExitStack()
 
     async def score(self, rows: Trajectory, engine: InferenceEngine | None, task: Mapping[str, Any], name: object) -> None:
@@ -252,7 +250,6 @@ class Teachers:
         rows["teacher_logprobs"][row, places] = logprobs[taught]
         rows["teacher_weights"][row, places] = float(np.average(loss_weights, weights=weights))
         if self._top_k:
-            self._refuse_unknown(found[0], teachers[0], name)
             rows[TEACHER_TOP[0]][row, places] = found[0].top_ids[taught]
             rows[TEACHER_TOP[1]][row, places] = found[0].top_logprobs[taught]
 
@@ -270,13 +267,6 @@ class Teachers:
                 raise WorkflowError(
                     f"{name}: teacher {names} scores plain sequences, and the rows have {key} (isolated branches)."
                 )
-
-    def _refuse_unknown(self, scores: Scores, teacher: Teacher, name: object) -> None:
-        if self._vocabulary is not None and int(scores.top_ids.max()) >= self._vocabulary:
-            raise EngineError(
-                f"teacher {teacher.config.name!r}, {name}: token {int(scores.top_ids.max())} is among its most likely tokens, and the policy "
-                f"knows {self._vocabulary} tokens: the teacher's vocabulary is larger. Use the loss advantage, k1, k2 or k3."
-            )
 
 
 def mixture_logp(logps: list[Tensor], weights: list[float]) -> Tensor:

@@ -131,6 +131,11 @@ class TokenScorer(nn.Module):
         head: Any = self.model.get_output_embeddings() if self._head_applies else nn.Identity()  # type: ignore[operator]
         inputs_BLH = outputs.last_hidden_state if self._head_applies else outputs.logits
         vocabulary = head.weight.shape[0] if self._head_applies else inputs_BLH.shape[-1]
+        if candidates_TK.numel() and int(candidates_TK.max()) >= vocabulary:
+            raise TrainingError(
+                f"Token {int(candidates_TK.max())} is among a teacher's most likely tokens, and {type(self.model).__name__} has {vocabulary}: the "
+                "teacher's vocabulary is larger. Use distillation.loss advantage, k1, k2 or k3, which compare only the sampled tokens."
+            )
         chunk_tokens = max(1, self.chunk_bytes // (4 * int(vocabulary)))
         return candidate_logprobs(head, inputs_BLH[row_T, column_T], candidates_TK, temperature_T, chunk_tokens)
 
