@@ -9,6 +9,10 @@ and share the cores.
 ``lora``: ``examples/lora.yaml`` trains an adapter, ``examples/quickstart.yaml`` all weights, at the learning rate of each. Held-out greedy
 accuracy after training; the adapter's mean may be 0.02 lower.
 
+``distillation``: ``examples/distillation.yaml``, and GRPO of the same student with the settings of the quickstart for 200 steps, at 64 × 8 and at
+32 × 4 samples a step. Sampled tokens until an evaluation has 0.95 of the teacher's accuracy, or those of all steps if GRPO does not get there;
+a fifth of the least of GRPO is the limit, for every seed.
+
 ``shared_server``: two runs train adapters over one base, one on sums and one on differences: alone beside a ``rollwright serve-model``, and both
 beside one. Held-out greedy accuracy, whose mean may be 0.02 lower together; and the time of both together against one after the other, from
 the start of the commands to their ends, where 0.75 is the limit. Times need a machine that does nothing else.
@@ -154,6 +158,46 @@ def lora(runs: Runs, report: Report) -> None:
     compare_means("lora", "adapter", "all-weights", done, report)
 
 
+#: Tasks and samples of a step of GRPO; the one that needs fewer tokens counts.
+GRPO_BATCHES = {"64x8": (64, 8), "32x4": (32, 4)}
+OF_TEACHER, OF_TOKENS = 0.95, 0.2  # of its accuracy, and of the tokens of GRPO
+GRPO_STEPS = 200
+
+
+def distillation(runs: Runs, report: Report) -> None:
+    """A student that learns from a teacher against the same student under GRPO: sampled tokens until it is nearly as good as the teacher."""
+    shares = []
+    distilled = runs.each("distillation", {"distilled": ["distillation", "stages.distill.evaluator.every_steps=2"]})
+    for (_, seed), run in distilled.items():
+        target = OF_TEACHER * run.scores["teacher_after"]["greedy"]
+        ours = show_tokens(run, "distill", "distilled", seed, target, report)
+        theirs = []
+        for name, (tasks, samples) in GRPO_BATCHES.items():
+            part = write_part(runs.directory / "distillation", "grpo", ["grpo", "after"], example="quickstart")
+            batch = [f"stages.grpo.train_dataset.batch_size={tasks}", f"gconfig.n_samples={samples}"]
+            length = [f"stages.grpo.total_train_steps={GRPO_STEPS}", "stages.grpo.evaluator.every_steps=5", f"seed={seed}"]
+            student = f"stages.grpo.actor.path={run.directory / 'warmup' / 'checkpoints' / 'final'}"
+            grpo = runs.run("distillation", f"grpo-{name}-{seed}", part, student, *batch, *length)
+            theirs.append(show_tokens(grpo, "grpo", f"grpo {name}", seed, target, report))
+        shares.append(ours / min(theirs))
+    report.row(claim="distillation", side="tokens / least tokens of GRPO", tokens=max(shares), holds=max(shares) <= OF_TOKENS)
+    report.ratio("distillation/tokens", max(shares))
+
+
+def show_tokens(run: Finished, stage: str, side: str, seed: int, target: float, report: Report) -> float:
+    """Add a row with the sampled tokens until an evaluation reaches the target, or of all steps; returns them. A student that does not reach
+    it by distillation has failed, so that its tokens are infinite."""
+    tokens, best, reached = 0.0, 0.0, None
+    for record in run.steps(stage):
+        tokens += record.get("response_tokens", 0.0) * record.get("samples", 0.0)
+        best = max(best, record.get("eval/reward", 0.0))
+        if best >= target:
+            reached = record["step"]
+            break
+    report.row(claim="distillation", side=side, seed=seed, target=target, best=best, reached_at_step=reached, tokens=tokens)
+    return float("inf") if reached is None and stage == "distill" else tokens
+
+
 TASKS = {"sums": "+", "differences": "-"}
 MOST_TIME = 0.75  # of both together, relative to one after the other
 
@@ -188,9 +232,10 @@ def shared_server(runs: Runs, report: Report) -> None:
     report.ratio("shared_server/time", fmean(shares))
 
 
-def write_part(place: Path, name: str, stages: Sequence[str], operation: str) -> str:
-    """Write some stages of ``examples/lora.yaml`` with other operations than sums; returns the path of the file."""
-    content = yaml.safe_load((REPOSITORY / "examples" / "lora.yaml").read_text())
+def write_part(place: Path, name: str, stages: Sequence[str], operation: str = "+", example: str = "lora") -> str:
+    """Write some stages of an example with these operations; returns the path of the file."""
+    place.mkdir(parents=True, exist_ok=True)
+    content = yaml.safe_load((REPOSITORY / "examples" / f"{example}.yaml").read_text())
     if "grpo" not in stages:
         del content["gconfig"]  # which only RL reads
     content["stages"] = [stage for stage in content["stages"] if stage["name"] in stages]
@@ -283,7 +328,7 @@ def is_healthy(port: int) -> bool:
     return False
 
 
-CLAIMS: dict[str, Callable[[Runs, Report], None]] = {"lora": lora, "shared_server": shared_server}
+CLAIMS: dict[str, Callable[[Runs, Report], None]] = {"lora": lora, "distillation": distillation, "shared_server": shared_server}
 
 
 def main() -> None:
