@@ -8,13 +8,13 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
-from rollwright.config import experiment, generation, modes, sections, servers, tasksets
+from rollwright.config import experiment, generation, modes, sections, servers, tasksets, teachers
 
 KeyPath = tuple[str | int, ...]
 
 CLASSES = {
     each: frozenset(field.name for field in dataclasses.fields(each))
-    for module in (experiment, generation, modes, sections, servers, tasksets)
+    for module in (experiment, generation, modes, sections, servers, tasksets, teachers)
     for each in vars(module).values()
     if isinstance(each, type) and dataclasses.is_dataclass(each) and each.__module__ == module.__name__
 }
@@ -24,7 +24,7 @@ PLACE = "_place"
 CHECKS = frozenset(
     [
         *(f"rollwright.config.{name}" for name in ("faults", "loading", "plan", "recipes", "rules", "schema", "secrets")),
-        *(f"rollwright.config.{name}" for name in ("source", "keys_without_effect", "validation")),
+        *(f"rollwright.config.{name}" for name in ("source", "keys_without_effect", "teacher_rules", "validation")),
         *(
             "rollwright.tracking.learning_signs",
             "rollwright.trainers.checks.missing_inputs",

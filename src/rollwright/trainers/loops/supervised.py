@@ -179,8 +179,9 @@ class SFTTrainer(SupervisedTrainer):
 
     def update(self, batch: Trajectory) -> dict[str, float]:
         """Take a step on the mean negative log-likelihood of the completions' tokens, and on the teachers' loss."""
-        distillation = None if self.teachers is None else dataclasses.asdict(self.config.distillation)
-        return self.ranks.call("supervised_step", batch, distillation=distillation)
+        section = self.config.distillation
+        settings = {each.name: getattr(section, each.name) for each in dataclasses.fields(section)}
+        return self.ranks.call("supervised_step", batch, distillation=None if self.teachers is None else settings)
 
     async def _score(self, teachers: Teachers, parts: Sequence[Trajectory], rows: Sequence[dict[str, Any]]) -> None:
         await run_concurrently(
