@@ -69,7 +69,7 @@ class Teacher:
 
     async def scores(
         self,
-        engine: InferenceEngine,
+        engine: InferenceEngine | None,
         ids: list[int],
         first: int,
         temperature: float,
@@ -80,7 +80,7 @@ class Teacher:
         """Score the tokens of a row from ``first`` on, or return the recorded scores.
 
         Args:
-            engine: engine of the sample.
+            engine: engine of the sample; None if there is none, because no teacher is the policy.
             ids: the row's tokens.
             first: index of the first token to score; at least 1.
             temperature: of the softmax.
@@ -92,12 +92,15 @@ class Teacher:
             EngineError: the teacher did not score these tokens.
         """
         context = self._context(task, name)
+        own = self.engine or engine
+        if own is None:
+            raise ConfigError(f"{self._about(name)} is the policy, and no engine samples with it here; use a stage of kind rl.")
 
         async def ask(ids: list[int], first: int, temperature: float, top_k: int) -> list[bytes]:
             gconfig = GenerationHyperparameters(max_new_tokens=1, temperature=temperature)
             request = ModelRequest(ids, gconfig, prompt_logprobs_from=first, top_logprobs=top_k, seed=0)
             try:
-                response = await (self.engine or engine).agenerate(request)
+                response = await own.agenerate(request)
             except EngineError as error:
                 raise type(error)(f"{self._about(name)} did not score {len(ids) - first} tokens: {error}") from error
             self._check(request, response, name)
@@ -161,7 +164,7 @@ class Teacher:
             raise refuse(f"it returned the {top_k} most likely tokens at {len(complete)} of {wanted} places")
         for index, (token, score, top) in enumerate(zip(ids[first:], scores, complete, strict=True)):
             same = dict(top).get(token)
-            if same is not None and abs(same - score) > _SAME:
+            if same is not None and score is not None and abs(same - score) > _SAME:
                 raise refuse(
                     f"it gives token {token} at {first + index} the log-probability {score:.3f}, and {same:.3f} among the most likely tokens"
                 )
