@@ -109,7 +109,9 @@ class WrittenRun:
         for ordinal, index, reward, advantage, count in rows:
             logprobs = (-generator.random(count) * 2).astype("<f4").tobytes()
             entropies = generator.random(count).astype("<f2").tobytes()
-            trained = Trained(self.step, ordinal, index, reward, advantage, count, logprobs=logprobs, entropies=entropies)
+            values = generator.random(count).astype("<f4").tobytes()
+            scores = {"logprobs": logprobs, "entropies": entropies, "values": values}
+            trained = Trained(self.step, ordinal, index, reward, advantage, count, **scores)
             self.journal.write(trained)
         for name, seconds in (("generate", 0.8), ("train", 0.5), ("publish", 0.1)):
             self.journal.write(Phase(self.step, name, seconds, began=self.now))

@@ -11,4 +11,4 @@ EXTRAS = {"areal": "workflows from AReaL"}
 #: Import name of a package that ported files need -> what to install.
 PIP_NAMES = {"aiofiles": "'rollwright[areal]'"}
 #: What to add to a description of the KL to the reference.
-KL_NOTE = "; AReaL's kl_ctl takes it from the reward instead (docs/coming-from.md)"
+KL_NOTE = "; AReaL's kl_ctl takes it from the reward instead, which is actor.kl_in: reward here (docs/coming-from.md)"

@@ -18,6 +18,7 @@ RENAMED: dict[str, str] = {
     "plugins": "plugins",
     "checkpoint_root_dir": "cluster.fileroot",
     "model.model_path": "actor.path",
+    "model.critic_model_path": "critic.path",
     "model.max_model_len": "rollout.context_length",
     "model.trust_remote_code": "actor.trust_remote_code",
     "algorithm.repeat_times": "gconfig.n_samples",
@@ -30,6 +31,8 @@ RENAMED: dict[str, str] = {
     "algorithm.policy_loss_fn_args.clip_range": "actor.eps_clip",
     "algorithm.policy_loss_fn_args.clip_range_low": "actor.eps_clip",
     "algorithm.policy_loss_fn_args.clip_range_high": "actor.eps_clip_higher",
+    "algorithm.advantage_fn_args.gamma": "actor.adv_estimator_kwargs.gamma",
+    "algorithm.advantage_fn_args.lam": "actor.adv_estimator_kwargs.lam",
     "buffer.batch_size": "train_dataset.batch_size",
     "buffer.total_epochs": "total_train_epochs",
     "buffer.total_steps": "total_train_steps",
@@ -50,6 +53,7 @@ RENAMED: dict[str, str] = {
     "trainer.total_steps": "total_train_steps",
     "trainer.grad_clip": "actor.optimizer.gradient_clipping",
     "trainer.actor_grad_clip": "actor.optimizer.gradient_clipping",
+    "trainer.critic_grad_clip": "critic.optimizer.gradient_clipping",
     "trainer.max_token_len_per_gpu": "actor.mb_spec.max_tokens_per_mb",
     "synchronizer.sync_timeout": "rollout.setup_timeout",
 }
@@ -57,6 +61,7 @@ RENAMED: dict[str, str] = {
 
 def _advantage(mean: str, deviation: str, leave_one_out: bool = False) -> Pairs:
     return [
+        ("actor.adv_estimator", "normalised"),
         ("actor.adv_norm.mean_level", mean),
         ("actor.adv_norm.std_level", deviation),
         ("actor.adv_norm.leave_one_out", leave_one_out),
@@ -74,6 +79,7 @@ ADVANTAGES: dict[str, Pairs] = {
     "rloo": _advantage("group", "none", leave_one_out=True),
     "opmd": _advantage("group", "none"),
     "reinforceplusplus": _advantage("batch", "batch"),
+    "ppo": [("actor.adv_estimator", "gae")],
 }
 POLICY_LOSSES: dict[str, Pairs] = {
     "ppo": _policy_loss("clip"),

@@ -10,6 +10,7 @@ from rollwright.config.generation import GenerationHyperparameters
 from rollwright.config.modes import AuxiliaryModelConfig, BenchConfig, ServiceConfig, StoreConfig
 from rollwright.config.sections import (
     ClusterConfig,
+    CriticConfig,
     EvaluatorConfig,
     JournalConfig,
     PPOActorConfig,
@@ -116,7 +117,9 @@ class PPOConfig(EpisodesConfig, BaseExperimentConfig):
     journal: JournalConfig = field(default_factory=JournalConfig)
     actor: PPOActorConfig = field(default_factory=PPOActorConfig)
     ref: TrainEngineConfig | None = key(None, "Reference policy of the KL; default: the actor's first weights if kl_ctl > 0.")
-    critic: TrainEngineConfig | None = key(None, "Value model. Not built yet: refused.")
+    critic: CriticConfig | None = key(
+        None, "Value model of adv_estimator gae (recipes ppo and vapo); default: one that begins as the actor."
+    )
 
     @property
     def group_size(self) -> int:

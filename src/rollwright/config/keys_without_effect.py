@@ -37,6 +37,10 @@ _OF_EVALUATION = [f"evaluator.{each.name}" for each in fields(EvaluatorConfig) i
 _OF_SUPERVISED_EPISODES = ["workflow", "workflow_kwargs", "reward_fn", "rollout"]
 
 
+#: Keys of ``TrainEngineConfig`` that a critic reads whose trunk is the actor's.
+_OF_A_SHARED_CRITIC = ("optimizer", "mb_spec", "max_bad_steps", "share_prefixes", "logits_chunk_mib")
+
+
 def has_interval(section: IntervalConfig) -> bool:
     """Return True if any interval is set."""
     return any(getattr(section, name) is not None for name in _INTERVAL)
@@ -84,6 +88,13 @@ _MODELS = (
         "the reference is not trained",
     ),
     unread(PPOConfig | DPOConfig, ["ref.max_bad_steps", "ref.lora"], always, "the reference is not trained"),
+    unread(PPOConfig, ["critic.logits_chunk_mib"], always, "a critic has a value for each token and no logits"),
+    unread(
+        PPOConfig,
+        [f"critic.{each.name}" for each in fields(TrainEngineConfig) if each.name not in _OF_A_SHARED_CRITIC],
+        lambda config: config.critic.shared,
+        "critic.shared is true, so the critic computes with the actor's model; set it in actor",
+    ),
 )
 
 
@@ -101,7 +112,7 @@ def _deviation_is_the_same(actor: PPOActorConfig) -> bool:
 
 #: Keys of the algorithm, except those that a policy loss reads as its parameters (``algorithms.losses``).
 _ALGORITHM = (
-    unread(PPOActorConfig, ["kl_estimator"], lambda actor: actor.kl_ctl == 0, "kl_ctl is 0, so no KL is taken"),
+    unread(PPOActorConfig, ["kl_estimator", "kl_in"], lambda actor: actor.kl_ctl == 0, "kl_ctl is 0, so no KL is taken"),
     unread(
         PPOActorConfig,
         ["loss_constant"],

@@ -9,6 +9,8 @@ from typing import Any
 from rollwright.config.experiment import DPOConfig, EvalConfig, NewModelConfig, PPOConfig, SFTConfig
 from rollwright.config.generation import GenerationHyperparameters
 from rollwright.config.loading import Stage, dump_yaml
+from rollwright.config.recipes import uses_critic
+from rollwright.config.sections import CriticConfig
 from rollwright.config.tasksets import DatasetConfig
 from rollwright.config.teachers import TeacherConfig
 from rollwright.registry import import_path
@@ -39,7 +41,22 @@ def describe(stages: Sequence[Stage]) -> str:
 
 def in_words(stage: Stage) -> str:
     """Describe a stage: ``train MODEL on the completions of DATASET, 400 steps``."""
-    return f"{_WORDS[stage.kind](stage.config)}{_kl(stage)}{_memory(stage.config)}{_teachers(stage.config)}"
+    return (
+        f"{_WORDS[stage.kind](stage.config)}{_kl(stage)}{_critic(stage.config)}{_memory(stage.config)}{_teachers(stage.config)}"
+    )
+
+
+def _critic(config: Any) -> str:
+    """Describe the critic of a policy, and what it holds in memory."""
+    if not isinstance(config, PPOConfig) or not uses_critic(config.actor) or config.mode in ("explore", "bench"):
+        return ""
+    critic = config.critic or CriticConfig()
+    if critic.shared:
+        return ". The critic is a value head on the actor's model: in memory, one vector and its optimizer state"
+    return (
+        f". The critic is a model of its own, which begins as {critic.path or config.actor.path}: in memory, its weights, gradients and "
+        "optimizer state beside the actor's"
+    )
 
 
 def _memory(config: Any) -> str:
@@ -84,6 +101,8 @@ def _kl(stage: Stage) -> str:
         return ""
     is_translated = ("actor", "kl_ctl") in stage.origins.document.written
     note = "" if is_translated else import_path("rollwright.compat:KL_NOTE", "note")
+    if actor.kl_in == "reward":
+        return f". KL to the reference: taken from the reward of each token, {actor.kl_ctl:g} × {actor.kl_estimator}"
     return f". KL to the reference: a term of the loss, {actor.kl_ctl:g} × {actor.kl_estimator}{note}"
 
 

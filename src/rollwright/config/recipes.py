@@ -30,7 +30,10 @@ POLICY_LOSSES: Registry[Callable[..., Any]] = Registry(
 ADVANTAGE_ESTIMATORS: Registry[Callable[..., Any]] = Registry(
     "advantage estimator",
     variable="ADVANTAGE_ESTIMATORS",
-    built_in={"normalised": "rollwright.algorithms.advantages:baseline_and_scale"},
+    built_in={
+        "normalised": "rollwright.algorithms.advantages:baseline_and_scale",
+        "gae": "rollwright.algorithms.gae:gae_advantages",
+    },
 )
 
 #: ``actor.kl_estimator``: called with ``logp_BL, ref_logp_BL``; see ``k1`` in ``rollwright.algorithms.losses``.
@@ -115,11 +118,24 @@ for _name, _recipe in {
         {"distillation.loss": "advantage", "distillation.reward_weight": 0.0, "loss_aggregation": "token"},
     ),
     "decoupled_ppo": Recipe("Decoupled PPO, arXiv 2505.24298", {"use_decoupled_loss": True}),
+    "ppo": Recipe("PPO, arXiv 1707.06347; advantages by GAE, arXiv 1506.02438", {"adv_estimator": "gae"}),
+    "vapo": Recipe(
+        "VAPO, arXiv 2504.05118",
+        {
+            "adv_estimator": "gae",
+            "adv_estimator_kwargs": {"lam_critic": 1.0, "length_alpha": 0.05},
+            "eps_clip": 0.2,
+            "eps_clip_higher": 0.28,
+            "positive_nll_coef": 0.1,
+            "loss_aggregation": "token",
+        },
+    ),
 }.items():
     RECIPES[_name] = _recipe
 
 #: Other names of recipes.
 ALIASES = {
+    "gae": "ppo",
     "drgrpo": "dr_grpo",
     "reinforce++": "reinforceplusplus",
     "reinforce_plus_plus": "reinforceplusplus",
@@ -133,17 +149,12 @@ def find_recipe(name: str) -> Recipe:
     """Return the recipe with a name.
 
     Raises:
-        ConfigError: the name is unknown, or the algorithm needs a critic or is a stage of its own.
+        ConfigError: the name is unknown, or the algorithm is a stage of its own.
     """
     key = ALIASES.get(name, name.strip().lower().replace("-", "_"))
     key = name if name in RECIPES else ALIASES.get(key, key)
     if key in RECIPES:
         return RECIPES.get(key)
-    if key in ("ppo", "gae"):
-        raise ConfigError(
-            f"actor.recipe is {name!r}, which needs a critic, and there is none yet. Use grpo (a group of samples is the "
-            "baseline) or reinforceplusplus (the batch is)."
-        )
     if key in ("sft", "dpo"):
         raise ConfigError(
             f"actor.recipe is {name!r}, which samples nothing: it is a stage of its own, `kind: {key}` (docs/supervised.md)."
@@ -152,6 +163,11 @@ def find_recipe(name: str) -> Recipe:
         return RECIPES.get(name)
     hint = suggestion(key, RECIPES, as_sentence=True)
     raise ConfigError(f"actor.recipe is {name!r}, which is no recipe.{hint} There are: {', '.join(RECIPES)}.")
+
+
+def uses_critic(actor: Any) -> bool:
+    """Return True if the advantages of an ``actor`` section are computed from a critic's values."""
+    return actor.adv_estimator == "gae"
 
 
 def apply_recipe(config: Any, explicitly_set_keys: Collection[str] | None = None) -> Any:

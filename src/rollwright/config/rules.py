@@ -24,6 +24,7 @@ from rollwright.config.faults import Fault, Rule, faults_in, refuse, refuse_set,
 from rollwright.config.generation import GenerationHyperparameters
 from rollwright.config.keys_without_effect import has_interval
 from rollwright.config.modes import AuxiliaryModelConfig
+from rollwright.config.recipes import uses_critic
 from rollwright.config.sections import ClusterConfig, NormConfig, TrainEngineConfig
 from rollwright.config.source import dotted
 from rollwright.config.tasksets import TasksetConfig
@@ -368,10 +369,10 @@ def _groups_in_a_batch(config: PPOConfig) -> tuple[int, str]:
     return config.train_dataset.batch_size, "train_dataset.batch_size"
 
 
-def _too_many_minibatches(config: PPOConfig) -> str:
+def _too_many_minibatches(config: PPOConfig, section: str = "actor") -> str:
     groups, key = _groups_in_a_batch(config)
     return (
-        f"is {config.actor.ppo_n_minibatches}, but a batch has {groups} groups of samples, which are not divided; lower it, or "
+        f"is {getattr(config, section).ppo_n_minibatches}, but a batch has {groups} groups of samples, which are not divided; lower it, or "
         f"raise {key}"
     )
 
@@ -385,8 +386,37 @@ _POLICY = (
     refuse(
         PPOConfig,
         "critic",
-        lambda config: config.critic is not None,
-        "a value model is not built yet; take the section out (GRPO compares the samples of a group)",
+        lambda config: config.critic is not None and not uses_critic(config.actor),
+        "is given, but actor.adv_estimator is {config.actor.adv_estimator}, which has no critic; set actor.recipe to ppo, or take critic out",
+    ),
+    refuse(
+        PPOConfig,
+        "critic.optimizer",
+        lambda config: config.critic is not None and config.critic.optimizer is None,
+        "is null, but the critic is trained; give it at least lr",
+    ),
+    refuse(
+        PPOConfig,
+        "critic.lora",
+        lambda config: config.critic is not None and config.critic.lora is not None,
+        "is set, but a critic is trained whole; take it out, or set critic.shared, which trains only a value head",
+    ),
+    refuse(
+        PPOConfig,
+        "critic.ppo_n_minibatches",
+        lambda config: config.critic is not None and config.critic.ppo_n_minibatches > _groups_in_a_batch(config)[0],
+        partial(_too_many_minibatches, section="critic"),
+    ),
+    refuse(
+        PPOConfig,
+        "critic.ppo_n_minibatches",
+        lambda config: (
+            config.critic is not None
+            and config.cluster.processes > 1
+            and config.actor.ppo_n_minibatches % config.critic.ppo_n_minibatches != 0
+        ),
+        "is {value}, but cluster.processes is {config.cluster.processes}, which share a batch out by the actor's minibatches; set it to "
+        "a divisor of actor.ppo_n_minibatches ({config.actor.ppo_n_minibatches})",
     ),
     refuse(
         PPOConfig,

@@ -154,21 +154,32 @@ class PPOActorConfig(TrainEngineConfig):
     adv_norm: NormConfig | None = key_from(NormConfig, "How rewards become advantages; None uses raw rewards.")
     adv_estimator: str = key(
         "normalised",
-        "From rewards to advantages (docs/algorithms.md): a registered name or import path. normalised applies adv_norm.",
+        "From rewards to advantages (docs/algorithms.md): a registered name or import path. normalised applies adv_norm; gae takes the "
+        "values of the critic.",
         registry=ADVANTAGE_ESTIMATORS,
     )
-    adv_estimator_kwargs: dict[str, Any] = key_from(dict, "Arguments of an adv_estimator other than normalised.")
+    adv_estimator_kwargs: dict[str, Any] = key_from(
+        dict, "Arguments of an adv_estimator other than normalised, such as gamma and lam of gae."
+    )
     reward_scaling: float = key(1.0, "Rewards are multiplied by this after reward_bias is added.")
     reward_bias: float = key(0.0, "Added to every reward.")
     reward_clip: float | None = key(None, "Scaled rewards are clipped to ± this; default: no clipping.", gt=0.0)
     kl_ctl: float = key(
         0.0,
-        "Weight of the KL to the reference in the loss (not taken from the reward); above 0 loads the reference model.",
+        "Weight of the KL to the reference in the loss or the reward (kl_in); above 0 loads the reference model.",
         ge=0.0,
+    )
+    kl_in: str = key(
+        "loss",
+        "Where the KL counts. loss: a term of the loss. reward: each trained token's KL at sampling is taken from its reward.",
+        choices=["loss", "reward"],
     )
     kl_estimator: str = key("k3", "Schulman's k1, k2 or k3; or a registered name or import path.", registry=KL_ESTIMATORS)
     distillation: DistillationConfig = field(default_factory=DistillationConfig)
     entropy_coef: float = key(0.0, "Weight of an entropy bonus.", ge=0.0)
+    positive_nll_coef: float = key(
+        0.0, "Weight of the mean negative log-likelihood of samples with a reward above 0 in the loss (VAPO).", ge=0.0
+    )
     mask_truncated: bool = key(False, "Samples cut by a length limit do not train (DAPO's overlong filter).")
     recompute_logprob: bool = key(
         False,
@@ -192,6 +203,22 @@ class PPOActorConfig(TrainEngineConfig):
         "sequence_product (product over its tokens).",
         choices=["token", "turn", "sequence", "sequence_product"],
     )
+
+
+@dataclass
+class CriticConfig(TrainEngineConfig):
+    """The value model of PPO, and how it is trained (docs/algorithms.md)."""
+
+    path: str = key("", "Model whose output layer a value head replaces; default: the actor's first weights.", public=True)
+    shared: bool = key(
+        False,
+        "A value head on the actor's last hidden states in place of a model of its own. Only the head is trained by the value loss.",
+    )
+    ppo_n_minibatches: int = key(1, "Optimizer steps of the critic that a batch is divided into.", ge=1)
+    eps_clip: float | None = key(
+        0.5, "Largest change of a value in a step that lowers the loss, as an absolute value. None does not clip.", gt=0.0
+    )
+    warmup_steps: int = key(0, "First steps of the run, in which only the critic is trained.", ge=0)
 
 
 @dataclass

@@ -246,9 +246,9 @@ def merge_written(batch: Trajectory, batch_rows: Sequence[Sequence[int]], parts:
 
 
 #: Values that a step computed for the trained tokens of a row: the advantage (one number, or float32 bytes if the tokens differ), the number
-#: of tokens, their log-probabilities (float32 bytes), entropies (float16 bytes) and a teacher's log-probabilities (float32 bytes, nan where it
-#: did not teach). Bytes are empty if there are none.
-TrainedRow = tuple[float | bytes, int, bytes, bytes, bytes]
+#: of tokens, their log-probabilities (float32 bytes), entropies (float16 bytes), a teacher's log-probabilities (float32 bytes, nan where it
+#: did not teach), and the critic's values before them (float32 bytes). Bytes are empty if there are none.
+TrainedRow = tuple[float | bytes, int, bytes, bytes, bytes, bytes]
 #: Column of a batch with the ``TrainedRow`` of each row.
 TRAINED = "trained"
 
@@ -258,7 +258,7 @@ def trained_rows(batch: Trajectory) -> list[TrainedRow]:
     if TRAINED in batch:
         return batch[TRAINED]
     masked_BL = batch["loss_mask"].bool()
-    advantages, logprobs, entropies, taught, weights = (
+    advantages, logprobs, entropies, taught, weights, critic = (
         _flat(batch.get(name), masked_BL, dtype)
         for name, dtype in (
             ("advantages", "<f4"),
@@ -266,6 +266,7 @@ def trained_rows(batch: Trajectory) -> list[TrainedRow]:
             ("entropies", "<f2"),
             ("teacher_logprobs", "<f4"),
             ("teacher_weights", "<f4"),
+            ("values", "<f4"),
         )
     )
     taught = np.where(weights > 0, taught, np.float32(np.nan))
@@ -274,7 +275,7 @@ def trained_rows(batch: Trajectory) -> list[TrainedRow]:
         own = advantages[start : start + tokens]
         is_same = tokens == 0 or bool((own == own[0]).all())
         advantage = (float(own[0]) if tokens else 0.0) if is_same else own.tobytes()
-        scores = [values[start : start + tokens] for values in (logprobs, entropies, taught)]
+        scores = [values[start : start + tokens] for values in (logprobs, entropies, taught, critic)]
         rows.append((advantage, tokens, *(each.tobytes() if np.nan_to_num(each).any() else b"" for each in scores)))  # type: ignore[arg-type]
         start += tokens
     return rows

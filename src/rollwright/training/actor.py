@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from rollwright.algorithms.advantages import find_estimator, groups_without_variance, returns_to_go
+from rollwright.algorithms.gae import find_value_estimator, rewards_of_actions
 from rollwright.algorithms.losses import (
     PolicyLoss,
     aggregation_weights,
@@ -22,15 +23,17 @@ from rollwright.algorithms.losses import (
     kl_estimate,
     kl_loss,
 )
-from rollwright.config.recipes import apply_recipe
-from rollwright.config.sections import PPOActorConfig
-from rollwright.errors import TrainingError, WeightUpdateError
+from rollwright.config.experiment import FinetuneSpec
+from rollwright.config.recipes import apply_recipe, uses_critic
+from rollwright.config.sections import CriticConfig, PPOActorConfig
+from rollwright.errors import CheckpointError, TrainingError, WeightUpdateError
 from rollwright.experience.trajectory import Trajectory, select_rows, tensor_container_to
 from rollwright.inference.engine import InferenceEngine, WeightReceiver
 from rollwright.rollout.engines import RolloutEngine
 from rollwright.tracking.logging import getLogger
 from rollwright.training import parallel
 from rollwright.training.canary import Canary, Proof
+from rollwright.training.critic import Critic, critic_for
 from rollwright.training.distillation import Distillation
 from rollwright.training.engine import TrainEngine, trained_tokens
 from rollwright.training.micro_batches import split_minibatches
@@ -42,7 +45,7 @@ logger = getLogger("training")
 
 
 class FSDPPPOActor(TrainEngine):
-    """The policy, trained by policy gradients without a critic: the baseline comes from the rewards of the samples.
+    """The policy, trained by policy gradients. The baseline comes from the rewards of the samples, or from a critic (``add_critic``).
 
     One step calls ``compute_logp`` (optional), ``compute_advantages``, ``ppo_update``, ``step_lr_scheduler`` and
     ``update_weights``, in this order.
@@ -61,16 +64,31 @@ class FSDPPPOActor(TrainEngine):
             ConfigError: the recipe or the loss is unknown or cannot be used with this config.
         """
         apply_recipe(config)
-        self.policy_loss, self._estimate = find_policy_loss(config), find_estimator(config)
+        self.policy_loss = find_policy_loss(config)
+        self._estimate: Any = find_value_estimator(config) if uses_critic(config) else find_estimator(config)
         self._distillation = Distillation(config.distillation)
         super().__init__(config, model)
         self.needs_reference = config.kl_ctl > 0
+        self.critic: Critic | None = None  #: estimates the advantages of adv_estimator gae
         self._engine: Any = None
         self._meta: Any = None
         self._publisher: Publisher | None = None
         self.publication: Publication | None = None  #: the last transfer of weights to the engines; on rank 0
         self._proof: Proof | None = None  # of a canary since the last update
         self._warned: set[str] = set()
+
+    def add_critic(self, config: CriticConfig, ft_spec: FinetuneSpec | None = None) -> None:
+        """Load the critic that ``adv_estimator: gae`` needs. Call this after ``initialize``.
+
+        Args:
+            config: the ``critic`` section.
+            ft_spec: length of the run, for the learning-rate schedule.
+
+        Raises:
+            ConfigError: ``adv_estimator`` has no critic, or the critic cannot be loaded.
+        """
+        self.critic = critic_for(self, config, self._estimate)
+        self.critic.initialize(None, ft_spec)
 
     # One step's calls
 
@@ -104,12 +122,18 @@ class FSDPPPOActor(TrainEngine):
             TrainingError: a required key is missing, or the advantages have another shape.
         """
         mask_BL = self._update_mask(batch).float()
-        if batch.get("advantages") is None and not self._distillation.uses_rewards:
-            batch["advantages"] = torch.zeros_like(mask_BL)
-        elif batch.get("advantages") is None:
+        if self.config.kl_ctl > 0 and "ref_logp" not in batch:
+            batch["ref_logp"] = self.compute_ref_logp(batch)
+        given = batch.get("advantages")
+        uses_rewards = self._distillation.uses_rewards
+        if self.critic is not None or (
+            given is None and uses_rewards
+        ):  # a critic is trained on the returns whatever else there is
             batch["advantages"] = self._estimated(batch, mask_BL)
-        else:
-            given = batch["advantages"].float().to(mask_BL.device)
+        if given is None and not uses_rewards:
+            batch["advantages"] = torch.zeros_like(mask_BL)
+        if given is not None:
+            given = given.float().to(mask_BL.device)
             if given.shape not in (mask_BL.shape, mask_BL.shape[:1]):
                 raise TrainingError(
                     f"compute_advantages: the batch's advantages have the shape {list(given.shape)}; give one for each row, "
@@ -117,8 +141,6 @@ class FSDPPPOActor(TrainEngine):
                 )
             batch["advantages"] = (given if given.ndim == 2 else given[:, None]) * mask_BL
         batch["advantages"] = self._distillation.mixed_advantages(batch, batch["advantages"], mask_BL)
-        if self.config.kl_ctl > 0 and "ref_logp" not in batch:
-            batch["ref_logp"] = self.compute_ref_logp(batch)
         return batch
 
     def _estimated(self, batch: Trajectory, mask_BL: Tensor) -> Tensor:
@@ -137,10 +159,13 @@ class FSDPPPOActor(TrainEngine):
                 f"{float(scaled_B.abs().max()):g}), so differences between them are not learned. Raise it, set it to "
                 "null, or lower actor.reward_scaling.",
             )
+        token_rewards_BL = self._token_rewards(batch, mask_BL)
         later_BL = torch.zeros_like(mask_BL)
-        if batch.get("token_rewards") is not None:
-            token_rewards_BL = batch["token_rewards"].float().to(mask_BL.device) * config.reward_scaling
+        if token_rewards_BL is not None:
             later_BL = returns_to_go(token_rewards_BL, torch.ones_like(mask_BL))
+        if uses_critic(config):
+            batch["returns"] = outcome_B + later_BL[:, 0]
+            return self._require_critic().estimate(batch, rewards_of_actions(outcome_B, token_rewards_BL, mask_BL), mask_BL)
         norm = config.adv_norm if config.adv_estimator == "normalised" else None
         if norm is not None and "group" in (norm.mean_level, norm.std_level) and batch.get("group_ids") is None:
             raise TrainingError(
@@ -156,6 +181,27 @@ class FSDPPPOActor(TrainEngine):
             self._warn_of_lone_samples(groups_all, samples_all)
         baseline_all, scale_all = self._estimate(returns_all, groups_all, samples_all)
         return (outcome_B[:, None] + later_BL - baseline_all[own][:, None]) * scale_all[own][:, None] * mask_BL
+
+    def _token_rewards(self, batch: Trajectory, mask_BL: Tensor) -> Tensor | None:
+        """Return the rewards of tokens, ``[B, L]``: those of the batch, less the KL if it is taken from the reward. None if there are none."""
+        config, rewards_BL = self.config, None
+        if batch.get("token_rewards") is not None:
+            rewards_BL = batch["token_rewards"].float().to(mask_BL.device) * config.reward_scaling
+        if config.kl_ctl == 0 or config.kl_in == "loss":
+            return rewards_BL
+        if "prox_logp" not in batch and bool(batch.get("logprobs_shifted", torch.zeros(1)).any()):
+            batch["prox_logp"] = self.compute_logp(batch, loss_tokens_only=True)
+        own_BL = batch.get("prox_logp", batch["logprobs"]).float().to(mask_BL.device) * mask_BL
+        penalty_BL = kl_estimate(own_BL, batch["ref_logp"].float().to(mask_BL.device) * mask_BL, config.kl_estimator) * mask_BL
+        return -config.kl_ctl * penalty_BL if rewards_BL is None else rewards_BL - config.kl_ctl * penalty_BL
+
+    def _require_critic(self) -> Critic:
+        if self.critic is None:
+            raise TrainingError(
+                f"actor.adv_estimator is {self.config.adv_estimator}, which needs a critic: call add_critic(CriticConfig(...)) after "
+                "initialize()."
+            )
+        return self.critic
 
     def _warn_of_lone_samples(self, groups_B: Tensor, samples_B: Tensor) -> None:
         group_of_sample = torch.stack([groups_B, samples_B]).unique(dim=1)[0]
@@ -189,6 +235,11 @@ class FSDPPPOActor(TrainEngine):
         """
         config = self.config
         given, batch = batch, self.for_update(batch)
+        of_critic: dict[str, float] = {}
+        if self.critic is not None:
+            of_critic = self.critic.update(batch)
+            if self.critic.warms_up:
+                return {"optimizer_steps": 0.0, "skipped_steps": 0.0, "lr": self.learning_rate, **of_critic}
         if recomputes_logprobs(config) and "prox_logp" not in batch and config.ppo_n_minibatches > 1:
             batch["prox_logp"] = self.compute_logp(batch, loss_tokens_only=True)
         update = PolicyUpdate(config, self.policy_loss, self.version, batch)
@@ -199,10 +250,12 @@ class FSDPPPOActor(TrainEngine):
             if float(parallel.summed(minibatch["update_mask"].sum())) == 0:
                 continue  # every token is masked: a step would only decay weights
             minibatch["loss_weights"] = self.loss_weights(minibatch)
+            if config.positive_nll_coef > 0:
+                minibatch["positive_weights"] = self.positive_weights(minibatch)
             minibatch[ROW] = rows.to(self.device)
             update.before_first_step = not steps
             steps.append(self.optimise(minibatch, update.loss, with_entropy=True, entropy_gradient=config.entropy_coef > 0))
-        return {**update.metrics(steps, self.learning_rate), **self.probe_metrics()}
+        return {**update.metrics(steps, self.learning_rate), **self.probe_metrics(), **of_critic}
 
     def probe_metrics(self) -> dict[str, float]:
         """Return the largest mean difference that the last audit of the engines found, and what the canary found since the last call."""
@@ -244,6 +297,40 @@ class FSDPPPOActor(TrainEngine):
         """Pause an engine that shares the weights until they are published, or run an audit that is due. Collective."""
         if self._publisher is not None:
             self._publisher.before_first_step()
+
+    def positive_weights(self, minibatch: Trajectory) -> Tensor:
+        """Return the weights ``[B, L]`` of a mean over the trained tokens of rows with a reward above 0, on all ranks."""
+        returns_B = minibatch.get("returns", minibatch["rewards"]).to(self.device)
+        return aggregation_weights(minibatch["update_mask"] * (returns_B > 0)[:, None], "token", reduce=parallel.summed)
+
+    def step_lr_scheduler(self) -> None:
+        """Advance the learning-rate schedules of the policy and the critic by one step of the run."""
+        super().step_lr_scheduler()
+        if self.critic is not None:
+            self.critic.step_lr_scheduler()
+
+    def state_dict(self) -> dict[str, Any]:
+        """See ``TrainEngine.state_dict``; the state of the critic is included."""
+        return super().state_dict() | ({} if self.critic is None else {"critic": self.critic.state_dict()})
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """See ``TrainEngine.load_state_dict``.
+
+        Raises:
+            CheckpointError: the state belongs to another model, or to a run with a critic while this one has none, or the reverse.
+        """
+        if ("critic" in state) != (self.critic is not None):
+            has, lacks = ("the checkpoint", "this run") if "critic" in state else ("this run", "the checkpoint")
+            raise CheckpointError(f"{has} has a critic and {lacks} has none: resume with the same actor.adv_estimator.")
+        if self.critic is not None:
+            self.critic.load_state_dict(state["critic"])
+        super().load_state_dict(state)
+
+    def destroy(self) -> None:
+        """Free the memory of the models and optimizers."""
+        if self.critic is not None:
+            self.critic.destroy()
+        super().destroy()
 
     def _update_mask(self, batch: Trajectory) -> Tensor:
         mask_BL = trained_tokens(batch)
@@ -451,11 +538,16 @@ class PolicyUpdate:
         statistics.add("policy_loss", total, torch.zeros_like(total))  # ``metrics`` adds the number of steps
         if config.kl_ctl > 0:
             reference_BL = part["ref_logp"].to(logp_BL.dtype) * mask_BL
-            total = total + config.kl_ctl * (weights_BL * kl_loss(logp_BL, reference_BL, config.kl_estimator)).sum()
+            if config.kl_in == "loss":
+                total = total + config.kl_ctl * (weights_BL * kl_loss(logp_BL, reference_BL, config.kl_estimator)).sum()
             statistics.mean("kl", kl_estimate(logp_BL.detach(), reference_BL, config.kl_estimator), mask_BL)
         taught_BL = self.distillation.loss(part, logp_BL, mask_BL, statistics)
         if taught_BL is not None:
             total = total + (weights_BL * taught_BL).sum()
+        if config.positive_nll_coef > 0:
+            likelihood = (part["positive_weights"] * logp_BL).sum()
+            total = total - config.positive_nll_coef * likelihood
+            statistics.add("positive_nll", -likelihood, torch.zeros_like(total))
         if config.entropy_coef > 0:
             total = total - config.entropy_coef * (weights_BL * entropy_BL).sum()
         self._measure(part, logp_BL.detach(), behaviour_BL, policy, mask_BL)
@@ -478,7 +570,8 @@ class PolicyUpdate:
     def measured(self, minibatches: int) -> dict[str, float]:
         """Return the metrics of the tokens of so many minibatches. Collective."""
         count = torch.tensor(minibatches / parallel.world_size())
-        self._statistics.add("policy_loss", torch.zeros((), device=self.logprobs_BL.device), count)
+        for name in ("policy_loss", *(["positive_nll"] if self.config.positive_nll_coef > 0 else [])):
+            self._statistics.add(name, torch.zeros((), device=self.logprobs_BL.device), count)
         found = self._statistics.export()
         mean, mean_of_squares = found.pop("_weight", None), found.pop("_weight_squared", None)
         if mean is not None and mean_of_squares:  # Kish: (Σw)² / (n Σw²)

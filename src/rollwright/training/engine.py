@@ -175,7 +175,7 @@ class TrainEngine:
                 layer.compile()
         elif self.device.type == "cpu" and self.compute_dtype == next(self.model.parameters()).dtype == torch.float32:
             use_fast_layers(self.model)
-        self._scorer = TokenScorer(self.model, chunk_bytes=config.logits_chunk_mib << 20)
+        self._scorer = self._new_scorer()
         if not shards:
             return
         shard(self._scorer, layers, self.compute_dtype, config, self.device)
@@ -187,9 +187,7 @@ class TrainEngine:
         elif config.init_from_scratch:
             initialise_randomly(self.model)
         else:
-            with base_alone(self.model):
-                load_weights(self.model, config.path)
-            initialise(self.model)
+            self._load_weights()
 
     def _adapt(self, like: TrainEngine | None) -> None:
         """Add the adapter of the config. An unsharded copy of another engine's model has it already."""
@@ -215,10 +213,18 @@ class TrainEngine:
             self._base = base_of(self.model)
         return self.model if self.adapter is None else self._base
 
+    def _load_weights(self) -> None:
+        with base_alone(self.model):
+            load_weights(self.model, self.config.path)
+        initialise(self.model)
+
+    def _new_scorer(self) -> nn.Module:
+        return TokenScorer(self.model, chunk_bytes=self.config.logits_chunk_mib << 20)
+
     def _probe_scores(self, ids_BL: Tensor) -> Tensor:
         ids_BL = ids_BL.to(self.device)
         wanted_BL = attended_tokens({"input_ids": ids_BL})
-        return self._scorer({"input_ids": ids_BL}, wanted_BL)[0][:, 1:]
+        return self._scorer({"input_ids": ids_BL}, wanted_BL, **self._scorer.check_options)[0][:, 1:]
 
     def load_reference(self, config: TrainEngineConfig) -> None:
         """Load the frozen reference model from its own config. Call this before ``initialize``."""

@@ -11,7 +11,7 @@ from __future__ import annotations
 import contextlib
 import inspect
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
@@ -30,6 +30,9 @@ class TokenScorer(nn.Module):
 
     It is a module so that FSDP can wrap it: the output layer is called inside its forward pass.
     """
+
+    #: Arguments of a forward pass whose scores show whether two ways to compute a row agree.
+    check_options: ClassVar[dict[str, Any]] = {}
 
     def __init__(self, model: nn.Module, *, chunk_bytes: int = 256 << 20) -> None:
         """
@@ -51,6 +54,7 @@ class TokenScorer(nn.Module):
         with_entropy: bool = False,
         entropy_gradient: bool = True,
         candidates_BLK: Tensor | None = None,
+        hidden: bool = False,
     ) -> tuple[Tensor, ...]:
         """Compute the log-probabilities, and optionally the entropies, of the wanted tokens.
 
@@ -61,6 +65,7 @@ class TokenScorer(nn.Module):
             with_entropy: compute entropies too.
             entropy_gradient: let gradients flow through the entropies.
             candidates_BLK: further token ids for the place of each token, whose log-probabilities are computed as well.
+            hidden: return ``hidden_states`` and ``wanted_BL`` instead, for a value head on this model.
 
         Returns:
             ``logprobs_BL`` and ``entropy_BL``, float32, 0 at tokens outside ``wanted_BL``. The entropy at a token is the entropy of the
@@ -69,37 +74,23 @@ class TokenScorer(nn.Module):
         Raises:
             TrainingError: the model cannot compute the rows, or cannot compute them in one batch.
         """
-        if self.frequencies_vary:
-            refuse_mixed_frequencies(batch, self.model)
+        if hidden:
+            return self.hidden_states(batch, wanted_BL), wanted_BL
         ids_BL = batch["input_ids"]
         tree: PrefixTree | None = batch.get("prefix_tree")
-        inputs = model_inputs(batch, self.model) if tree is None else tree_inputs(batch, tree, self.model)
         at = wanted_BL.nonzero(as_tuple=True)
         labels_T = ids_BL[at]
         given = batch.get("temperature")
         temperature_B = torch.ones(len(ids_BL), device=ids_BL.device) if given is None else given.float()
         temperature_T = temperature_B[at[0]]
-        if tree is not None:
-            predictor = (torch.zeros_like(labels_T), tree.predictor[at])
-        elif batch.get("branch_ids") is not None:
-            predictor = (at[0], last_visible(batch["branch_ids"])[at])
-        else:
-            predictor = (at[0], at[1] - 1)
+        predictor = _predictors(batch, at)
         candidates = None if candidates_BLK is None else (*predictor, candidates_BLK[at], temperature_T)
         copies_T: Tensor | None = None
         if tree is not None and bool(tree.repeated[at].any()):  # score tokens that several rows share only once
             first_T, copies_T = _first_of_equal(tree.place[at], temperature_T)
             predictor = predictor[0][first_T], predictor[1][first_T]
             labels_T, temperature_T = labels_T[first_T], temperature_T[first_T]
-        if self._head_applies is None:
-            self._head_applies = self._applies_head(inputs)
-        with _attention_of(batch, tree, self.model):
-            outputs = (self.model.base_model if self._head_applies else self.model)(**inputs, use_cache=False)  # type: ignore[operator]
-        if tree is not None and tree.refusal and not tree.is_tried:
-            raise TrainingError(
-                f"{type(self.model).__name__} cannot share prefixes in this batch: {tree.refusal}. Set actor.share_prefixes=false, and "
-                "ref.share_prefixes=false if there is a reference."
-            )
+        outputs = self._outputs(batch)
         if self._head_applies:
             hidden_BLH = outputs.last_hidden_state
             logprobs_T, entropy_T = output_logprobs(
@@ -139,6 +130,41 @@ class TokenScorer(nn.Module):
         chunk_tokens = max(1, self.chunk_bytes // (4 * int(vocabulary)))
         return candidate_logprobs(head, inputs_BLH[row_T, column_T], candidates_TK, temperature_T, chunk_tokens)
 
+    def hidden_states(self, batch: Trajectory, wanted_BL: Tensor) -> Tensor:
+        """Return the last hidden states ``[T, H]`` that predict the wanted tokens, row by row.
+
+        If the batch has ``ends [B, L]``, the states at these tokens follow, from which the tokens after them would be predicted.
+
+        Raises:
+            TrainingError: the model cannot compute the rows.
+        """
+        rows, columns = _predictors(batch, wanted_BL.nonzero(as_tuple=True))
+        if batch.get("ends") is not None:
+            at = (batch["ends"] & batch["attention_mask"].bool()).nonzero(as_tuple=True)
+            tree = batch.get("prefix_tree")
+            own = at if tree is None else (torch.zeros_like(at[0]), tree.place[at])
+            rows, columns = torch.cat([rows, own[0]]), torch.cat([columns, own[1]])
+        states_BLH = self._outputs(batch, is_hidden=True).last_hidden_state
+        return states_BLH.flatten(0, 1).index_select(0, rows * states_BLH.shape[1] + columns)
+
+    def _outputs(self, batch: Trajectory, *, is_hidden: bool = False) -> Any:
+        """Run the model: without its output layer if the hidden states suffice."""
+        if self.frequencies_vary:
+            refuse_mixed_frequencies(batch, self.model)
+        tree: PrefixTree | None = batch.get("prefix_tree")
+        inputs = model_inputs(batch, self.model) if tree is None else tree_inputs(batch, tree, self.model)
+        if self._head_applies is None:
+            self._head_applies = self._applies_head(inputs)
+        with _attention_of(batch, tree, self.model):
+            runs_base = is_hidden or self._head_applies
+            outputs = (self.model.base_model if runs_base else self.model)(**inputs, use_cache=False)  # type: ignore[operator]
+        if tree is not None and tree.refusal and not tree.is_tried:
+            raise TrainingError(
+                f"{type(self.model).__name__} cannot share prefixes in this batch: {tree.refusal}. Set actor.share_prefixes=false, and "
+                "the same in ref and critic if they are given."
+            )
+        return outputs
+
     @torch.no_grad()
     def _applies_head(self, inputs: dict[str, Any]) -> bool:
         """Return whether the logits are exactly the output layer applied to the base model's last hidden state.
@@ -155,6 +181,16 @@ class TokenScorer(nn.Module):
         expected = model(input_ids=ids, use_cache=False).logits
         hidden = model.base_model(input_ids=ids, use_cache=False).last_hidden_state
         return torch.allclose(head(hidden).float(), expected.float(), rtol=1e-3, atol=1e-4)
+
+
+def _predictors(batch: Trajectory, at: tuple[Tensor, ...]) -> tuple[Tensor, Tensor]:
+    """Return row and column of the hidden state that predicts each token ``at``, in the layout that the model computes."""
+    tree: PrefixTree | None = batch.get("prefix_tree")
+    if tree is not None:
+        return torch.zeros_like(at[0]), tree.predictor[at]
+    if batch.get("branch_ids") is not None:
+        return at[0], last_visible(batch["branch_ids"])[at]
+    return at[0], at[1] - 1
 
 
 def own_lengths(batch: Trajectory) -> list[int]:

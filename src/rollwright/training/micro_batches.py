@@ -365,13 +365,13 @@ def _compare_shared(scorer: Any, part: Trajectory) -> tuple[str | None, float]:
     wanted_BL[chosen] = attended_BL[chosen]
     if tree is not None:
         tree.is_tried = True
-    scores_BL, _ = scorer(part, wanted_BL)
+    scores_BL, _ = scorer(part, wanted_BL, **scorer.check_options)
     plain = {name: value for name, value in part.items() if name != "prefix_tree"}
     apart = []
     for number in range(_PROVEN_ROWS):  # the same number on every rank
         row = chosen[min(number, len(chosen) - 1)]
         width = lengths[row]
-        alone_BL, _ = scorer(select_rows(plain, [row], width=width), wanted_BL[[row], :width])
+        alone_BL, _ = scorer(select_rows(plain, [row], width=width), wanted_BL[[row], :width], **scorer.check_options)
         apart.append((alone_BL[0] - scores_BL[row, :width]).abs().max())
     reason, name = None, type(scorer.model).__name__
     if tree is not None:
@@ -412,13 +412,14 @@ def _compare_branch(scorer: Any, batch: Trajectory, branch: _Branch | None) -> T
     length = int(row_lengths(batch)[row].clamp(min=1))
     alone = select_rows({name: batch[name] for name in names}, [row], width=length)
     wanted_BL = attended_tokens(alone)
-    together_BL, _ = scorer({**alone, "branch_ids": batch["branch_ids"][row : row + 1, :length]}, wanted_BL)
+    together = {**alone, "branch_ids": batch["branch_ids"][row : row + 1, :length]}
+    together_BL, _ = scorer(together, wanted_BL, **scorer.check_options)
     columns = torch.arange(length, device=wanted_BL.device) if branch is None else branch.columns
     positions_L = columns if batch.get("position_ids") is None else alone["position_ids"][0, columns]
     alone = {name: value[:, columns] if value.dim() > 1 else value for name, value in alone.items()}
     alone["position_ids"] = positions_L[None]
     if torch.equal(positions_L, torch.arange(len(columns), device=positions_L.device)):
         del alone["position_ids"]  # an ordinary row: let the model number the positions, because some start above 0
-    alone_BL, _ = scorer(alone, wanted_BL[:, columns])
+    alone_BL, _ = scorer(alone, wanted_BL[:, columns], **scorer.check_options)
     apart_L = (alone_BL[0] - together_BL[0, columns]).abs()
     return apart_L.max() * 0 if branch is None else apart_L[batch["branch_ids"][row, columns] == branch.number].max()

@@ -157,6 +157,8 @@ def policy(engine: TrainEngine, batch: Trajectory, *, policy_loss: str | None = 
     given["trainer_logprobs"], given["entropies"] = update.logprobs_BL, update.entropies_BL
     if batch.get("loss_weights") is None:
         batch["loss_weights"] = engine.loss_weights(batch)
+    if config.positive_nll_coef > 0:
+        batch["positive_weights"] = engine.positive_weights(batch)
     batch[ROW] = torch.arange(batch["input_ids"].shape[0], device=engine.device)
     is_empty = float(parallel.summed(batch["update_mask"].sum())) == 0
     return BatchLoss(

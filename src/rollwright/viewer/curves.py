@@ -33,6 +33,7 @@ GROUPS: tuple[tuple[str, tuple[str, ...]], ...] = (
     ("Engine against trainer", ("actor/logprob_difference", "actor/mismatch", "actor/context_mismatch")),
     ("Policy ratio", ("actor/ratio", "actor/clip_share", "actor/effective", "actor/behaviour")),
     ("Advantage", ("actor/advantage", "actor/groups_without")),
+    ("Critic", ("critic/",)),
     ("Staleness", ("actor/staleness", "version")),
     ("Throughput", ("tokens_per_second", "samples", "groups")),
     ("Seconds", ("seconds/",)),

@@ -36,6 +36,7 @@ class RowTokens:
         logprobs: log-probabilities at sampling, including those of sampled tokens that are not trained.
         versions: version of the weights that sampled each token.
         advantages, trainer_logprobs, entropies, teacher_logprobs: None if the row was not trained or the run did not record them.
+        advantages, trainer_logprobs, entropies, values: None if the row was not trained or the run did not record them.
         branches, positions: branch numbers and position ids; None without isolated branches.
     """
 
@@ -49,6 +50,7 @@ class RowTokens:
     trainer_logprobs: np.ndarray | None = None
     entropies: np.ndarray | None = None
     teacher_logprobs: np.ndarray | None = None
+    values: np.ndarray | None = None
     branches: np.ndarray | None = None
     positions: np.ndarray | None = None
     step: int | None = None
@@ -67,6 +69,8 @@ class RowTokens:
             self.entropies = self._spread(np.frombuffer(trained.entropies, "<f2"))
         if len(trained.teacher_logprobs) == 4 * count:
             self.teacher_logprobs = self._spread(np.frombuffer(trained.teacher_logprobs, "<f4"))
+        if len(trained.values) == 4 * count:
+            self.values = self._spread(np.frombuffer(trained.values, "<f4"))
 
     def _spread(self, values: np.ndarray) -> np.ndarray:
         whole = np.full(len(self.ids), np.nan)
@@ -81,6 +85,7 @@ class RowTokens:
             "trainer_logprobs": self.trainer_logprobs,
             "entropies": self.entropies,
             "teacher_logprobs": self.teacher_logprobs,
+            "values": self.values,
         }
         numbers = {
             "ids": self.ids,

@@ -50,6 +50,7 @@ _TOKEN_COLUMNS = {
     "trainer_logprobs": "trainer_logprob",
     "entropies": "entropy",
     "teacher_logprobs": "teacher_logprob",
+    "values": "value",
 }
 
 

@@ -25,6 +25,7 @@ OVERLAYS = {
     "difference": ("Difference", "Engine minus trainer: blue where the engine found it more likely, orange where less."),
     "entropy": ("Entropy", "Darker: the trainer's distribution was wider."),
     "teacher": ("Teacher log-prob", "Darker: less likely to the teacher."),
+    "value": ("Value", "The critic's value before the token: blue above 0, orange below."),
     "version": ("Version", "Marks show where a weight update arrived; darker: newer weights."),
     "reward": ("Reward", "Reward by token: blue above 0, orange below."),
 }
@@ -164,6 +165,7 @@ def _columns(row: Mapping[str, Any]) -> dict[str, list[Any]]:
         "difference": difference,
         "entropy": row.get("entropies"),
         "teacher": row.get("teacher_logprobs"),
+        "value": row.get("values"),
         "version": versions,
         "reward": row.get("token_rewards"),
         "branch": row.get("branches"),
@@ -185,7 +187,7 @@ def _shades(overlay: str, values: Sequence[Any], mask: Sequence[bool]) -> tuple[
         return ["trained" if is_sampled else "" for is_sampled in mask], []
     if not known:
         return [""] * len(mask), []
-    if overlay in ("advantage", "difference", "reward"):
+    if overlay in ("advantage", "difference", "reward", "value"):
         largest = max(abs(value) for value in known)
         classes = [
             "" if value is None else f"{signed_shade(value, largest)} {'plus' if value > 0 else 'minus' if value < 0 else ''}"

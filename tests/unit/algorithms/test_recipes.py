@@ -100,8 +100,8 @@ def test_other_spellings():
 def test_unknown_names_are_refused_with_the_list():
     with pytest.raises(ConfigError, match=r"Did you mean 'gspo'.*gspo, lite_ppo"):
         find_recipe("gspoo")
-    with pytest.raises(ConfigError, match="critic"):
-        find_recipe("ppo")
+    with pytest.raises(ConfigError, match="stage of its own"):
+        find_recipe("dpo")
 
 
 def test_a_recipe_of_a_user():

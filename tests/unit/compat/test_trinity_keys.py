@@ -139,8 +139,9 @@ def test_advantage_and_loss_are_those_that_the_file_names():
     assert part(policy_loss_fn="cispo").policy_loss == "cispo"
     gspo = part(algorithm_type="gspo", advantage_fn="grpo", policy_loss_fn="gspo")
     assert gspo == part(algorithm_type="gspo")
-    with pytest.raises(ConfigError, match="advantage_fn is 'ppo'; here there are grpo"):
-        part(advantage_fn="ppo")
+    with pytest.raises(ConfigError, match="advantage_fn is 'remax'; here there are grpo"):
+        part(advantage_fn="remax")
+    assert part(algorithm_type="ppo", advantage_fn="grpo").adv_estimator == "normalised"
 
 
 def test_a_kl_has_the_weight_that_the_file_means():
@@ -202,3 +203,16 @@ def test_the_engine_s_cache_and_the_older_name_of_the_clip_are_read():
     config = built("explorer: {rollout_model: {enable_prefix_caching: false}}\ntrainer: {actor_grad_clip: 0.5}\n")
     assert config.rollout.prefix_cache is False
     assert config.actor.optimizer.gradient_clipping == 0.5
+
+
+def test_ppo_has_a_critic():
+    config = built(
+        file=FILE.replace(
+            "algorithm_type: grpo, repeat_times: 8",
+            "algorithm_type: ppo, repeat_times: 1, advantage_fn: ppo, advantage_fn_args: {{gamma: 0.99, lam: 0.95}}",
+        ).replace("model: {{", "model: {{critic_model_path: other, ")
+    )
+    assert (config.actor.recipe, config.actor.adv_estimator) == ("ppo", "gae")
+    assert config.actor.adv_estimator_kwargs == {"gamma": 0.99, "lam": 0.95}
+    assert config.critic.path == "other"
+    assert config.gconfig.n_samples == 1

@@ -130,7 +130,7 @@ def test_a_hint_is_of_the_same_section_or_the_same_word():
     )
     assert "did you mean 'synchronizer.sync_interval'?" in refusal("synchroniser: {sync_interval: 3}\n")
     assert "did you mean" not in refusal("explorer: {rollout_model: {use_v1: true}}\n")
-    assert "did you mean" not in refusal("model: {critic_model_path: x}\n")
+    assert "did you mean" not in refusal("model: {lora_configs_path: x}\n")
 
 
 def test_an_interval_of_evaluations_where_there_is_nothing_to_evaluate_is_told_and_left_aside():

@@ -9,7 +9,22 @@ from rollwright.config.source import parse_yaml
 from rollwright.errors import ConfigError
 
 REFUSED = [
-    ("critic: {path: m}", "critic: a value model is not built yet"),
+    (
+        "critic: {path: m}",
+        "critic: is given, but actor.adv_estimator is normalised, which has no critic; set actor.recipe to ppo",
+    ),
+    ("actor: {recipe: ppo}\ncritic: {optimizer: null}", "critic.optimizer: is null, but the critic is trained"),
+    ("actor: {recipe: ppo}\ncritic: {lora: {}}", "critic.lora: is set, but a critic is trained whole"),
+    ("actor: {recipe: ppo}\ncritic: {shared: true, path: m}", "critic.path: is set, but not read: critic.shared is true"),
+    ("actor: {recipe: ppo}\ncritic: {logits_chunk_mib: 2}", "critic.logits_chunk_mib: is set, but not read"),
+    ("actor: {recipe: ppo}\ncritic: {ppo_n_minibatches: 9}\ntrain_dataset: {batch_size: 4}", "a batch has 4 groups"),
+    (
+        "actor: {recipe: ppo}\ncritic: {ppo_n_minibatches: 2}\ncluster: {processes: 2}",
+        "critic.ppo_n_minibatches: is 2, but cluster.processes is 2",
+    ),
+    ("actor: {recipe: ppo, adv_norm: {eps: 0.1}}", "the estimator 'gae' does not read adv_norm"),
+    ("actor: {adv_estimator_kwargs: {lam: 0.9}}", "adv_estimator is normalised, whose keys are in adv_norm"),
+    ("actor: {kl_in: reward}", "actor.kl_in: is set, but not read: kl_ctl is 0"),
     ("actor: {optimizer: null}", "actor.optimizer: is null"),
     ("ref: {path: m}", "actor.kl_ctl is 0"),
     ("actor: {lora: {}, init_from_scratch: true}", "actor.init_from_scratch: is true, but with lora only the adapter is saved"),

@@ -22,7 +22,7 @@ from rollwright.config.generation import GenerationHyperparameters
 from rollwright.config.loading import Stage, build_stages
 from rollwright.config.modes import AuxiliaryModelConfig, StoreConfig
 from rollwright.config.rules import faults_of
-from rollwright.config.sections import ClusterConfig, LoraConfig, RolloutConfig, SlurmConfig, TrainEngineConfig
+from rollwright.config.sections import ClusterConfig, CriticConfig, LoraConfig, RolloutConfig, SlurmConfig, TrainEngineConfig
 from rollwright.config.servers import SGLangConfig, VLLMConfig
 from rollwright.config.source import dotted, parse_yaml
 from rollwright.config.tasksets import FormatConfig, TasksetConfig
@@ -54,6 +54,8 @@ RUNS = {
     "rl decoupled": RL.replace("actor: {", "actor: {use_decoupled_loss: true, ppo_n_minibatches: 2, "),
     "rl with an adapter": RL.replace("actor: {", "actor: {lora: {}, "),
     "rl with a teacher": RL.replace("actor: {", "actor: {recipe: distill, ") + "teachers: [{path: MODEL}]\n",
+    "rl with a critic": RL.replace("actor: {", "actor: {recipe: vapo, ") + "critic: {}\n",
+    "rl with a shared critic": RL.replace("actor: {", "actor: {recipe: ppo, ") + "critic: {shared: true}\n",
     "rl tasksets": TASKS + HELD_OUT,
     "explore": "mode: explore\nstore: {}\n" + RL + VALID.replace("every_steps: 1", "every_steps: 1, at_start: true"),
     "train": "mode: train\nstore: {}\n" + RL + VALID,
@@ -147,6 +149,7 @@ def other(value: Any, field: dataclasses.Field[Any]) -> Any:
             TrainEngineConfig,
             NewVisionConfig,
             LoraConfig,
+            CriticConfig,
         )
         if each.__name__ in kind
     ]:

@@ -54,7 +54,7 @@ class Rank:
         if name in ("publish", "republish"):
             self.publication = Publication("disk", 0.1, 10, ["a:1", "b:1"])
         result = (6, {"loader": 1}) if name == "load_recover" else None
-        return result, [(0.5, 1, b"", b"")] if name == "policy_step" else [], (self.version, self.publication)
+        return result, [(0.5, 1, b"", b"", b"", b"")] if name == "policy_step" else [], (self.version, self.publication)
 
 
 class Cluster:
@@ -149,7 +149,7 @@ def test_each_rank_gets_its_rows_with_the_call(make):
     gang = ranks.cluster.gangs[0]
     assert sorted(rank.taken for rank in gang) == [[[[4, 4, 4]]], [[[5, 5, 5]]]]
     assert [rank.asked.count("policy_step") for rank in gang] == [1, 1]
-    assert batch[TRAINED] == [(0.5, 1, b"", b"")] * 2
+    assert batch[TRAINED] == [(0.5, 1, b"", b"", b"", b"")] * 2
 
 
 def test_rows_of_a_dataset_are_packed_for_the_ranks(make):

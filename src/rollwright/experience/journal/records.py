@@ -153,6 +153,7 @@ class Trained(Record, tag="trained"):
     logprobs: bytes = b""  # log-probabilities of these tokens under the trainer's weights (float32)
     entropies: bytes = b""  # entropy of the policy at these tokens (float16)
     teacher_logprobs: bytes = b""  # a teacher's log-probabilities of these tokens (float32; nan where it did not teach)
+    values: bytes = b""  # the critic's value of the state before each of them (float32)
 
 
 class Published(Record, tag="published"):

@@ -14,10 +14,12 @@ from typing import Any
 import torch
 
 from rollwright.algorithms.advantages import find_estimator
+from rollwright.algorithms.gae import find_value_estimator
 from rollwright.algorithms.losses import find_policy_loss, unread_keys
 from rollwright.config.experiment import EvalConfig, PPOConfig, RunConfig, SFTConfig
 from rollwright.config.faults import Fault, Look, Rule, found_or_fault, must_be_found, refuse, refuse_faults
 from rollwright.config.loading import Stage
+from rollwright.config.recipes import uses_critic
 from rollwright.config.sections import PPOActorConfig
 from rollwright.config.tasksets import TasksetConfig
 from rollwright.data.datasets import has_subsets
@@ -206,7 +208,11 @@ NAMES: tuple[Rule, ...] = (
         "is set, but not read: {config.path} is not a Hugging Face dataset; take it out",
     ),
     Rule(PPOConfig, ("actor.policy_loss",), _loss),
-    must_be_found(PPOConfig, ["actor.adv_estimator"], lambda config, _: find_estimator(config.actor)),
+    must_be_found(
+        PPOConfig,
+        ["actor.adv_estimator"],
+        lambda config, _: (find_value_estimator if uses_critic(config.actor) else find_estimator)(config.actor),
+    ),
     Rule(PPOConfig, ("tasksets.*", "eval_tasksets.*"), _taskset, lambda config: config.mode in _SAMPLING_MODES),
     Rule(PPOConfig, ("",), _workflow_faults, lambda config: config.mode in _SAMPLING_MODES and not config.tasksets),
     must_be_found(PPOConfig, ["store.operators.*"], lambda _, each: OPERATORS.build(each.name, **each.args)),

@@ -182,7 +182,7 @@ def report_step(
         "tokens_per_second/generate": generation,
         "tokens_per_second/train": training,
         **{f"seconds/{name}": value for name, value in seconds.items()},
-        **{f"actor/{name}": value for name, value in stats.items()},
+        **{name if name.startswith("critic/") else f"actor/{name}": value for name, value in stats.items()},
         **{f"workflow/{name}": value for name, value in workflow_metrics(batch).items()},
         **run.tracker.export(reset=True),
     }
