@@ -80,7 +80,7 @@ def test_an_engine_that_is_given_weights_is_seen_to_compute_with_them(announced,
     with LocalRolloutEngine(RolloutConfig(), model=str(tiny_model), tokenizer=load_tokenizer(str(tiny_model))) as rollout:
         load_and_audit(rollout, weights, 3, None)
         assert rollout.get_version() == 3
-        half = {name: value * 0.5 for name, value in weights.items()}
+        half = {name: value * 0.5 for name, value in weights}
         monkeypatch.setattr(published_weights, "_plain_logprobs", of_the_model_with(half, tiny_model))
         with pytest.raises(WeightUpdateError, match="does not compute with the published weights"):
             load_and_audit(rollout, weights, 4, None)
