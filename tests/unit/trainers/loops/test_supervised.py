@@ -83,7 +83,7 @@ def test_each_evaluation_on_a_cluster_has_a_version_of_its_own_and_leaves_no_wei
 
     def give(rollout, weights, version, tolerance):
         rollout.version = version
-        seen.append((version, weights["a"].tolist()))
+        seen.append((version, dict(weights)["a"].tolist()))
 
     trainer.ranks.call = call
     monkeypatch.setattr(supervised, "load_and_audit", give)

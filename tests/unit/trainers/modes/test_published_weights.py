@@ -72,7 +72,7 @@ def test_an_explorer_takes_what_the_trainer_wrote_and_nothing_else(announced):
         read_published(announced)
     with pytest.raises(WeightUpdateError, match="holds version 3, not 4"):
         read_published(Announcement(4, announced.path, announced.epoch))
-    assert set(read) == {name for name, _ in read_weights(announced.path)}
+    assert {name for name, _ in read} == {name for name, _ in read_weights(announced.path)}
 
 
 def test_an_engine_that_is_given_weights_is_seen_to_compute_with_them(announced, tiny_model, monkeypatch):
