@@ -205,7 +205,7 @@ class Canary:
 
     def _checksums(self) -> dict[str, dict[str, str]]:
         """On rank 0, return the checksums of the tensors that the engines compute with. An adapter leaves them as they are."""
-        if parallel.rank() != 0 or self.trainer.weights().adapter is not None:
+        if parallel.rank() != 0 or self.trainer.adapter is not None:  # ``trainer.weights()`` is collective
             return {}
         return self.publisher.engine.sampler.checksums()
 
