@@ -30,6 +30,8 @@ from pathlib import Path
 from typing import Any
 
 from rollwright.atomic import read_json, remedy_of, sweep, write_json
+from rollwright.config.experiment import STAGE_CLASSES
+from rollwright.config.loading import config_to_dict
 from rollwright.errors import CheckpointError, ConfigError, RollwrightError
 from rollwright.tracking.logging import getLogger
 from rollwright.tracking.metrics_file import read_metrics
@@ -69,8 +71,12 @@ def flattened(config: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
     return flat
 
 
+def _without_stage(key: str) -> str:
+    return re.sub(r"^stages\.\d+\.", "", key)
+
+
 def _is_identity(key: str) -> bool:
-    key = re.sub(r"^stages\.\d+\.", "", key)
+    key = _without_stage(key)
     return not any(key == name or key.startswith(f"{name}.") for name in NOT_IDENTITY)
 
 
@@ -312,7 +318,7 @@ class RunDirectory:
         used = self.stages_file.exists() or any(part.has_metrics for part in parts)
         recorded = any(part.has_journal for part in parts)
         resumable = self.stages_file.exists() or recorded or any(part.has_recover_checkpoint for part in parts)
-        is_same = marker.get("identity") == identity_of(config)
+        is_same = marker.get("identity") == identity_of(config) or not _changes(marker.get("config", {}), config)
         if not used and recorded and not any(part.has_recover_checkpoint for part in parts) and (mode == "off" or not is_same):
             logger.info(
                 "%s has a run that did not finish its first step; it begins anew; what it left: %s",
@@ -488,11 +494,29 @@ def _disk_error_in(error: Exception) -> OSError | None:
     return None
 
 
+def _changes(old: Mapping[str, Any], new: Mapping[str, Any]) -> list[str]:
+    """Return the keys, sorted, in which a config is not that of the run.
+
+    A key that the version which began the run did not have yet is no change if it has its default.
+    """
+    before, after = flattened(old), flattened(json.loads(json.dumps(dict(new), default=str)))
+    defaults = [flattened(config_to_dict(stage_class())) for stage_class in STAGE_CLASSES.values()]
+    missing = object()
+
+    def is_new_default(key: str) -> bool:
+        name = _without_stage(key)
+        return bool(before) and key not in before and any(name in known and known[name] == after[key] for known in defaults)
+
+    return [
+        key
+        for key in sorted({*before, *after})
+        if before.get(key, missing) != after.get(key, missing) and _is_identity(key) and not is_new_default(key)
+    ]
+
+
 def _difference(old: Mapping[str, Any], new: Mapping[str, Any], limit: int = 4) -> str:
     before, after = flattened(old), flattened(json.loads(json.dumps(dict(new), default=str)))
-    missing = object()
-    keys = [key for key in sorted({*before, *after}) if before.get(key, missing) != after.get(key, missing)]
-    keys = [key for key in keys if _is_identity(key)]
+    keys = _changes(old, new)
     parts = [f"{key}: {before.get(key, 'unset')!r} then, {after.get(key, 'unset')!r} now" for key in keys[:limit]]
     more = len(keys) - limit
     return "; ".join(parts) + (f"; and {more} more" if more > 0 else "")

@@ -343,3 +343,11 @@ def test_files_of_the_run_that_are_damaged_are_named_with_what_to_do(tmp_path, c
         (run.path / "run.json").write_text(content if content != '{"first": 1}' else "")
         with pytest.raises(CheckpointError, match=r"run\.json is damaged .* Restore this file from a copy, or choose another"):
             run.marker()
+
+
+def test_a_run_of_a_version_without_a_key_resumes_only_while_the_key_has_its_default(tmp_path):
+    leave(tmp_path, steps=True, checkpoint=True)
+    with pytest.raises(CheckpointError, match=r"actor.kl_in: 'unset' then, 'reward' now"):
+        claim(tmp_path, {**CONFIG, "actor": {"lr": 1e-4, "kl_in": "reward"}})
+    with claim(tmp_path, {**CONFIG, "actor": {"lr": 1e-4, "kl_in": "loss"}}) as run:
+        assert run.resumed
