@@ -13,11 +13,12 @@ from rollwright.config.teachers import DistillationConfig
 from rollwright.errors import TrainingError
 from rollwright.experience.trajectory import Trajectory, tensor_container_to
 from rollwright.training import parallel
-from rollwright.training.actor import ROW, FSDPPPOActor, PolicyUpdate, recomputes_logprobs
+from rollwright.training.actor import FSDPPPOActor
 from rollwright.training.batch_losses import BatchLoss
 from rollwright.training.distillation import Distillation
 from rollwright.training.engine import TrainEngine, trained_tokens
 from rollwright.training.parallel import TokenStatistics
+from rollwright.training.policy_update import ROW, PolicyUpdate, recomputes_logprobs
 
 
 def sft(engine: TrainEngine, batch: Trajectory) -> BatchLoss:

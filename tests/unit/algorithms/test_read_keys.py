@@ -18,7 +18,7 @@ from rollwright.config.sections import NormConfig, OptimizerConfig, PPOActorConf
 from rollwright.config.source import parse_yaml
 from rollwright.errors import ConfigError
 from rollwright.trainers.checks.unknown_names import refuse_unknown_names
-from rollwright.training.actor import ROW, PolicyUpdate, recomputes_logprobs
+from rollwright.training.policy_update import ROW, PolicyUpdate, recomputes_logprobs
 
 #: A value other than the default for each key of the loss.
 OF_THE_LOSS = {
