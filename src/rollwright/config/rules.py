@@ -11,6 +11,8 @@ from functools import partial
 from typing import Any
 
 from rollwright.config import keys_without_effect
+from rollwright.config.adapter_rules import ADAPTER_RULES
+from rollwright.config.cluster_rules import CLUSTER_RULES
 from rollwright.config.experiment import (
     BaseExperimentConfig,
     DPOConfig,
@@ -25,7 +27,7 @@ from rollwright.config.generation import GenerationHyperparameters
 from rollwright.config.keys_without_effect import has_interval
 from rollwright.config.modes import AuxiliaryModelConfig
 from rollwright.config.recipes import uses_critic
-from rollwright.config.sections import ClusterConfig, NormConfig, TrainEngineConfig
+from rollwright.config.sections import NormConfig
 from rollwright.config.source import dotted
 from rollwright.config.tasksets import TasksetConfig
 from rollwright.config.teacher_rules import TEACHER_RULES
@@ -97,68 +99,6 @@ _MODELS_AND_SAMPLING = (
         "samples",
         lambda config: not config.greedy and not config.samples,
         "is 0 and greedy is false, so nothing would be evaluated; set one of them",
-    ),
-)
-
-
-_ADAPTERS = (
-    refuse(
-        TrainEngineConfig,
-        "init_from_scratch",
-        lambda model: model.lora is not None and model.init_from_scratch,
-        "is true, but with lora only the adapter is saved, so nothing could load its random base again; make the model first (a stage "
-        "of kind model, or `rollwright model new`) and name it in path",
-    ),
-    *(
-        refuse(
-            of,
-            f"{section}.lora.dropout",
-            lambda config, section=section: (
-                getattr(config, section).lora is not None and getattr(config, section).lora.dropout > 0
-            ),
-            f"is {{value}}, but {reason}; set it to 0",
-        )
-        for of, section, reason in (
-            (
-                PPOConfig,
-                "actor",
-                "a policy is compared with the log-probabilities at which the engine sampled, without dropout",
-            ),
-            (DPOConfig, "model", "DPO compares the policy with a reference that is scored without dropout"),
-        )
-    ),
-    *(
-        refuse(
-            of,
-            f"{section}.lora.use_dora",
-            lambda config, section=section, when=when: (
-                getattr(config, section).lora is not None and getattr(config, section).lora.use_dora and when(config)
-            ),
-            "is true, but {config.rollout.backend} engines (rollout.backend), like the others, sample with LoRA adapters only; set it to "
-            f"false{instead}",
-        )
-        for of, section, when, instead in (
-            (PPOConfig, "actor", keys_without_effect.always, ""),
-            (SFTConfig, "model", keys_without_effect.runs_episodes, ", or leave out workflow and valid_dataset"),
-        )
-    ),
-    refuse(
-        PPOConfig,
-        "rollout.weight_update",
-        lambda config: config.actor.lora is not None and config.rollout.weight_update == "xccl",
-        "is xccl, but actor.lora is set, and servers read adapters from files; set auto, shared or disk",
-    ),
-    refuse_set(
-        PPOConfig,
-        ["rollout.weight_dtype"],
-        lambda config: config.actor.lora is not None,
-        "is {value}, but actor.lora is set, and adapters are published as they are trained, in float32; take it out",
-    ),
-    refuse_set(
-        PPOConfig,
-        ["rollout.on_weight_update"],
-        lambda config: config.actor.lora is not None,
-        "is {value}, but actor.lora is set, and a request ends with the adapter that it began with; take it out",
     ),
 )
 
@@ -552,106 +492,6 @@ _ENGINES = (
 )
 
 
-# --- where processes run
-
-#: Keys of ``cluster`` that only a Ray cluster reads.
-_OF_RAY = (
-    *("address", "nodes", "workers", "max_workers", "max_servers"),
-    *(f"{resource}_per_{role}" for resource in ("cpus", "gpus") for role in ("rank", "server", "worker")),
-)
-
-
-def uses_ray(cluster: ClusterConfig) -> bool:
-    """Return whether Ray places the processes: ``kind`` is ray, or it is slurm and a key that only Ray reads is set."""
-    unchanged = ClusterConfig()
-    is_set = any(getattr(cluster, name) != getattr(unchanged, name) for name in _OF_RAY)
-    return cluster.kind == "ray" or (cluster.kind == "slurm" and is_set)
-
-
-def _on_ray(config: BaseExperimentConfig) -> bool:
-    return uses_ray(config.cluster)
-
-
-_CLUSTER = (
-    refuse_set(
-        ClusterConfig,
-        ["address"],
-        lambda cluster: cluster.kind == "slurm",
-        "is of a Ray that runs, and a job of Slurm has a Ray of its own; take it out",
-    ),
-    refuse_set(
-        ClusterConfig,
-        _OF_RAY,
-        lambda cluster: cluster.kind == "local",
-        "is of kind ray, and kind is {config.kind}; take it out",
-    ),
-    refuse(
-        BaseExperimentConfig,
-        "recover.in_background",
-        lambda config: config.recover.in_background and _on_ray(config),
-        "is true, and on a Ray cluster a lost rank is replaced from a checkpoint that is whole; take it out",
-    ),
-    refuse(
-        PPOConfig,
-        "cluster.processes",
-        lambda config: config.cluster.processes > 1 and config.mode not in ("both", "train"),
-        "is {value}, but mode {config.mode} is one process; take it out",
-    ),
-    *(
-        refuse(PPOConfig, f"cluster.{name}", when, f"is {{value}}, less than {of} ({{config.{of}}}); raise it, or take it out")
-        for name, of, when in (
-            (
-                "max_workers",
-                "cluster.workers",
-                lambda config: (
-                    _on_ray(config) and (config.cluster.max_workers or config.cluster.workers) < config.cluster.workers
-                ),
-            ),
-            (
-                "max_servers",
-                "rollout.servers",
-                lambda config: (
-                    _on_ray(config) and (config.cluster.max_servers or config.rollout.servers) < config.rollout.servers
-                ),
-            ),
-        )
-    ),
-    refuse_set(PPOConfig, ["mode"], _on_ray, "is {value}; cluster.kind ray is for mode both"),
-    refuse_set(
-        PPOConfig,
-        ["deterministic"],
-        _on_ray,
-        "is true, and episodes in several processes do not repeat bit for bit; take it out",
-    ),
-    refuse(
-        PPOConfig,
-        "rollout.backend",
-        lambda config: config.rollout.backend == "builtin" and _on_ray(config),
-        "is builtin, an engine in the process that trains; with cluster.kind ray episodes ask servers: set builtin_process, sglang "
-        "or vllm",
-    ),
-    refuse_set(
-        PPOConfig,
-        ["rollout.addresses"],
-        _on_ray,
-        "names servers; cluster.kind ray starts its own (rollout.servers); take it out",
-    ),
-    refuse_set(PPOConfig, ["rollout.first_gpu"], _on_ray, "is chosen by Ray where cluster.kind is ray; take it out"),
-    refuse(
-        PPOConfig,
-        "rollout.weight_update",
-        lambda config: config.rollout.weight_update == "shared" and _on_ray(config),
-        "is shared memory, which processes on several nodes do not have; set disk, xccl or auto",
-    ),
-    refuse_set(
-        PPOConfig,
-        ["journal.keep"],
-        _on_ray,
-        "removes files that other processes of a Ray cluster may still write; take it out",
-    ),
-)
-
-
 def _samples_greedily(config: PPOConfig) -> bool:
     own = [each.gconfig or config.evaluator.gconfig for each in config.eval_tasksets] or [config.evaluator.gconfig]
     return any(each.is_greedy for each in own)
@@ -740,7 +580,7 @@ _MODES = (
 #: Every rule that needs no torch, in the order in which faults of the same line are reported.
 RULES: tuple[Rule, ...] = (
     *_MODELS_AND_SAMPLING,
-    *_ADAPTERS,
+    *ADAPTER_RULES,
     *_EVERY_EXPERIMENT,
     *_SUPERVISED,
     *_DATASET_OR_TASKSETS,
@@ -750,6 +590,6 @@ RULES: tuple[Rule, ...] = (
     *_POLICY,
     *TEACHER_RULES,
     *_ENGINES,
-    *_CLUSTER,
+    *CLUSTER_RULES,
     *_MODES,
 )

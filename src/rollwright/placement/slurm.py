@@ -21,9 +21,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from rollwright.config.cluster_rules import uses_ray
 from rollwright.config.loading import Stage
 from rollwright.config.plan import run_directory_of
-from rollwright.config.rules import uses_ray
 from rollwright.config.secrets import command_line
 from rollwright.config.sections import ClusterConfig
 from rollwright.errors import ClusterError, ConfigError

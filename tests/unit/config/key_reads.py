@@ -24,7 +24,10 @@ PLACE = "_place"
 CHECKS = frozenset(
     [
         *(f"rollwright.config.{name}" for name in ("faults", "loading", "plan", "recipes", "rules", "schema", "secrets")),
-        *(f"rollwright.config.{name}" for name in ("source", "keys_without_effect", "teacher_rules", "validation")),
+        *(
+            f"rollwright.config.{name}"
+            for name in ("source", "keys_without_effect", "adapter_rules", "cluster_rules", "teacher_rules", "validation")
+        ),
         *(
             "rollwright.tracking.learning_signs",
             "rollwright.trainers.checks.missing_inputs",
