@@ -12,6 +12,7 @@ from rollwright.config.experiment import BaseExperimentConfig, DPOConfig, EvalCo
 from rollwright.config.faults import unread
 from rollwright.config.generation import GenerationHyperparameters
 from rollwright.config.sections import (
+    SHARED_CRITIC_KEYS,
     EvaluatorConfig,
     IntervalConfig,
     JournalConfig,
@@ -35,10 +36,6 @@ _OF_SERVERS_AND_TRAINING = [
 ]
 _OF_EVALUATION = [f"evaluator.{each.name}" for each in fields(EvaluatorConfig) if each.name not in _INTERVAL]
 _OF_SUPERVISED_EPISODES = ["workflow", "workflow_kwargs", "reward_fn", "rollout"]
-
-
-#: Keys of ``TrainEngineConfig`` that a critic reads whose trunk is the actor's.
-_OF_A_SHARED_CRITIC = ("optimizer", "mb_spec", "max_bad_steps", "share_prefixes", "logits_chunk_mib")
 
 
 def has_interval(section: IntervalConfig) -> bool:
@@ -91,7 +88,7 @@ _MODELS = (
     unread(PPOConfig, ["critic.logits_chunk_mib"], always, "a critic has a value for each token and no logits"),
     unread(
         PPOConfig,
-        [f"critic.{each.name}" for each in fields(TrainEngineConfig) if each.name not in _OF_A_SHARED_CRITIC],
+        [f"critic.{each.name}" for each in fields(TrainEngineConfig) if each.name not in SHARED_CRITIC_KEYS],
         lambda config: config.critic.shared,
         "critic.shared is true, so the critic computes with the actor's model; set it in actor",
     ),

@@ -205,6 +205,10 @@ class PPOActorConfig(TrainEngineConfig):
     )
 
 
+#: Keys of ``TrainEngineConfig`` that a critic with ``shared: true`` reads; it takes the others from the actor.
+SHARED_CRITIC_KEYS = ("optimizer", "mb_spec", "max_bad_steps", "share_prefixes", "logits_chunk_mib")
+
+
 @dataclass
 class CriticConfig(TrainEngineConfig):
     """The value model of PPO, and how it is trained (docs/algorithms.md)."""

@@ -9,7 +9,6 @@ from __future__ import annotations
 import copy
 import dataclasses
 import math
-import warnings
 from functools import partial
 from typing import Any, ClassVar
 
@@ -18,7 +17,7 @@ from torch import Tensor, nn
 
 from rollwright.algorithms.gae import ValueEstimator, explained_variance, value_loss
 from rollwright.algorithms.losses import aggregation_weights
-from rollwright.config.sections import CriticConfig, TrainEngineConfig
+from rollwright.config.sections import SHARED_CRITIC_KEYS, CriticConfig, TrainEngineConfig
 from rollwright.errors import ConfigError, TrainingError
 from rollwright.experience.contract import MULTI_MODAL
 from rollwright.experience.trajectory import Trajectory, select_rows, tensor_container_to
@@ -29,9 +28,6 @@ from rollwright.training.hf_checkpoint import load_weights
 from rollwright.training.logprobs import TokenScorer
 from rollwright.training.micro_batches import MINIBATCH_IDS, split_minibatches
 from rollwright.training.parallel import TokenStatistics
-
-# In the steps of a warm-up, the policy's schedule advances and its optimizer makes no step.
-warnings.filterwarnings("ignore", message="Detected call of `lr_scheduler.step")
 
 #: Columns that a model's forward pass reads.
 _INPUTS = ("input_ids", "attention_mask", "loss_mask", "position_ids", MULTI_MODAL)
@@ -329,20 +325,10 @@ class SharedCritic(Critic):
     """
 
     def __init__(self, actor: TrainEngine, config: CriticConfig, estimate: ValueEstimator) -> None:
-        own = (
-            "shared",
-            "ppo_n_minibatches",
-            "eps_clip",
-            "warmup_steps",
-            "optimizer",
-            "mb_spec",
-            "max_bad_steps",
-            "share_prefixes",
-        )
         of_actor = {
             each.name: getattr(actor.config, each.name)
             for each in dataclasses.fields(TrainEngineConfig)
-            if each.name not in own
+            if each.name not in SHARED_CRITIC_KEYS
         }
         super().__init__(dataclasses.replace(config, **{**of_actor, "lora": None}), estimate)
         self._actor = actor

@@ -11,6 +11,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import math
+import warnings
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -468,7 +469,11 @@ class TrainEngine:
     def step_lr_scheduler(self) -> None:
         """Advance the learning-rate schedule by one step of the run."""
         if self.scheduler is not None:
-            self.scheduler.step()
+            with (
+                warnings.catch_warnings()
+            ):  # a skipped step, or the critic's warm-up, leaves the schedule ahead of the optimizer
+                warnings.filterwarnings("ignore", message="Detected call of `lr_scheduler.step")
+                self.scheduler.step()
 
     # Saving
 
