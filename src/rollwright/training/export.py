@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -13,7 +12,7 @@ from torch import Tensor, nn
 from rollwright.config.sections import TrainEngineConfig
 from rollwright.data.tokenizer import load_tokenizer
 from rollwright.errors import ConfigError
-from rollwright.inference.weights.adapter import CONFIG_FILE, AdapterSpec
+from rollwright.inference.weights.adapter import CONFIG_FILE, is_adapter
 from rollwright.inference.weights.files import read_stream
 from rollwright.training.adapters import merged, with_adapter
 from rollwright.training.hf_checkpoint import save_model
@@ -53,25 +52,21 @@ def merge(
     Raises:
         ConfigError: there is no adapter, or no base.
     """
-    spec = _description(checkpoint)
-    base = base or spec.base
+    if not is_adapter(checkpoint):
+        raise ConfigError(f"{checkpoint} is no adapter: it has no {CONFIG_FILE}. A whole model needs no export.")
+    adapter = read_stream(checkpoint)
+    assert adapter.adapter is not None
+    base = base or adapter.adapter.base
     if not base:
         raise ConfigError(f"{checkpoint / CONFIG_FILE} names no base model: give --base.")
     section = TrainEngineConfig(path=base, dtype="float32", device="cpu", optimizer=None, trust_remote_code=trust_remote_code)
-    model = merged(with_adapter(load_model(section), read_stream(checkpoint)))
+    model = merged(with_adapter(load_model(section), adapter))
     change = None
     if dtype != "float32":
         change = _rounded(model, getattr(torch, dtype))
     has_tokenizer = (checkpoint / "tokenizer_config.json").is_file()
     save_model(model, directory, tokenizer=load_tokenizer(checkpoint if has_tokenizer else base, trust_remote_code))
     return change
-
-
-def _description(checkpoint: Path) -> AdapterSpec:
-    file = checkpoint / CONFIG_FILE
-    if not file.is_file():
-        raise ConfigError(f"{checkpoint} is no adapter: it has no {CONFIG_FILE}. A whole model needs no export.")
-    return AdapterSpec.from_peft(json.loads(file.read_text(encoding="utf-8")))
 
 
 def _rounded(model: Any, dtype: torch.dtype) -> LogprobChange:

@@ -141,7 +141,7 @@ def test_names_digests_roots_and_numbers_are_checked(runs, tmp_path):
         ("y", root / "adapter0", {"content_digest": "0"}, 400, "changed or damaged"),
         ("y", outside, {}, 403, "not below a weights root"),
         ("y", root / "missing", {}, 400, "not a directory"),
-        ("y", root / "empty", {}, 400, "adapter_config.json cannot be read"),
+        ("y", root / "empty", {}, 400, "has no adapter_config.json"),
         ("tiny", root / "adapter0", {}, 400, "name of the base"),
     ):
         answer = load(client, name, path, **more)

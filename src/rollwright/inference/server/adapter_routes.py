@@ -10,7 +10,6 @@ adapter; while requests that use it are paused it answers at once, so it cannot 
 from __future__ import annotations
 
 import asyncio
-import json
 import re
 from collections.abc import Awaitable, Callable
 from contextvars import ContextVar
@@ -29,9 +28,8 @@ from rollwright.inference.server.bodies import NotEmpty
 from rollwright.inference.server.control_bodies import LAST_VERSION, ControlBody
 from rollwright.inference.server.exchange import RequestError, Routes, as_request_error
 from rollwright.inference.server.settings import ServerSettings
-from rollwright.inference.weights.adapter import CONFIG_FILE, AdapterSpec
-from rollwright.inference.weights.files import content_digest, read_weights
-from rollwright.inference.weights.stream import WeightStream
+from rollwright.inference.weights.adapter import CONFIG_FILE
+from rollwright.inference.weights.files import content_digest, read_stream
 from rollwright.tracking.logging import getLogger
 
 logger = getLogger("serve-model")
@@ -189,20 +187,16 @@ class AdapterRoutes:
         self._loaded()
 
     def _read(self, body: LoadAdapter, directory: Path) -> Adapter:
-        config = directory / CONFIG_FILE
-        try:
-            spec = AdapterSpec.from_peft(json.loads(config.read_text(encoding="utf-8")))
-        except (OSError, ValueError, KeyError, TypeError) as error:
-            raise WeightUpdateError(f"{config} cannot be read as PEFT's configuration of an adapter ({error}).") from error
-        named = dict(read_weights(directory))
-        digest = None if body.content_digest is None else content_digest(named.items())
+        if not (directory / CONFIG_FILE).is_file():
+            raise WeightUpdateError(f"{directory} is no adapter: it has no {CONFIG_FILE}, which PEFT writes.")
+        stream = read_stream(directory)
+        digest = None if body.content_digest is None else content_digest(stream)
         if digest != body.content_digest:
             raise WeightUpdateError(
                 f"The adapter in {directory} has the digest {digest}, not {body.content_digest}: it was changed or damaged since it "
                 "was written. Publish it again."
             )
         version = body.weight_version if body.weight_version is not None else _version_in(body.lora_name)
-        stream = WeightStream.of(named, spec)
         return Adapter.copied(
             body.lora_name, stream, self._engine.model, version, run=current_run.get(), path=body.lora_path, digest=digest or ""
         )
