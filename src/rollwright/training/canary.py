@@ -94,7 +94,7 @@ class Canary:
 
     def __init__(self, trainer: TrainEngine, publisher: Publisher) -> None:
         self.trainer, self.publisher = trainer, publisher
-        model, is_adapter = trainer.model, trainer.weights().adapter is not None
+        model, is_adapter = trainer.model, trainer.adapter is not None
         chosen = [
             name
             for name, parameter in model.named_parameters()
@@ -204,8 +204,8 @@ class Canary:
         return answers
 
     def _checksums(self) -> dict[str, dict[str, str]]:
-        """On rank 0, return the checksums of the tensors that the engines compute with. An adapter leaves them as they are."""
-        if parallel.rank() != 0 or self.trainer.adapter is not None:  # ``trainer.weights()`` is collective
+        """On rank 0, return checksums of the tensors that the engines compute with. Publishing an adapter does not change them."""
+        if parallel.rank() != 0 or self.trainer.adapter is not None:
             return {}
         return self.publisher.engine.sampler.checksums()
 
@@ -233,7 +233,7 @@ class Canary:
         return {**batch, "temperature": torch.full((len(rows),), temperature)}, row_of
 
     def _scores(self, answers: Answers, changed: Collection[str] | None = None) -> dict[str, Tensor]:
-        """Return the trainer's log-probabilities of each engine's answer, with the change of some tensors (None: as they are now)."""
+        """Return the trainer's log-probabilities of each engine's answer. If ``changed`` is given, change exactly these tensors before."""
         if changed is not None:
             self._change(changed)
         batch, row_of = self._batch(answers)
@@ -254,7 +254,7 @@ class Canary:
         The gradients are taken under the change, because that of a LoRA A is zero as long as its B is.
         """
         self._change(self.change.names)
-        model, is_adapter = self.trainer.model, self.trainer.weights().adapter is not None
+        model, is_adapter = self.trainer.model, self.trainer.adapter is not None
         batch, _ = self._batch(answers)
         with self.trainer.gradients_of_logp(batch) as gradients:
             shapes = {name: own_tensors(model)[name].shape for name in self.change.names}

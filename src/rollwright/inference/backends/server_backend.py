@@ -204,8 +204,8 @@ class ServerBackend(ABC):
             "actor.lora out), or use SGLang, vLLM or rollwright serve-model."
         )
 
-    def unload_adapter(self, server: Server, name: str) -> None:  # noqa: B027
-        """Have one server drop an adapter. This may wait for the requests that use it."""
+    def unload_adapter(self, server: Server, name: str) -> None:  # noqa: B027 - servers without ``load_adapter`` have none
+        """Have one server drop an adapter. The call may block until no request uses the adapter."""
 
     def loaded_adapters(self, server: Server) -> list[str]:
         """Return the names of the adapters that a server holds: the models in ``/v1/models`` that have a ``parent``."""

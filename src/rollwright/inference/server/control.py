@@ -110,7 +110,7 @@ class Control:
         settings: the server's settings, including the root directory for weights.
         metrics: metrics shown at ``/metrics``.
         model_path: the model that the server was started with.
-        adapters: the adapters beside it.
+        adapters: routes and names of the LoRA adapters that the engine holds.
     """
 
     def __init__(

@@ -96,7 +96,7 @@ class OpenAIProtocol:
         max_samples: maximum number of completions for one request.
         processor: image processor of the model, or its directory. None uses the one in the tokenizer's directory, if any.
         image_hosts: hosts that images may be fetched from. Other images must be ``data:`` URLs.
-        adapters: adapters that requests can name as their model. None: the model is the only one.
+        adapters: LoRA adapters that requests can name as their model. If None, requests can name only the model itself.
     """
 
     #: Other names that requests may use for the model.

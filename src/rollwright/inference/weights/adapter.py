@@ -22,7 +22,7 @@ CONFIG_FILE, WEIGHTS_FILE = "adapter_config.json", "adapter_model.safetensors"
 
 @dataclass(frozen=True)
 class AdapterSpec:
-    """Describes an adapter; its tensors travel beside it.
+    """The hyperparameters of an adapter, without its tensors.
 
     Attributes:
         rank: number of columns of B and rows of A.

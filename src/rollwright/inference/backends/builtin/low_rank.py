@@ -183,7 +183,8 @@ class Term:
     Attributes:
         products: the products by site.
         owners: ``[T]``, index of each row's adapter, or -1; None if all rows have the one adapter.
-        repeats: number of successive rows with one owner, of which a layer may get one alone (the head of the last token).
+        repeats: number of consecutive rows that belong to one sequence. A layer that computes only one row of each sequence, such as the
+            head, gets one of them.
     """
 
     products: dict[Hashable, LowRank]
