@@ -72,7 +72,8 @@ def members_of(overrides: Sequence[str], seeds: str | None = None) -> list[Sweep
         return []
     for override, values in zip(parsed, lists, strict=True):
         if twice := [value for value in values if values.count(value) > 1]:
-            raise ConfigError(f"override {override.text!r}: {twice[0]} is listed twice.")
+            given = f"--seeds {seeds}" if seeds is not None and override.path == _SEED else f"override {override.text!r}"
+            raise ConfigError(f"{given}: {twice[0]} is listed twice.")
     names = _short_names([path for path in swept if path != _SEED])
     order = sorted(range(len(parsed)), key=lambda index: parsed[index].path == _SEED)  # the seed changes fastest
     chosen = [dict(zip(order, values, strict=True)) for values in itertools.product(*(lists[index] or [""] for index in order))]

@@ -81,7 +81,7 @@ def test_a_secret_that_every_run_needs_is_passed_on_as_it_is():
     [
         (["seed=4"], "1,2", "both set the seed"),
         ([], "1,x", "give whole numbers"),
-        ([], "1,1", "1 is listed twice"),
+        ([], "1,1", "--seeds 1,1: 1 is listed twice"),
         (["actor.kl_ctl=0,0.1,0"], None, "0 is listed twice"),
     ],
 )
