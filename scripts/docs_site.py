@@ -20,6 +20,7 @@ MOVED = {
     "SECURITY.md": "security.md",
     "CHANGELOG.md": "changelog.md",
     "examples/search_agent.ipynb": "examples/search_agent.ipynb",
+    "examples/own_loop.py": "examples/own_loop.py",
 }
 API = "api"
 
