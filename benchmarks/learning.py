@@ -9,6 +9,10 @@ and share the cores.
 ``lora``: ``examples/lora.yaml`` trains an adapter, ``examples/quickstart.yaml`` all weights, at the learning rate of each. Held-out greedy
 accuracy after training; the adapter's mean may be 0.02 lower.
 
+``ppo``: ``examples/ppo_multi_turn.yaml`` has a critic, ``examples/multi_turn.yaml`` the mean of a group; the samples are as many. Held-out greedy
+reward after training; the mean with a critic may be 0.02 lower. And how far from the reward the critic's value before each turn was, in steps whose
+games it had not seen, against the mean reward of the task's other samples.
+
 ``distillation``: ``examples/distillation.yaml``, and GRPO of the same student with the settings of the quickstart for 200 steps, at 64 × 8 and at
 32 × 4 samples a step. Sampled tokens until an evaluation has 0.95 of the teacher's accuracy, or those of all steps if GRPO does not get there;
 a fifth of the least of GRPO is the limit, for every seed.
@@ -38,8 +42,11 @@ from pathlib import Path
 from statistics import fmean
 from typing import Any
 
+import pandas
 import yaml
 from report import Report
+
+import rollwright
 
 REPOSITORY = Path(__file__).resolve().parents[1]
 LESS = 0.02  # by which a mean may be below the other
@@ -158,6 +165,74 @@ def lora(runs: Runs, report: Report) -> None:
     compare_means("lora", "adapter", "all-weights", done, report)
 
 
+#: Steps of ``ppo_multi_turn`` whose games neither the policy nor the critic has been trained on: the last of the first epoch.
+UNSEEN = range(19, 29)
+
+
+def ppo(runs: Runs, report: Report) -> None:
+    """PPO with a critic against GRPO on the game of several turns, at equal samples; and what the critic's values are worth."""
+    stages = {"ppo": "ppo", "grpo": "grpo"}
+    done = runs.each("ppo", {"ppo": ["ppo_multi_turn"], "grpo": ["multi_turn"]})
+    sampled = {key: sum(record.get("samples", 0.0) for record in run.steps(stages[key[0]])) for key, run in done.items()}
+    if len(set(sampled.values())) != 1:
+        raise SystemExit(f"the sides have other numbers of samples: {sampled}")
+    show_scores("ppo", done, report)
+    compare_means("ppo", "ppo", "grpo", done, report)
+    errors = pandas.concat(
+        [squared_errors(run.directory / "ppo", UNSEEN).assign(seed=seed) for (side, seed), run in done.items() if side == "ppo"]
+    )
+    by_turn = (
+        errors.groupby(["seed", "turn"])[["critic", "group_mean"]]
+        .agg("mean")
+        .assign(guesses=errors.groupby(["seed", "turn"]).size())
+    )
+    for (seed, turn), row in by_turn.iterrows():
+        report.row(claim="ppo", side="squared error", seed=seed, turn=turn, **row.to_dict())
+    means = errors[["critic", "group_mean"]].mean()
+    turns = errors.groupby("turn").critic.mean()
+    falls = bool((turns.diff().dropna() < 0).all())
+    report.row(
+        claim="ppo",
+        side="squared error of all",
+        **means.to_dict(),
+        falls=falls,
+        holds=bool(means.critic < means.group_mean) and falls,
+    )
+    report.ratio("ppo/squared_error", means.critic / means.group_mean)
+
+
+def squared_errors(stage: Path, steps: Sequence[int]) -> pandas.DataFrame:
+    """Compute how far from a conversation's reward the value before each of its turns was, and the mean reward of its task's other samples.
+
+    Args:
+        stage: directory of a run with a critic and groups of several samples.
+        steps: whose samples count. The critic gave its values before it was trained on them.
+
+    Returns:
+        A row for each turn: ``turn`` from 1, ``critic`` and ``group_mean``, squared errors.
+    """
+    run = rollwright.Run(stage)
+    run.refresh()
+    parts = []
+    for step in steps:
+        samples = run.frame("samples", step=step).set_index("key")
+        group = samples.groupby("group").reward
+        samples["others"] = (group.transform("sum") - samples.reward) / (group.transform("size") - 1)
+        tokens = run.frame("tokens", step=step)
+        begins = tokens.trained.astype(bool) & ~tokens.groupby("key").trained.shift(fill_value=False).astype(bool)
+        turns = tokens[begins].join(samples[["reward", "others"]], on="key")
+        parts.append(
+            pandas.DataFrame(
+                {
+                    "turn": turns.groupby("key").cumcount() + 1,
+                    "critic": (turns.value - turns.reward) ** 2,
+                    "group_mean": (turns.others - turns.reward) ** 2,
+                }
+            )
+        )
+    return pandas.concat(parts)
+
+
 #: Tasks and samples of a step of GRPO; the one that needs fewer tokens counts.
 GRPO_BATCHES = {"64x8": (64, 8), "32x4": (32, 4)}
 OF_TEACHER, OF_TOKENS = 0.95, 0.2  # of its accuracy, and of the tokens of GRPO
@@ -168,20 +243,27 @@ def distillation(runs: Runs, report: Report) -> None:
     """A student that learns from a teacher against the same student under GRPO: sampled tokens until it is nearly as good as the teacher."""
     shares = []
     distilled = runs.each("distillation", {"distilled": ["distillation", "stages.distill.evaluator.every_steps=2"]})
+    trials = [(name, seed) for seed in runs.seeds for name in GRPO_BATCHES]
+    with ThreadPoolExecutor(runs.jobs) as pool:
+        made = pool.map(lambda trial: grpo_of_student(runs, distilled["distilled", trial[1]], *trial), trials)
+        grpo = dict(zip(trials, made, strict=True))
     for (_, seed), run in distilled.items():
         target = OF_TEACHER * run.scores["teacher_after"]["greedy"]
         ours = show_tokens(run, "distill", "distilled", seed, target, report)
-        theirs = []
-        for name, (tasks, samples) in GRPO_BATCHES.items():
-            part = write_part(runs.directory / "distillation", "grpo", ["grpo", "after"], example="quickstart")
-            batch = [f"stages.grpo.train_dataset.batch_size={tasks}", f"gconfig.n_samples={samples}"]
-            length = [f"stages.grpo.total_train_steps={GRPO_STEPS}", "stages.grpo.evaluator.every_steps=5", f"seed={seed}"]
-            student = f"stages.grpo.actor.path={run.directory / 'warmup' / 'checkpoints' / 'final'}"
-            grpo = runs.run("distillation", f"grpo-{name}-{seed}", part, student, *batch, *length)
-            theirs.append(show_tokens(grpo, "grpo", f"grpo {name}", seed, target, report))
+        theirs = [show_tokens(grpo[name, seed], "grpo", f"grpo {name}", seed, target, report) for name in GRPO_BATCHES]
         shares.append(ours / min(theirs))
     report.row(claim="distillation", side="tokens / least tokens of GRPO", tokens=max(shares), holds=max(shares) <= OF_TOKENS)
     report.ratio("distillation/tokens", max(shares))
+
+
+def grpo_of_student(runs: Runs, distilled: Finished, name: str, seed: int) -> Finished:
+    """Train the student of a distillation with GRPO, in batches of a name of ``GRPO_BATCHES``."""
+    tasks, samples = GRPO_BATCHES[name]
+    part = write_part(runs.directory / "distillation", f"grpo-{name}-{seed}", ["grpo", "after"], example="quickstart")
+    batch = [f"stages.grpo.train_dataset.batch_size={tasks}", f"gconfig.n_samples={samples}"]
+    length = [f"stages.grpo.total_train_steps={GRPO_STEPS}", "stages.grpo.evaluator.every_steps=5"]
+    student = f"stages.grpo.actor.path={distilled.directory / 'warmup' / 'checkpoints' / 'final'}"
+    return runs.run("distillation", f"grpo-{name}-{seed}", part, student, *batch, *length, f"seed={seed}")
 
 
 def show_tokens(run: Finished, stage: str, side: str, seed: int, target: float, report: Report) -> float:
@@ -328,7 +410,12 @@ def is_healthy(port: int) -> bool:
     return False
 
 
-CLAIMS: dict[str, Callable[[Runs, Report], None]] = {"lora": lora, "distillation": distillation, "shared_server": shared_server}
+CLAIMS: dict[str, Callable[[Runs, Report], None]] = {
+    "lora": lora,
+    "ppo": ppo,
+    "distillation": distillation,
+    "shared_server": shared_server,
+}
 
 
 def main() -> None:
