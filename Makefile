@@ -16,7 +16,7 @@ OF_KERNELS := tests/unit/inference/test_batch_invariance.py $(addprefix tests/un
 ALONE := tests/integration/test_rank_memory.py tests/integration/test_vllm_transfer.py tests/clients tests/viewer tests/cluster tests/faults
 
 .DEFAULT_GOAL := help
-.PHONY: help quickstart test test-fast lint docs clean test-processors
+.PHONY: help quickstart test test-quick test-slow test-fast lint docs clean test-processors
 
 help:  ## What can be made
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:[^#]*## /\t/' | expand -t 18
@@ -37,8 +37,12 @@ $(VENV)/.test: $(VENV)/.python pyproject.toml
 quickstart: $(VENV)/.core  ## Train a small model with GRPO on this machine and show what it learned
 	$(BIN)/rollwright run examples/quickstart.yaml trial_name=$(TRIAL)
 
-test: $(VENV)/.test  ## All tests: quick ones first, then servers and runs that learn
+test: test-quick test-slow  ## All tests: quick ones first, then servers and runs that learn
+
+test-quick: $(VENV)/.test
 	$(PYTEST) $(SIDE_BY_SIDE) tests/unit tests/truth
+
+test-slow: $(VENV)/.test
 	$(PYTEST) $(SIDE_BY_SIDE) tests/end_to_end tests/extension tests/integration $(ALONE:%=--ignore=%)
 	$(PYTEST) $(ALONE)
 

@@ -19,6 +19,9 @@ python="$work/env/bin/python"
 mkdir "$work/mine"
 cd "$work/mine"
 "$python" -c 'import sys, rollwright; assert rollwright.__file__.startswith(sys.prefix), rollwright.__file__'
+for files in templates static; do  # of the viewer
+  diff -r "$here/src/rollwright/viewer/$files" "$("$python" -c 'import rollwright; print(*rollwright.__path__)')/viewer/$files"
+done
 "$work/env/bin/rollwright" doctor
 "$work/env/bin/rollwright" new workflow two_readers
 "$work/env/bin/rollwright" run two_readers.yaml

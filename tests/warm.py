@@ -1,4 +1,4 @@
-"""Commands of ``rollwright`` as forks of a process that has imported everything: a tenth of a second each instead of several.
+"""Commands of ``rollwright`` and scripts as forks of a process that has imported everything: a tenth of a second each instead of several.
 
 Only the process that a test starts itself is a fork; what it starts (ranks, servers, workers) starts as always.
 """
@@ -12,9 +12,10 @@ import os
 import signal
 import subprocess
 import sys
+import tempfile
 import threading
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 
@@ -50,7 +51,7 @@ class Warm:
             self._process.stdin.flush()
             return self._answer()
 
-    def start(self, arguments: list[str], directory: Path, log: Path, environment: Mapping[str, str]) -> WarmProcess:
+    def start(self, arguments: Sequence[str], directory: Path, log: Path, environment: Mapping[str, str]) -> WarmProcess:
         """Start ``rollwright`` with arguments, in a session of its own.
 
         Args:
@@ -59,7 +60,37 @@ class Warm:
             log: file that its output is appended to.
             environment: variables in addition to those of this process.
         """
-        pid = self.ask("start", arguments, str(directory), str(log), dict(environment))
+        return self._start(["rollwright", *arguments], directory, (log, log), environment)
+
+    def start_script(
+        self, script: Path, arguments: Sequence[str], directory: Path, log: Path, environment: Mapping[str, str]
+    ) -> WarmProcess:
+        """Start a script as Python would, in a session of its own; the arguments are those of ``start``."""
+        return self._start([str(script), *arguments], directory, (log, log), environment)
+
+    def run(
+        self, command: Sequence[object], directory: Path, environment: Mapping[str, str] | None = None, timeout: float = 500.0
+    ) -> subprocess.CompletedProcess[str]:
+        """Do what ``subprocess.run(command, cwd=directory, capture_output=True, text=True)`` does.
+
+        Args:
+            command: ``rollwright`` or the path of a script, and arguments.
+            directory: in which it runs; modules are found there, too.
+            environment: variables in addition to those of this process.
+            timeout: seconds, after which it is killed.
+        """
+        argv = list(map(str, command))
+        with tempfile.TemporaryDirectory(prefix="warm-") as place:
+            logs = Path(place, "out"), Path(place, "err")
+            process = self._start(argv, directory, logs, environment or {})
+            try:
+                status = process.wait(timeout)
+            finally:
+                process.kill()
+            return subprocess.CompletedProcess(argv, status, *(log.read_text(encoding="utf-8") for log in logs))
+
+    def _start(self, argv: list[str], directory: Path, logs: tuple[Path, Path], environment: Mapping[str, str]) -> WarmProcess:
+        pid = self.ask("start", argv, str(directory), *map(str, logs), dict(environment))
         return WarmProcess(self, int(str(pid)))
 
     def _answer(self) -> object:

@@ -1,7 +1,8 @@
 """The program that ``warm.Warm`` runs: it imports what commands of ``rollwright`` need, and starts them as forks of itself.
 
-It reads one request a line and answers with one: ``["start", argv, directory, log, environment]`` gives a process
-id, ``["poll", pid]`` the exit status or null. When its input ends, it kills what it started and ends.
+It reads one request a line and answers with one: ``["start", argv, directory, out, err, environment]`` gives a
+process id, ``["poll", pid]`` the exit status or null. When its input ends, it kills what it started and ends. ``argv[0]`` is
+the command ``rollwright`` or the path of a script.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ import json
 import os
 import signal
 import sys
+import types
 
 MODULES = (
     "rollwright.cli.run",
@@ -64,21 +66,32 @@ def _answer(value: object) -> None:
     print(json.dumps(value), flush=True)
 
 
-def _become(arguments: list[str], directory: str, log: str, environment: dict[str, str]) -> list[str]:
+def _become(arguments: list[str], directory: str, out: str, err: str, environment: dict[str, str]) -> list[str]:
     os.setsid()
-    output = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
     os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
-    os.dup2(output, 1)
-    os.dup2(output, 2)
+    for number, log in ((1, out), (2, err)):
+        os.dup2(os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600), number)
     os.chdir(directory)
     os.environ.update(environment)
     sys.path.insert(0, directory)
-    sys.argv[1:] = arguments
+    sys.argv[:] = arguments
     return arguments
 
 
-if __name__ == "__main__":
-    command = serve()
-    from rollwright.cli.main import main
+def _run_script(path: str) -> None:
+    """Run a script as the main module, which stays until the process ends."""
+    sys.path[0] = os.path.dirname(path)
+    main = sys.modules["__main__"] = types.ModuleType("__main__")
+    main.__file__ = path
+    with open(path, encoding="utf-8") as file:
+        code = compile(file.read(), path, "exec")
+    exec(code, main.__dict__)
 
-    sys.exit(main(command))
+
+if __name__ == "__main__":
+    program, *rest = serve()
+    if program == "rollwright":
+        from rollwright.cli.main import main
+
+        sys.exit(main(rest))
+    _run_script(program)

@@ -44,7 +44,6 @@ from rollwright.config.recipes import KL_ESTIMATORS as KL_ESTIMATORS
 from rollwright.config.recipes import POLICY_LOSSES as POLICY_LOSSES
 from rollwright.config.recipes import RECIPES as RECIPES
 from rollwright.config.recipes import Recipe as Recipe
-from rollwright.config.sections import CriticConfig as CriticConfig
 from rollwright.config.sections import PPOActorConfig as PPOActorConfig
 from rollwright.config.sections import RolloutConfig as RolloutConfig
 from rollwright.config.servers import LocalServerConfig as LocalServerConfig
@@ -141,8 +140,6 @@ from rollwright.workflows.rlvr import RLVRWorkflow as RLVRWorkflow
 from rollwright.workflows.search_agent import GroupedSearchAgentWorkflow as GroupedSearchAgentWorkflow
 from rollwright.workflows.search_agent import SearchAgentWorkflow as SearchAgentWorkflow
 from rollwright.workflows.simple import MathWorkflow as MathWorkflow
-from rollwright.workflows.simple import OnPolicyDistillMathWorkflow as OnPolicyDistillMathWorkflow
-from rollwright.workflows.simple import OnPolicyDistillWorkflow as OnPolicyDistillWorkflow
 from rollwright.workflows.simple import SimpleWorkflow as SimpleWorkflow
 from rollwright.workflows.step_wise import AsyncRewardPropagationWorkflow as AsyncRewardPropagationWorkflow
 from rollwright.workflows.step_wise import AsyncStepWiseRewardWorkflow as AsyncStepWiseRewardWorkflow
@@ -158,7 +155,6 @@ from rollwright.workflows.webshop import WebShopWorkflow as WebShopWorkflow
 
 # AReaL's names of the same things
 InferenceEngineConfig = RolloutConfig
-PPOCriticConfig = CriticConfig
 RemoteClient = ServerBackend
 RemotevLLMEngine = RemoteVLLMEngine
 TrainDatasetConfig = DatasetConfig

@@ -3,9 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
-import subprocess
-import sys
 import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -81,17 +78,9 @@ def run_example(request, tmp_path) -> Callable[..., FinishedRun]:
 
     def run(name: str, *overrides: str, shortened: Sequence[str] = ()) -> FinishedRun:
         is_whole = request.config.getoption("--whole-examples")
-        command = [
-            sys.executable,
-            "-m",
-            "rollwright",
-            "run",
-            f"examples/{name}.yaml",
-            f"cluster.fileroot={tmp_path}",
-            *overrides,
-            *(() if is_whole else shortened),
-        ]
-        done = subprocess.run(command, cwd=REPOSITORY, capture_output=True, text=True, env={**os.environ, "COLUMNS": "120"})
+        overrides = (f"cluster.fileroot={tmp_path}", *overrides, *(() if is_whole else shortened))
+        command = ["rollwright", "run", f"examples/{name}.yaml", *overrides]
+        done = shared_warm().run(command, REPOSITORY, {"COLUMNS": "120"}, timeout=1500)
         assert done.returncode == 0, done.stderr[-3000:]
         (directory,) = tmp_path.glob("*/trial")
         return FinishedRun(directory, done.stdout, is_whole)

@@ -10,7 +10,6 @@ from pathlib import Path
 import pytest
 import torch
 from PIL import Image
-from transformers import AutoModelForSequenceClassification
 
 sys.path.insert(0, str(Path(__file__).parent))
 import areal_shapes as shapes
@@ -19,7 +18,6 @@ from rollwright import (
     GenerationHyperparameters,
     GRPOConfig,
     OpenAIAgentWorkflow,
-    PPOConfig,
     PPOTrainer,
     RolloutConfig,
     RolloutExecutor,
@@ -115,41 +113,6 @@ stats_logger: {{display: none}}
     ]
     assert events.count("generate") >= events.count("reward") >= 4
     assert {"generate", "reward", "session", "train"} <= set(events)
-
-
-def test_a_training_script_of_ppo(tiny_model, tmp_path):
-    """AReaL's ``PPOConfig``: a file with a ``critic``, whose KL is taken from the reward."""
-    (tmp_path / "run.yaml").write_text(f"""
-experiment_name: areal
-trial_name: ppo
-cluster: {{fileroot: {tmp_path / "runs"}, threads: 1}}
-total_train_steps: 2
-gconfig: {{n_samples: 1, max_new_tokens: 6, temperature: 0.7}}
-actor:
-  path: {tiny_model}
-  optimizer: {{lr: 1.0e-2}}
-  kl_ctl: 0.05
-  discount: 1.0
-  gae_lambda: 0.95
-  adv_norm: {{mean_level: batch, std_level: batch}}
-critic: {{is_critic: true, path: "${{actor.path}}", optimizer: "${{actor.optimizer}}", ppo_n_minibatches: 2}}
-train_dataset: {{path: {tmp_path}, batch_size: 4}}
-stats_logger: {{display: none}}
-""")
-    config, _ = load_expr_config(["--config", str(tmp_path / "run.yaml")], PPOConfig)
-    kwargs = {"reward_fn": shapes.digits_reward, "gconfig": config.gconfig}
-    tasks = [{"messages": [{"role": "user", "content": f"{n}+1="}], "answer": str(n + 1)} for n in range(8)]
-    with PPOTrainer(config, train_dataset=tasks) as trainer:
-        result = trainer.train(workflow="areal_shapes.OneTurn", workflow_kwargs={**kwargs, "tokenizer": str(tiny_model)})
-        assert trainer.actor.version == trainer.actor.critic.version == 2
-    (file,) = (tmp_path / "runs").glob("**/metrics.jsonl")
-    steps = [step for step in map(json.loads, file.read_text().splitlines()) if "critic/loss" in step]
-    assert [step["critic/optimizer_steps"] for step in steps] == [2.0, 2.0]
-    assert steps[0]["actor/kl"] == pytest.approx(0, abs=1e-5)
-    assert steps[1]["actor/kl"] != 0
-    assert steps[1]["actor/loss"] == pytest.approx(steps[1]["actor/policy_loss"])  # no KL in the loss
-    critic = AutoModelForSequenceClassification.from_pretrained(Path(result["checkpoint"]) / "critic")
-    assert critic.score.weight.abs().max() > 0
 
 
 def test_a_workflow_of_several_turns(sampled, tokenizer):

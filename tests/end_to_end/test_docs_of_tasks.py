@@ -3,11 +3,8 @@
 from __future__ import annotations
 
 import json
-import os
 import re
 import shlex
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -21,7 +18,7 @@ def block(language: str) -> str:
 
 @pytest.mark.slow
 @pytest.mark.timeout(900)
-def test_the_page_followed_to_the_letter_trains(tmp_path):
+def test_the_page_followed_to_the_letter_trains(tmp_path, warm):
     (tmp_path / "plugins").mkdir()
     (tmp_path / "plugins" / "only_these.py").write_text(block("python"))
     (tmp_path / "tasks.jsonl").write_text(block("json"))
@@ -29,14 +26,7 @@ def test_the_page_followed_to_the_letter_trains(tmp_path):
     commands = [shlex.split(line, comments=True) for line in block("bash").splitlines()]
     assert [command[:2] for command in commands] == [["rollwright", "model"], ["rollwright", "run"]]
     for command in commands:
-        done = subprocess.run(
-            [sys.executable, "-m", *command],
-            cwd=tmp_path,
-            capture_output=True,
-            text=True,
-            timeout=600,
-            env={**os.environ, "OMP_NUM_THREADS": "1"},
-        )
+        done = warm.run(command, tmp_path)
         assert done.returncode == 0, done.stderr[-3000:]
     lines = (tmp_path / "runs" / "experiment" / "trial" / "metrics.jsonl").read_text().splitlines()
     rewards = [each["reward"] for each in map(json.loads, lines) if "reward" in each]

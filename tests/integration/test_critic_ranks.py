@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 import torch
-from quiet_ports import quiet_ports
+from rank_scripts import RankScript
 
 UNIT = Path(__file__).resolve().parents[1] / "unit" / "training"
 
@@ -36,25 +33,9 @@ def test_two_ranks_train_the_critic_of_one_process(tmp_path, monkeypatch):
     save_model(tiny_model(dtype=torch.float32), tmp_path / "start")
     script = tmp_path / "worker.py"
     script.write_text(WORKER.format(unit=str(UNIT)))
-    (port,) = map(str, quiet_ports(1))
-    world = {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "OMP_NUM_THREADS": "1"}
-    ranks = [
-        subprocess.Popen(
-            [sys.executable, str(script), str(tmp_path / "start"), str(tmp_path)],
-            env={**os.environ, **world, "RANK": str(rank), "LOCAL_RANK": str(rank)},
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-        )
-        for rank in range(2)
-    ]
+    ranks = RankScript(script, tmp_path / "start", tmp_path, count=2)
     one = {kind: trained_on_share(str(tmp_path / "start"), kind == "shared") for kind in ("own", "shared")}
-    try:
-        outputs = [process.communicate(timeout=200)[0] for process in ranks]
-    finally:
-        for process in ranks:
-            process.kill()
-    assert [process.returncode for process in ranks] == [0, 0], "\n----\n".join(output[-3000:] for output in outputs)
+    ranks.wait()
     two = [torch.load(tmp_path / f"rank{rank}.pt", weights_only=True) for rank in range(2)]
     for kind, expected in one.items():
         for name, value in expected.items():

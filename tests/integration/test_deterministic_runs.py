@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import itertools
 import json
-import os
-import subprocess
-import sys
+from pathlib import Path
 
 import pytest
 
@@ -81,9 +79,8 @@ def test_an_episode_among_512_is_sampled_again_alone_to_the_same_tokens(recorded
     assert not all(each.repeats for each in others)  # they were sampled with other weights
 
 
-def test_the_command_says_how_many_episodes_have_the_recorded_tokens(recorded, tiny_model):
-    command = [sys.executable, "-m", "rollwright", "replay", str(recorded), "0@v0", "--sample", "--model", str(tiny_model)]
-    environment = {**os.environ, "PYTHONPATH": os.pathsep.join([os.path.dirname(__file__), os.environ.get("PYTHONPATH", "")])}
-    done = subprocess.run(command, capture_output=True, text=True, env=environment, timeout=240)
+def test_the_command_says_how_many_episodes_have_the_recorded_tokens(recorded, tiny_model, warm):
+    command = ["rollwright", "replay", recorded, "0@v0", "--sample", "--model", tiny_model]
+    done = warm.run(command, Path(__file__).parent, timeout=240)
     assert done.returncode == 0, done.stdout + done.stderr
     assert "8 of 8 have the recorded tokens" in done.stdout

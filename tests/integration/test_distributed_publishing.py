@@ -3,13 +3,10 @@
 from __future__ import annotations
 
 import json
-import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
-from quiet_ports import quiet_ports
+from rank_scripts import run_ranks
 from real_servers import served_model, write_model
 
 UNIT = Path(__file__).parents[1] / "unit" / "training"
@@ -122,25 +119,7 @@ def test_ranks_audit_servers_together(tmp_path):
     script.write_text(WORKER.format(unit=str(UNIT)))
     with served_model(model, tmp_path / "logs") as (servers, client):
         client.destroy()  # the first rank has its own
-        (port,) = map(str, quiet_ports(1))
-        arguments = [str(script), str(model), servers.addresses[0], str(servers.weights_root), str(tmp_path)]
-        world = {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "OMP_NUM_THREADS": "1"}
-        processes = [
-            subprocess.Popen(
-                [sys.executable, *arguments],
-                env={**os.environ, **world, "RANK": str(rank), "LOCAL_RANK": str(rank)},
-                stdout=subprocess.PIPE,
-                stderr=subprocess.STDOUT,
-                text=True,
-            )
-            for rank in range(2)
-        ]
-        try:
-            outputs = [process.communicate(timeout=500)[0] for process in processes]
-        finally:
-            for process in processes:
-                process.kill()
-    assert [process.returncode for process in processes] == [0, 0], "\n".join(outputs)[-6000:]
+        run_ranks(script, model, servers.addresses[0], servers.weights_root, tmp_path, count=2)
     first, second = (json.loads((tmp_path / f"rank{rank}.json").read_text()) for rank in range(2))
     assert first[:6] == second[:6]  # every rank knows what the first one found
     assert [[name, version] for name, version, _ in first[:5]] == [

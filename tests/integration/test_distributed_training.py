@@ -1,13 +1,11 @@
 """Two processes over Gloo train as one does: gradients, updates, metrics and checkpoints."""
 
 import json
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 import torch
-from quiet_ports import quiet_ports
+from rank_scripts import run_ranks
 
 UNIT = Path(__file__).parents[1] / "unit" / "training"
 
@@ -104,39 +102,10 @@ if world > 1:
 
 
 def train(directory: Path, world: int, *, share_prefixes: bool = False, worker: str = WORKER) -> list[dict]:
-    import os
-
     directory.mkdir()
     script = directory / "worker.py"
     script.write_text(worker.format(unit=str(UNIT), share=share_prefixes))
-    (port,) = map(str, quiet_ports(1))
-    processes = []
-    for rank in range(world):
-        environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-        if world > 1:
-            environment |= {
-                "RANK": str(rank),
-                "WORLD_SIZE": str(world),
-                "LOCAL_RANK": str(rank),
-                "MASTER_ADDR": "127.0.0.1",
-                "MASTER_PORT": port,
-            }
-        processes.append(
-            subprocess.Popen(
-                [sys.executable, str(script), str(directory)],
-                env=environment,
-                stdout=subprocess.PIPE,
-                stderr=subprocess.STDOUT,
-                text=True,
-            )
-        )
-    try:
-        outputs = [process.communicate(timeout=500)[0] for process in processes]
-    finally:
-        for process in processes:
-            process.kill()
-    for process, output in zip(processes, outputs, strict=True):
-        assert process.returncode == 0, output[-4000:]
+    run_ranks(script, directory, count=world)
     return [torch.load(directory / f"rank{rank}.pt", weights_only=True) for rank in range(world)]
 
 

@@ -1,8 +1,5 @@
 """A program that ends while samples run ends as it would without them: no abort, and its own exit status."""
 
-import subprocess
-import sys
-
 import pytest
 
 PROGRAM = """
@@ -33,10 +30,9 @@ if end == "raises":
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("end", "status"), [("returns", 0), ("raises", 1)])
-def test_a_program_that_ends_while_samples_run(tiny_model, end, status):
+def test_a_program_that_ends_while_samples_run(tiny_model, tmp_path, warm, end, status):
+    (tmp_path / "program.py").write_text(PROGRAM)
     for _ in range(3):
-        done = subprocess.run(
-            [sys.executable, "-c", PROGRAM, str(tiny_model), end], capture_output=True, text=True, timeout=200
-        )
+        done = warm.run([tmp_path / "program.py", tiny_model, end], tmp_path, timeout=200)
         assert done.returncode == status, done.stderr[-3000:]
         assert ("ValueError: a bug in the program" in done.stderr) == (end == "raises")

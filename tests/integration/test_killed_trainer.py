@@ -3,11 +3,8 @@
 from __future__ import annotations
 
 import json
-import os
 import random
 import signal
-import subprocess
-import sys
 import time
 from collections import defaultdict
 from pathlib import Path
@@ -75,14 +72,11 @@ def wait_for(what, seconds: float) -> None:
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGKILL], ids=["SIGTERM", "SIGKILL"])
-def test_nothing_is_left_of_a_trainer(tmp_path, number):
+def test_nothing_is_left_of_a_trainer(tmp_path, warm, number):
     model, runs, script, log = (tmp_path / name for name in ("model", "runs", "trainer.py", "trainer.log"))
     write_model(model)
     script.write_text(TRAINER)
-    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-    with log.open("w") as output:
-        command = [sys.executable, str(script), str(model), str(runs)]
-        trainer = subprocess.Popen(command, env=environment, stdout=output, stderr=output)
+    trainer = warm.start_script(script, [str(model), str(runs)], tmp_path, log, {})
     try:
         wait_for(lambda: steps(runs) >= 2 or trainer.poll() is not None, 240)
         assert trainer.poll() is None, log.read_text()[-3000:]
@@ -147,12 +141,11 @@ if __name__ == "__main__":
 
 
 @pytest.mark.parametrize(("staleness", "kills"), [(0, 1), (1, 3)])
-def test_a_trainer_killed_several_times_trains_each_sample_once_and_samples_nothing_twice(tmp_path, staleness, kills):
+def test_a_trainer_killed_several_times_trains_each_sample_once_and_samples_nothing_twice(tmp_path, warm, staleness, kills):
     model, runs, script, log = (tmp_path / name for name in ("model", "runs", "trainer.py", "trainer.log"))
     write_model(model)
     script.write_text(TURNS)
     journal = runs / "killed" / "trial" / "journal"
-    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
 
     def calls():
         return sum(isinstance(record, ModelCall) for _, record in read_records(journal)) if journal.is_dir() else 0
@@ -161,13 +154,7 @@ def test_a_trainer_killed_several_times_trains_each_sample_once_and_samples_noth
     for number in range(kills + 1):
         before = calls()
         after = before + draw.randint(10, 60)
-        with log.open("w") as output:
-            trainer = subprocess.Popen(
-                [sys.executable, str(script), str(model), str(runs), str(staleness)],
-                env=environment,
-                stdout=output,
-                stderr=output,
-            )
+        trainer = warm.start_script(script, [str(model), str(runs), str(staleness)], tmp_path, log, {})
         try:
             if number < kills:
                 wait_for(lambda: calls() >= after or trainer.poll() is not None, 240)  # noqa: B023

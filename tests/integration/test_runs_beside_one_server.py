@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import json
-import os
-import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 from real_servers import write_model
+from warm import WarmProcess, shared_warm
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "unit" / "inference"))
 
@@ -45,14 +44,11 @@ def share_of_letters(prompt, completion, prompt_ids, completion_ids, **data):
 """
 
 
-def start(root: Path, model: Path, address: str, run: str, what: str) -> subprocess.Popen:
+def start(root: Path, model: Path, address: str, run: str, what: str) -> WarmProcess:
     """Start ``rollwright run`` for one of the runs."""
     file = root / f"{run}.yaml"
     file.write_text(CONFIG.format(run=run, root=root, model=model, address=address, what=what, steps=STEPS))
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": f"{root}:{os.environ.get('PYTHONPATH', '')}"}
-    command = [sys.executable, "-m", "rollwright", "run", str(file)]
-    with (root / f"{run}.log").open("w") as log:
-        return subprocess.Popen(command, cwd=root, env=environment, stdout=log, stderr=subprocess.STDOUT)
+    return shared_warm().start(["run", str(file)], root, root / f"{run}.log", {"OMP_NUM_THREADS": "1"})
 
 
 def test_two_runs_train_beside_one_server(tmp_path):

@@ -1,13 +1,10 @@
 """Two processes over Gloo generate what one does: shares that are gathered, shards that are dealt out, resume by another number."""
 
 import json
-import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
-from quiet_ports import quiet_ports
+from rank_scripts import run_ranks
 
 TESTS = Path(__file__).parents[1]
 
@@ -45,18 +42,7 @@ def run_workers(directory: Path, world: int) -> None:
     directory.mkdir()
     script = directory / "worker.py"
     script.write_text(WORKER.format(paths=[str(TESTS), str(TESTS / "unit" / "sequence_processing")]))
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "OMP_WAIT_POLICY": "PASSIVE", "HF_HUB_OFFLINE": "1"}
-    if world > 1:
-        environment |= {"WORLD_SIZE": str(world), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(quiet_ports(1)[0])}
-    processes = []
-    try:
-        for rank in range(world):
-            place = {"RANK": str(rank), "LOCAL_RANK": str(rank)} if world > 1 else {}
-            processes.append(subprocess.Popen([sys.executable, str(script), str(directory)], env=environment | place))
-        assert [process.wait(500) for process in processes] == [0] * world
-    finally:
-        for process in processes:
-            process.kill()
+    run_ranks(script, directory, count=world)
 
 
 @pytest.mark.slow

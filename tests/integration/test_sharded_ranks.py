@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 import torch
-from quiet_ports import quiet_ports
+from rank_scripts import run_ranks
 
 UNIT = Path(__file__).parents[1] / "unit" / "training"
 
@@ -114,27 +111,6 @@ dist.destroy_process_group()
 """
 
 
-def run_ranks(script: Path, count: int, *arguments: str) -> None:
-    (port,) = map(str, quiet_ports(1))
-    world = {"WORLD_SIZE": str(count), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "OMP_NUM_THREADS": "1"}
-    processes = [
-        subprocess.Popen(
-            [sys.executable, str(script), *arguments],
-            env={**os.environ, **world, "RANK": str(rank), "LOCAL_RANK": str(rank)},
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-        )
-        for rank in range(count)
-    ]
-    try:
-        outputs = [process.communicate(timeout=300)[0] for process in processes]
-    finally:
-        for process in processes:
-            process.kill()
-    assert [process.returncode for process in processes] == [0] * count, "\n----\n".join(output[-3000:] for output in outputs)
-
-
 @pytest.mark.slow
 @pytest.mark.timeout(600)
 def test_two_ranks_hold_one_model_together(tmp_path, monkeypatch):
@@ -165,7 +141,7 @@ def test_two_ranks_hold_one_model_together(tmp_path, monkeypatch):
 
     script = tmp_path / "worker.py"
     script.write_text(WORKER.format(unit=str(UNIT)))
-    run_ranks(script, 2, str(tmp_path / "start"), str(tmp_path))
+    run_ranks(script, tmp_path / "start", tmp_path, count=2)
     two = [torch.load(tmp_path / f"rank{rank}.pt", weights_only=True) for rank in range(2)]
     for name, tensor in one["loaded"].items():
         assert torch.equal(two[0]["loaded"][name], tensor), name

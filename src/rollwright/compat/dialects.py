@@ -1,4 +1,4 @@
-"""Translates Trinity-RFT's config files key by key, and lists the systems whose files are understood.
+"""Accepts AReaL's key names, and translates Trinity-RFT's config files key by key.
 
 The tables in ``trinity_keys`` list every supported key of a Trinity-RFT file. Each key either maps to keys here, or is accepted only at
 values that match the fixed behaviour here. Any other key is rejected with an error that names it.
@@ -6,16 +6,13 @@ values that match the fixed behaviour here. Any other key is rejected with an er
 
 from __future__ import annotations
 
-import dataclasses
 import itertools
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any, ClassVar
 
-from rollwright.compat.areal_files import AReaL
 from rollwright.compat.trinity_keys import (
     ALREADY_SO,
     CONVERTED,
-    DISTILLATION,
     FORMAT_REFUSED,
     KNOWN,
     REFUSED,
@@ -24,15 +21,11 @@ from rollwright.compat.trinity_keys import (
     TASKSET_DEFAULTS,
     TASKSET_RENAMED,
     TOGETHER,
-    auxiliary_models,
     choice,
     hint,
 )
-from rollwright.config.experiment import GRPOConfig
 from rollwright.config.generation import ALIASES
-from rollwright.config.interpolation import resolve
-from rollwright.config.overrides import merge_overrides
-from rollwright.config.source import ConfigDialect, Document, KeyPath, Origins, Override, Written, dotted, plain, undotted
+from rollwright.config.source import ConfigDialect, Document, KeyPath, Origins, Written, dotted, plain, undotted
 from rollwright.errors import ConfigError
 
 INPUT = ("buffer", "explorer_input")
@@ -48,6 +41,17 @@ _SECTIONS = {
 _REPLAY = "buffer.trainer_input.experience_buffer.replay_buffer."
 #: Trinity-RFT's default of ``kl_coef`` if a file names a ``kl_loss_fn``.
 KL_COEFFICIENT = 0.001
+
+
+class AReaL(ConfigDialect):
+    """AReaL's keys. Its files have the same structure as this project's, so only names differ."""
+
+    system: ClassVar[str] = "AReaL"
+    #: Only names whose meaning is the same.
+    renamed: ClassVar[Mapping[str, Mapping[str, str]]] = {
+        "IntervalConfig": {"freq_steps": "every_steps", "freq_epochs": "every_epochs", "freq_secs": "every_seconds"},
+        "RolloutConfig": {"max_concurrent_rollouts": "max_concurrent_samples"},
+    }
 
 
 class Trinity(ConfigDialect):
@@ -71,26 +75,8 @@ class Trinity(ConfigDialect):
             data.get("model") or {}
         )
 
-    def adopt(self, document: Document, overrides: Sequence[Override]) -> tuple[Document, list[Override]] | None:
-        """See ``ConfigDialect.adopt``. An override is in Trinity-RFT's form if its first part is no key of this project, or is in the file."""
-        if not self.recognises(document.data):
-            return None
-        ours = {field.name for field in dataclasses.fields(GRPOConfig)} - set(document.data) - {"mode", "cluster"}
-        theirs = [override for override in overrides if override.path[0] not in ours]
-        origins = Origins(document, theirs)
-        translated = self.translate(resolve(merge_overrides(document.data, theirs), [], origins), origins)
-        return translated, [override for override in overrides if override not in theirs]
-
     def translate(self, data: dict[str, Any], origins: Origins) -> Document:
-        """Translate a file.
-
-        Args:
-            data: the file's keys, overrides applied and interpolations resolved.
-            origins: where they are written, for messages.
-
-        Raises:
-            ConfigError: lists every key that is not supported, with file and line.
-        """
+        """Translate a resolved file; see ``ConfigDialect.translate``."""
         work = Work(origins)
         for path, value in _leaves(data):
             _take(work, path, value)
@@ -113,16 +99,11 @@ class Work:
         self.faults: list[str] = []
         self.defaults: dict[str, dict[str, Any]] = {"": {}, "evaluation ": {}}  # of all tasksets; of evaluation tasksets
         self.together: dict[str, Any] = {}  # values of the keys in TOGETHER
-        self.converted: dict[str, Any] = {}  # values of the keys in CONVERTED
         self.places_of_tasksets: dict[str, str] = {}  # by their section
 
     def place(self, key: str) -> str:
         """Return where a key is written."""
         return self.origins.of(undotted(key))
-
-    def names(self, key: str, value: str) -> bool:
-        """Return whether a converted key of the file has a value."""
-        return self.converted.get(key) == value
 
     def fault(self, key: str, message: str) -> ConfigError:
         """Return the error about a key, with its location."""
@@ -152,8 +133,7 @@ def _take(work: Work, path: KeyPath, value: Any) -> None:
     try:
         if value in ({}, []):
             value = None  # an empty section counts as null
-        section = next((name for name in REFUSED if key == name or key.startswith(f"{name}.")), None)
-        if section is not None and key not in KNOWN:
+        if section := next((name for name in REFUSED if key == name or key.startswith(f"{name}.")), None):
             if value is not None:
                 work.faults.append(str(work.fault(section, REFUSED[section])))
         elif path[:2] == INPUT and path[2:] and path[2] in _PLACES:
@@ -169,7 +149,6 @@ def _take(work: Work, path: KeyPath, value: Any) -> None:
         elif key in RENAMED:
             work.put(key, (RENAMED[key], value))
         elif key in CONVERTED:
-            work.converted[key] = value
             work.put(key, *CONVERTED[key](value))
         elif key in ALREADY_SO:
             if Any not in ALREADY_SO[key] and value not in ALREADY_SO[key]:
@@ -185,7 +164,7 @@ def _take(work: Work, path: KeyPath, value: Any) -> None:
 
 def _finish(work: Work) -> None:
     """Translate keys that depend on each other; then raise the faults of all keys at once."""
-    for decide in (_name, _kl, _entropy, _models, _replay, _batch_of_experiences, _synchronisation, _lengths, _stragglers):
+    for decide in (_name, _kl, _entropy, _replay, _batch_of_experiences, _synchronisation, _lengths, _stragglers):
         try:
             decide(work)
         except ConfigError as error:
@@ -334,62 +313,20 @@ def _stragglers(work: Work) -> None:
 
 
 def _kl(work: Work) -> None:
-    """Translate the KL to the reference: a term of the loss, or a penalty on the reward."""
-    penalty, loss = "algorithm.kl_penalty_fn", "algorithm.kl_loss_fn"
-    in_reward, in_loss = _weight_of_kl(work, penalty), _weight_of_kl(work, loss)
-    if in_reward and in_loss:
-        raise work.fault(penalty, "takes a KL from the reward beside that in the loss (kl_loss_fn); set one of them to none")
-    taken, left = (penalty, loss) if in_reward else (loss, penalty)
-    for key in (left, f"{left}_args.kl_coef"):
-        if key in work.together:
-            work.notes.append(
-                f"{key}: {work.together[key]}, so no KL is taken {'from the reward' if left == penalty else 'in the loss'}"
-            )
-    if taken == penalty:
-        work.put(penalty, ("actor.kl_in", "reward"))
-    name, weight_key = work.together.get(taken), f"{taken}_args.kl_coef"
-    weight = work.together.get(weight_key)
+    name_key, weight_key = "algorithm.kl_loss_fn", "algorithm.kl_loss_fn_args.kl_coef"
+    name, weight = work.together.get(name_key), work.together.get(weight_key)
+    if name not in (None, "none", "k1", "k2", "k3"):
+        raise work.fault(name_key, f"is {name!r}; here there are k1, k2, k3 and none")
     if name == "none":
-        work.put(taken, ("actor.kl_ctl", 0.0))
+        work.put(name_key, ("actor.kl_ctl", 0.0))
         if weight is not None:
             work.notes.append(f"{weight_key}: {weight} is the weight of no KL, as kl_loss_fn is none")
         return
     if name is not None:
         estimator = [("actor.kl_estimator", name)] if weight != 0 else []  # no estimator if the weight is 0
-        work.put(taken, *estimator, *([("actor.kl_ctl", KL_COEFFICIENT)] if weight is None else []))
+        work.put(name_key, *estimator, *([("actor.kl_ctl", KL_COEFFICIENT)] if weight is None else []))
     if weight is not None:
         work.put(weight_key, ("actor.kl_ctl", weight))
-
-
-def _weight_of_kl(work: Work, key: str) -> float:
-    """Return the weight of the KL of a function; 0 if the file names none."""
-    name = work.together.get(key, "none")
-    if name not in ("none", "k1", "k2", "k3"):
-        raise work.fault(key, f"is {name!r}; here there are k1, k2, k3 and none")
-    return 0.0 if name == "none" else work.together.get(f"{key}_args.kl_coef", KL_COEFFICIENT)
-
-
-def _models(work: Work) -> None:
-    """Translate auxiliary models. The first one is the teacher if the file learns from one."""
-    key = "explorer.auxiliary_models"
-    distils = next(
-        (each for each in ("algorithm.algorithm_type", "algorithm.advantage_fn") if work.names(each, DISTILLATION)), None
-    )
-    if key not in work.together:
-        if distils:
-            raise work.fault(
-                distils, f"is {DISTILLATION}, and there is no teacher; give {key}, of which the first is the teacher"
-            )
-        return
-    try:
-        teachers, others = auxiliary_models(work.together[key], first_is_teacher=distils is not None)
-    except ConfigError as error:
-        raise work.fault(key, str(error)) from error
-    if teachers:
-        work.put(key, ("teachers", teachers))
-        work.notes.append(f"{key}.0: the teacher; the built-in engine computes it in this process")
-    if others or not teachers:
-        work.put(key, ("auxiliary_models", others))
 
 
 def _entropy(work: Work) -> None:

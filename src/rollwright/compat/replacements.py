@@ -12,6 +12,7 @@ _SANDBOX = "name a sandbox in rollout.sandbox (docs/sandbox.md); Daytona's is no
 _ONE_CLASS = "one class serves both: it may define run or run_async"
 _REWARD = "name the reward function in the taskset (docs/rewards.md)"
 _AGENT_CLASS = "give the agent to OpenAIAgentWorkflow, or use AgentScopeReactMathWorkflow"
+_TEACHER = "use MathWorkflow, and name the teacher in the config (teachers, with actor.recipe: distill; docs/algorithms.md)"
 _CONFIG = "load_stages(file) reads such a file, and `rollwright run --config FILE` runs it"
 
 #: AReaL's name -> advice.
@@ -73,6 +74,8 @@ TRINITY: dict[str, str] = {
     "AgentScopeWorkflowAdapter": _AGENT_CLASS,
     "AgentScopeWorkflowAdapterV1": _AGENT_CLASS,
     "AgentScopeReActWorkflow": _AGENT_CLASS,
+    "OnPolicyDistillWorkflow": _TEACHER,
+    "OnPolicyDistillMathWorkflow": _TEACHER,
     "Config": _CONFIG,
     "load_config": _CONFIG,
     "InferenceModelConfig": _CONFIG,

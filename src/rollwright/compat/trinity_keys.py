@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from rollwright.config.source import KeyPath, dotted
@@ -23,6 +22,7 @@ RENAMED: dict[str, str] = {
     "model.max_model_len": "rollout.context_length",
     "model.trust_remote_code": "actor.trust_remote_code",
     "algorithm.repeat_times": "gconfig.n_samples",
+    "algorithm.algorithm_type": "actor.recipe",
     "algorithm.optimizer.lr": "actor.optimizer.lr",
     "algorithm.optimizer.weight_decay": "actor.optimizer.weight_decay",
     "algorithm.optimizer.lr_warmup_steps_ratio": "actor.optimizer.warmup_steps_proportion",
@@ -33,7 +33,6 @@ RENAMED: dict[str, str] = {
     "algorithm.policy_loss_fn_args.clip_range_high": "actor.eps_clip_higher",
     "algorithm.advantage_fn_args.gamma": "actor.adv_estimator_kwargs.gamma",
     "algorithm.advantage_fn_args.lam": "actor.adv_estimator_kwargs.lam",
-    "algorithm.advantage_fn_args.kl_coef": "actor.distillation.weight",
     "buffer.batch_size": "train_dataset.batch_size",
     "buffer.total_epochs": "total_train_epochs",
     "buffer.total_steps": "total_train_steps",
@@ -55,19 +54,7 @@ RENAMED: dict[str, str] = {
     "trainer.grad_clip": "actor.optimizer.gradient_clipping",
     "trainer.actor_grad_clip": "actor.optimizer.gradient_clipping",
     "trainer.critic_grad_clip": "critic.optimizer.gradient_clipping",
-    "trainer.critic_warmup": "critic.warmup_steps",
     "trainer.max_token_len_per_gpu": "actor.mb_spec.max_tokens_per_mb",
-    "trainer.ppo_max_token_len_per_gpu": "actor.mb_spec.max_tokens_per_mb",
-    "trainer.trainer_config.trainer.critic_warmup": "critic.warmup_steps",
-    "trainer.trainer_config.critic.optim.lr": "critic.optimizer.lr",
-    "trainer.trainer_config.critic.optim.weight_decay": "critic.optimizer.weight_decay",
-    "trainer.trainer_config.critic.optim.lr_warmup_steps_ratio": "critic.optimizer.warmup_steps_proportion",
-    "trainer.trainer_config.critic.optim.warmup_style": "critic.optimizer.lr_scheduler_type",
-    "trainer.trainer_config.critic.optim.lr_scheduler_type": "critic.optimizer.lr_scheduler_type",
-    "trainer.trainer_config.critic.grad_clip": "critic.optimizer.gradient_clipping",
-    "trainer.trainer_config.critic.cliprange_value": "critic.eps_clip",
-    "trainer.trainer_config.critic.ppo_max_token_len_per_gpu": "critic.mb_spec.max_tokens_per_mb",
-    "trainer.trainer_config.critic.model.path": "critic.path",
     "synchronizer.sync_timeout": "rollout.setup_timeout",
 }
 
@@ -93,7 +80,6 @@ ADVANTAGES: dict[str, Pairs] = {
     "opmd": _advantage("group", "none"),
     "reinforceplusplus": _advantage("batch", "batch"),
     "ppo": [("actor.adv_estimator", "gae")],
-    "on_policy_distill": [("actor.distillation.loss", "advantage"), ("actor.distillation.reward_weight", 0.0)],
 }
 POLICY_LOSSES: dict[str, Pairs] = {
     "ppo": _policy_loss("clip"),
@@ -103,23 +89,7 @@ POLICY_LOSSES: dict[str, Pairs] = {
     "sapo": _policy_loss("sapo"),
     "opmd": _policy_loss("opmd"),
     "topr": _policy_loss("topr"),
-    # -A·π/μ has the gradient of -sg(π/μ)·A·log π; Trinity-RFT limits log(π/μ) to 20.
-    "importance_sampling": [*_policy_loss("reinforce"), ("actor.policy_loss_kwargs.weight_high", math.exp(20.0))],
 }
-
-
-def _recipe(name: Any) -> Pairs:
-    if name == "jsd":
-        raise ConfigError(
-            "is 'jsd', which takes a divergence of the sampled tokens as their advantage; write this project's own form, with actor.recipe: "
-            "distill and actor.distillation.loss: jsd, or set on_policy_distill"
-        )
-    return [("actor.recipe", "distill" if name == DISTILLATION else name)]
-
-
-#: Name of the algorithm, and of the advantages, that learn from a teacher.
-DISTILLATION = "on_policy_distill"
-
 
 #: Weights of the tokens in a step's loss; own names are accepted, too.
 AGGREGATIONS = {"token-mean": "token", "seq-mean-token-mean": "row", "token": "token", "row": "row", "constant": "constant"}
@@ -128,7 +98,6 @@ AGGREGATIONS = {"token-mean": "token", "seq-mean-token-mean": "row", "token": "t
 CONVERTED: dict[str, Callable[[Any], Pairs]] = {
     "continue_from_checkpoint": lambda on: [("recover.mode", "auto" if on else "off")],
     "model.max_response_tokens": lambda n: [("gconfig.max_new_tokens", n)],
-    "algorithm.algorithm_type": _recipe,
     "algorithm.advantage_fn": lambda name: ADVANTAGES[choice(name, *ADVANTAGES)],
     "algorithm.policy_loss_fn": lambda name: POLICY_LOSSES[choice(name, *POLICY_LOSSES)],
     "monitor.monitor_type": lambda name: [("stats_logger.sinks", [choice(name, "tensorboard", "wandb", "mlflow")])],
@@ -139,13 +108,13 @@ CONVERTED: dict[str, Callable[[Any], Pairs]] = {
     ],
     "data_processor.operators": lambda operators: [("store.operators", _operators(operators))],
     "data_processor.experience_pipeline.operators": lambda operators: [("store.operators", _operators(operators))],
+    "explorer.auxiliary_models": lambda models: [("auxiliary_models", _auxiliary_models(models))],
 }
 
 #: Foreign key -> values that match what is always done here.
 ALREADY_SO: dict[str, tuple[Any, ...]] = {
-    "algorithm.kl_penalty_fn_args.adaptive": (False,),
+    "algorithm.kl_penalty_fn": ("none",),
     "algorithm.kl_loss_fn_args.adaptive": (False,),
-    "trainer.trainer_config.critic.ppo_epochs": (1,),
     "buffer.trainer_input.experience_buffer.name": (Any,),
     "explorer.runner_per_model": (Any,),
     "explorer.rollout_model.enable_history": (True, False),
@@ -187,9 +156,6 @@ TOGETHER = (
     "buffer.train_batch_size",
     "algorithm.kl_loss_fn",
     "algorithm.kl_loss_fn_args.kl_coef",
-    "algorithm.kl_penalty_fn",
-    "algorithm.kl_penalty_fn_args.kl_coef",
-    "explorer.auxiliary_models",
     "algorithm.entropy_loss_fn",
     "algorithm.entropy_loss_fn_args.entropy_coef",
     "buffer.trainer_input.experience_buffer.replay_buffer.enable",
@@ -222,8 +188,8 @@ TASKSET_DEFAULTS = {
 }
 #: Sections that are rejected as a whole, and why.
 REFUSED: dict[str, str] = {
-    "trainer.trainer_config": "holds the keys of another trainer (veRL), which does not train here; beside some keys of its critic, use "
-    "algorithm and trainer, or the actor section of this project's own form",
+    "trainer.trainer_config": "holds the keys of another trainer (veRL), which does not train here; use algorithm and trainer, or "
+    "the actor section of this project's own form",
     "data_processor.task_pipeline": "changes the dataset before the run; prepare the dataset first, and name the result as path",
     "service": "starts services of another system; remove it",
     "stages": "are written in this project's own form (docs/configuration.md)",
@@ -290,51 +256,13 @@ AUXILIARY_ALREADY_SO: dict[str, tuple[Any, ...]] = {
     "tensor_parallel_size": (1,),
     "enable_openai_api": (True,),
 }
-#: Foreign key of an auxiliary model that is the teacher -> own key.
-TEACHER_RENAMED = {
-    "name": "name",
-    "model_path": "path",
-    "dtype": "dtype",
-    "max_model_len": "context_length",
-    "trust_remote_code": "trust_remote_code",
-}
-#: Keys of a teacher without effect for the built-in engine, which computes it in the process of the run.
-TEACHER_ALREADY_SO: dict[str, tuple[Any, ...]] = {
-    **AUXILIARY_ALREADY_SO,
-    **dict.fromkeys(("engine_type", "enforce_eager", "enable_prefix_caching", "gpu_memory_utilization", "seed"), (Any,)),
-    **dict.fromkeys(("max_prompt_tokens", "max_response_tokens"), (Any,)),
-}
 
 
-def auxiliary_models(models: Any, *, first_is_teacher: bool) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
-    """Convert auxiliary models.
-
-    Args:
-        models: the list of the file.
-        first_is_teacher: the first one scores the samples of the policy.
-
-    Returns:
-        The own ``teachers`` and ``auxiliary_models``.
-
-    Raises:
-        ConfigError: a model has a key that cannot be honoured.
-    """
+def _auxiliary_models(models: Any) -> list[dict[str, Any]]:
     if not isinstance(models, list) or not all(isinstance(model, dict) for model in models):
         raise ConfigError("is a list of models, each a section of keys that begins with a dash")
-    teachers, others = (models[:1], models[1:]) if first_is_teacher else ([], models)
-    instead = (
-        "a teacher is computed by the built-in engine in this process; to score on servers, write this project's own form, with teachers "
-        "and their addresses; here a teacher has"
-    )
-    made = [_renamed(model, TEACHER_RENAMED, TEACHER_ALREADY_SO, instead) for model in teachers]
-    return made, [_renamed(model, AUXILIARY_RENAMED, AUXILIARY_ALREADY_SO, "an auxiliary model has") for model in others]
-
-
-def _renamed(
-    model: Mapping[str, Any], renamed: Mapping[str, str], already_so: Mapping[str, tuple[Any, ...]], what: str
-) -> dict[str, Any]:
-    for key, value in model.items():
-        if key not in renamed and not (Any in already_so.get(key, ()) or value in already_so.get(key, ())):
-            known = ", ".join([*renamed, *already_so])
-            raise ConfigError(f"has {key}: {value!r}, which cannot be honoured here; {what} {known}")
-    return {renamed[key]: value for key, value in model.items() if key in renamed}
+    for key, value in [item for model in models for item in model.items()]:
+        if key not in AUXILIARY_RENAMED and value not in AUXILIARY_ALREADY_SO.get(key, ()):
+            known = ", ".join([*AUXILIARY_RENAMED, *AUXILIARY_ALREADY_SO])
+            raise ConfigError(f"has {key}: {value!r}, which cannot be honoured here; an auxiliary model has {known}")
+    return [{AUXILIARY_RENAMED[key]: value for key, value in model.items() if key in AUXILIARY_RENAMED} for model in models]

@@ -8,7 +8,6 @@ from typing import Any
 from rollwright.config import key, key_from
 from rollwright.config.generation import GenerationHyperparameters
 from rollwright.config.modes import AuxiliaryModelConfig, BenchConfig, ServiceConfig, StoreConfig
-from rollwright.config.recipes import as_the_actor
 from rollwright.config.sections import (
     ClusterConfig,
     CriticConfig,
@@ -126,11 +125,6 @@ class PPOConfig(EpisodesConfig, BaseExperimentConfig):
     def group_size(self) -> int:
         """Samples of each training task: the run's ``gconfig.n_samples``."""
         return self.gconfig.n_samples
-
-    @property
-    def critic_section(self) -> CriticConfig:
-        """The ``critic`` section, or the one that stands for none."""
-        return self.critic or CriticConfig(**as_the_actor(self.actor))
 
 
 @dataclass

@@ -20,7 +20,7 @@ from typing import Any, TypeVar
 
 import xxhash
 
-from rollwright.config.experiment import STAGE_CLASSES, BaseExperimentConfig
+from rollwright.config.experiment import STAGE_CLASSES, BaseExperimentConfig, GRPOConfig
 from rollwright.config.faults import Faults, has_key, reset
 from rollwright.config.generation import ALIASES
 from rollwright.config.interpolation import resolve
@@ -70,7 +70,7 @@ def load_expr_config(argv: Sequence[str], config_class: type[ConfigType]) -> tup
             f"{Origins(document).of(('stages',))}: this file has stages; run it with 'rollwright run', or load it "
             "with rollwright.load_stages."
         )
-    document, parsed = _translated(document, [parse_override(text) for text in overrides])
+    parsed = [parse_override(text) for text in overrides]
     config = build_config(document, parsed, config_class)
     # Resolving the names loads torch, so it happens only here and in `rollwright config check`.
     import_path("rollwright.trainers.checks.unknown_names:refuse_unknown_names", "check")(
@@ -212,14 +212,19 @@ def load_stages(file: str | Path, overrides: Sequence[str] = ()) -> list[Stage]:
 
 
 def _translated(document: Document, overrides: Sequence[Override]) -> tuple[Document, list[Override]]:
-    """Translate a file in another system's form to the project's own; overrides may be written in either form."""
-    for dialect in dialects():
-        if (adopted := dialect().adopt(document, overrides)) is not None:
-            logger.info("%s has %s's shape; it is read as this project's config:", document.file, dialect.system)
-            for note in adopted[0].notes:
-                logger.info("  %s", note)
-            return adopted
-    return document, list(overrides)
+    """Translate a file in another system's format to the project's own; overrides may be written in either format."""
+    known = (each() for each in dialects())
+    dialect = next((each for each in known if each.recognises(document.data)), None)
+    if dialect is None:
+        return document, list(overrides)
+    ours = {field.name for field in dataclasses.fields(GRPOConfig)} - set(document.data) - {"mode", "cluster"}
+    theirs = [override for override in overrides if override.path[0] not in ours]
+    origins = Origins(document, theirs)
+    translated = dialect.translate(resolve(merge_overrides(document.data, theirs), [], origins), origins)
+    logger.info("%s has %s's shape; it is read as this project's config:", document.file, dialect.system)
+    for note in translated.notes:
+        logger.info("  %s", note)
+    return translated, [override for override in overrides if override not in theirs]
 
 
 def load_eval_stages(file: str | Path | None, overrides: Sequence[str] = ()) -> list[Stage]:

@@ -10,6 +10,7 @@ from rollwright.config.experiment import DPOConfig, EvalConfig, NewModelConfig, 
 from rollwright.config.generation import GenerationHyperparameters
 from rollwright.config.loading import Stage, dump_yaml
 from rollwright.config.recipes import uses_critic
+from rollwright.config.sections import CriticConfig
 from rollwright.config.tasksets import DatasetConfig
 from rollwright.config.teachers import TeacherConfig
 from rollwright.registry import import_path
@@ -49,7 +50,7 @@ def _critic(config: Any) -> str:
     """Describe the critic of a policy, and what it holds in memory."""
     if not isinstance(config, PPOConfig) or not uses_critic(config.actor) or config.mode in ("explore", "bench"):
         return ""
-    critic = config.critic_section
+    critic = config.critic or CriticConfig()
     if critic.shared:
         return ". The critic is a value head on the actor's model: in memory, one vector and its optimizer state"
     return (

@@ -217,24 +217,7 @@ def defaults_of(config: Any) -> dict[str, Any]:
         values |= {f"rollout.{key}": value for key, value in recipe.rollout.items()}
     if hasattr(config, "evaluator") and hasattr(config, "gconfig"):
         values["evaluator.gconfig.max_new_tokens"] = config.gconfig.max_new_tokens
-    if (critic := getattr(config, "critic", None)) is not None and not critic.shared:
-        values |= {f"critic.{name}": value for name, value in as_the_actor(config.actor, critic.path).items()}
     return values
-
-
-#: Keys that say how a model is computed, which a critic of its own takes from the actor.
-_COMPUTED = ("dtype", "device", "attn_implementation", "shard", "shard_size", "cpu_offload")
-
-
-def as_the_actor(actor: Any, path: str = "") -> dict[str, Any]:
-    """Return the keys of a critic that are those of the actor unless the user sets them.
-
-    Args:
-        actor: the ``actor`` section.
-        path: the critic's model; empty for the actor's. Only code of the actor's own model is trusted as the actor's is.
-    """
-    names = (*_COMPUTED, "trust_remote_code") if path in ("", actor.path) else _COMPUTED
-    return {name: getattr(actor, name) for name in names}
 
 
 def was_set(config: Any, key: str) -> bool:
@@ -244,12 +227,8 @@ def was_set(config: Any, key: str) -> bool:
 
 
 def was_changed(config: Any, key: str) -> bool:
-    """Return True if the value of a dotted key is not that of a config, or of an optional section, made without arguments."""
-    above, _, name = key.rpartition(".")
-    section, default = (_value(each, above) if above else each for each in (config, type(config)()))
-    if default is None and section is not None:
-        default = type(section)()
-    return getattr(section, name, None) != getattr(default, name, None)
+    """Return True if the value of a dotted key is not that of a config made without arguments."""
+    return _value(config, key) != _value(type(config)(), key)
 
 
 def _value(section: Any, key: str) -> Any:

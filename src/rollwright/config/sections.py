@@ -211,7 +211,7 @@ SHARED_CRITIC_KEYS = ("optimizer", "mb_spec", "max_bad_steps", "share_prefixes",
 
 @dataclass
 class CriticConfig(TrainEngineConfig):
-    """The value model of PPO, and how it is trained (docs/algorithms.md). A model of its own is computed as the actor unless it is set."""
+    """The value model of PPO, and how it is trained (docs/algorithms.md)."""
 
     path: str = key("", "Model whose output layer a value head replaces; default: the actor's first weights.", public=True)
     shared: bool = key(

@@ -149,7 +149,7 @@ class Origins:
 
 
 class ConfigDialect:
-    """Another system's config: names of its keys, and the form of its files. See ``rollwright.compat``."""
+    """Another system's config: names of its keys, and the shape of its files. See ``rollwright.compat``."""
 
     #: Name of the system in messages.
     system: ClassVar[str] = ""
@@ -158,22 +158,21 @@ class ConfigDialect:
     #: Like ``renamed``, for names that are read without a warning.
     second_names: ClassVar[Mapping[str, Mapping[str, str]]] = {}
 
-    def adopt(self, document: Document, overrides: Sequence[Override]) -> tuple[Document, list[Override]] | None:
-        """Translate a file in the other system's form, and the overrides, to this project's keys; None if it has another form.
+    def recognises(self, data: dict[str, Any]) -> bool:
+        """Return True if a file with these keys belongs to the other system."""
+        return False
 
-        The document remembers how each key was written. Overrides may be written in either form.
+    def translate(self, data: dict[str, Any], origins: Origins) -> Document:
+        """Translate a file to a document with this project's keys, which remembers how each key was written.
 
         Args:
-            document: the file as it was read.
-            overrides: ``key=value`` arguments of the command line.
-
-        Returns:
-            The document, and the overrides that are not part of it.
+            data: the file's keys, overrides applied and interpolations resolved.
+            origins: where they were written, for messages.
 
         Raises:
             ConfigError: lists every key that is not supported, with file and line.
         """
-        return None
+        raise NotImplementedError
 
 
 @cache

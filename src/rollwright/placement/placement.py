@@ -73,8 +73,8 @@ class Ranks(Protocol):
             scratch: directory, visible to all ranks, for weights that cannot be passed in memory; removed afterwards.
         """
 
-    def save(self, path: Any, tokenizer: Any = None, *, call: str = "save") -> None:
-        """Write the model, or with the call ``save_critic`` the critic, in Hugging Face form."""
+    def save(self, path: Any, tokenizer: Any = None) -> None:
+        """Write the model in Hugging Face form."""
 
     def finish(self) -> None:
         """Release the other ranks after the last call."""

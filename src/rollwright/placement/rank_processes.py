@@ -16,6 +16,7 @@ import torch
 from rollwright.config.experiment import DPOConfig, FinetuneSpec, PPOConfig
 from rollwright.config.loading import Stage
 from rollwright.config.recipes import apply_recipe, uses_critic
+from rollwright.config.sections import CriticConfig
 from rollwright.inference.engine import WeightReceiver
 from rollwright.placement.ranks import TrainRanks, ignore_signals, received, refuse_images, send
 from rollwright.tracking.run_directory import RunDirectory
@@ -67,7 +68,7 @@ def _open_engine(config: Any, spec: FinetuneSpec, shares_weights: bool) -> Train
         engine.load_reference(reference)
     engine.initialize(None, spec)
     if isinstance(config, PPOConfig) and isinstance(engine, FSDPPPOActor) and uses_critic(engine.config):
-        engine.add_critic(config.critic_section, spec)
+        engine.add_critic(config.critic or CriticConfig(), spec)
     refuse_images(engine)
     return engine
 

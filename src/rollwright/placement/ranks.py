@@ -145,7 +145,6 @@ CALLS = {
     "skip_publication": Call(lambda ranks: ranks.engine.skip_publication()),
     "use_weights": Call(use_weights),
     "save": Call(lambda ranks, *, path, tokenizer=None: ranks.engine.save(path, tokenizer)),
-    "save_critic": Call(lambda ranks, *, path, tokenizer=None: ranks.engine.save_critic(path, tokenizer)),
     "save_recover": Call(save_recover),
     "load_recover": Call(load_recover),
 }
@@ -181,9 +180,9 @@ class TrainRanks:
         """See ``Ranks``. ``scratch`` is not used."""
         self.call("use_weights", first_rank={"use": use})
 
-    def save(self, path: Any, tokenizer: Any = None, *, call: str = "save") -> None:
-        """See ``Ranks``."""
-        self.call(call, path=str(path), first_rank={"tokenizer": tokenizer})
+    def save(self, path: Any, tokenizer: Any = None) -> None:
+        """Write the model in Hugging Face form."""
+        self.call("save", path=str(path), first_rank={"tokenizer": tokenizer})
 
     def call(
         self, name: str, batch: Trajectory | None = None, *, first_rank: dict[str, Any] | None = None, **arguments: Any

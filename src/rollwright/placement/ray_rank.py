@@ -125,7 +125,7 @@ class TrainRank:
 
     def _make(self, name: str, share: PackedShare | None, arguments: dict[str, Any]) -> tuple[Any, list[TrainedRow], RankState]:
         call, result, computed = CALLS[name], None, list[TrainedRow]()
-        if name in ("save", "save_critic") and parallel.rank() == 0:
+        if name == "save" and parallel.rank() == 0:
             trained = section_of(self._config)
             arguments["tokenizer"] = load_tokenizer(self._config.tokenizer_path or trained.path, trained.trust_remote_code)
         with parallel.watched():

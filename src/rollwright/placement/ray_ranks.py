@@ -127,9 +127,9 @@ class RayRanks:
         finally:
             shutil.rmtree(scratch, ignore_errors=True)
 
-    def save(self, path: Any, tokenizer: Any = None, *, call: str = "save") -> None:
-        """See ``placement.Ranks``; the tokenizer is that of the config."""
-        self.call(call, path=os.fspath(Path(path).absolute()))
+    def save(self, path: Any, tokenizer: Any = None) -> None:
+        """Write the model in Hugging Face form, with the tokenizer of the config."""
+        self.call("save", path=os.fspath(Path(path).absolute()))
 
     def finish(self) -> None:
         """Do nothing: the ranks wait for calls until ``close``."""

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from contextlib import ExitStack, closing
-from pathlib import Path
+from contextlib import ExitStack
 from typing import Any
 
 from rollwright.algorithms.teachers import find_teacher_loss
@@ -14,7 +13,6 @@ from rollwright.errors import ConfigError
 from rollwright.inference.backends.server_backend import servers_of
 from rollwright.inference.engine import InferenceEngine
 from rollwright.inference.remote import RemoteInferenceEngine
-from rollwright.rollout.teacher_scores import ScoreFile
 from rollwright.rollout.teachers import Teacher, Teachers, refuse_other_tokenizer
 
 
@@ -24,7 +22,6 @@ def open_teachers(
     tokenizer: Any,
     *,
     deterministic: bool = False,
-    scores: Path | None = None,
 ) -> Teachers | None:
     """Open the teachers of a run; None if there are none.
 
@@ -33,7 +30,6 @@ def open_teachers(
         distillation: the loss, which decides what is asked of them.
         tokenizer: the policy's tokenizer.
         deterministic: see docs/determinism.md.
-        scores: file that keeps the scores of rows that may be drawn again. None keeps none.
 
     Raises:
         ConfigError: a teacher has another tokenizer, or is not deterministic.
@@ -43,8 +39,7 @@ def open_teachers(
         return None
     top_k = distillation.top_k if find_teacher_loss(distillation.loss).kind == "top" else 0
     with ExitStack() as opened:
-        file = None if scores is None else opened.enter_context(closing(ScoreFile(scores)))
-        made = [Teacher(each, _engine(each, tokenizer, deterministic, opened), tokenizer, file) for each in teachers]
+        made = [Teacher(each, _engine(each, tokenizer, deterministic, opened), tokenizer) for each in teachers]
         kept = opened.pop_all()
     return Teachers(made, top_k=top_k, skip_tokens=distillation.skip_tokens, opened=kept)
 

@@ -4,8 +4,7 @@ Invariants:
 
 * a teacher returns one finite log-probability for each token that it was asked about, of that token; anything else fails the sample with an
   error that names teacher, task and counts;
-* scores are results of a durable call: they are in the journal with their episode, so a resumed run does not ask for them again; those of
-  rows that are drawn from a dataset are in a ``ScoreFile``;
+* scores are results of a durable call: they are in the journal with their episode, so a resumed run does not ask for them again;
 * every training row gets the teachers' columns; a row whose task no teacher teaches has ``teacher_weights`` 0.
 """
 
@@ -30,7 +29,6 @@ from rollwright.experience.durable import durable
 from rollwright.experience.trajectory import row_lengths
 from rollwright.inference.engine import InferenceEngine, run_concurrently
 from rollwright.inference.request import ModelRequest, ModelResponse
-from rollwright.rollout.teacher_scores import PackedScores, ScoreFile
 
 #: Largest accepted difference between the log-probability of a token and that of the same token among the most likely ones.
 _SAME = 1e-2
@@ -57,14 +55,11 @@ class Teacher:
         config: the teacher's section.
         engine: computes the model. None uses the engine of the sample, so that the policy is its own teacher.
         tokenizer: the policy's tokenizer; encodes ``config.context``.
-        kept: keeps scores outside of episodes, which have a journal.
     """
 
-    def __init__(
-        self, config: TeacherConfig, engine: InferenceEngine | None, tokenizer: Any, kept: ScoreFile | None = None
-    ) -> None:
+    def __init__(self, config: TeacherConfig, engine: InferenceEngine | None, tokenizer: Any) -> None:
         self.config, self.engine = config, engine
-        self._tokenizer, self._kept = tokenizer, kept
+        self._tokenizer = tokenizer
 
     def teaches(self, task: Mapping[str, Any]) -> bool:
         """Return whether ``config.tasks`` selects a task."""
@@ -111,14 +106,8 @@ class Teacher:
             self._check(request, response, name)
             return _packed(response, top_k)
 
-        asked = [*context, *ids], len(context) + first, temperature, top_k
-        about = self.config.name, self.config.path, self.config.addresses, *asked
-        packed = None if self._kept is None else self._kept.get(about)
-        if packed is None:
-            packed = await durable(f"teacher {self.config.name}")(ask)(*asked)
-            if self._kept is not None:
-                self._kept.keep(about, packed)
-        return _unpacked(packed, top_k)
+        kept = await durable(f"teacher {self.config.name}")(ask)([*context, *ids], len(context) + first, temperature, top_k)
+        return _unpacked(kept, top_k)
 
     def _about(self, name: object) -> str:
         return f"teacher {self.config.name!r}, {name}"
@@ -301,7 +290,7 @@ def _packed(response: ModelResponse, top_k: int) -> list[bytes]:
     ]
 
 
-def _unpacked(packed: PackedScores, top_k: int) -> Scores:
+def _unpacked(packed: list[bytes], top_k: int) -> Scores:
     logprobs, ids, scores = (np.frombuffer(part, kind).copy() for part, kind in zip(packed, ("<f4", "<i4", "<f4"), strict=True))
     shape = (len(logprobs), top_k)
     return Scores(

@@ -10,7 +10,6 @@
     rollouts/        readable trajectories
     checkpoints/     Hugging Face checkpoints
     recover/         recovery checkpoints
-    teacher_scores.db   teachers' scores of a dataset's rows, if rows are drawn more than once
     logs/            messages of all levels
     attempts/        files of attempts that cannot be resumed, because they have neither a recovery checkpoint nor a journal
 """

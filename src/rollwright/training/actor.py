@@ -5,7 +5,6 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -320,21 +319,6 @@ class FSDPPPOActor(TrainEngine):
         if self.critic is not None:
             self.critic.load_state_dict(state["critic"])
         super().load_state_dict(state)
-
-    def save_critic(self, path: str | Path, tokenizer: Any = None) -> None:
-        """Write the critic in Hugging Face form, if it is a model of its own (see ``Critic.save``). Collective."""
-        if self.critic is None or not self.critic.is_own_model:
-            return
-        if not self.critic.can_be_saved:
-            kind = self.critic.model.config.model_type
-            logger.warning(
-                "The critic is not written to %s: transformers has no model for sequence classification of the type %r. The recovery "
-                "checkpoint has it.",
-                path,
-                kind,
-            )
-            return
-        self.critic.save(path, tokenizer)
 
     def destroy(self) -> None:
         """Free the memory of the models and optimizers."""

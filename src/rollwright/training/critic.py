@@ -10,7 +10,6 @@ import copy
 import dataclasses
 import math
 from functools import partial
-from pathlib import Path
 from typing import Any, ClassVar
 
 import torch
@@ -24,11 +23,11 @@ from rollwright.experience.contract import MULTI_MODAL
 from rollwright.experience.trajectory import Trajectory, select_rows, tensor_container_to
 from rollwright.training import parallel
 from rollwright.training.engine import TrainEngine, trained_tokens
-from rollwright.training.fsdp import is_sharded, shard, with_whole_weights
-from rollwright.training.hf_checkpoint import CLASSIFIERS, HEAD, classifier_of, load_weights, read_tensor, save_classifier
+from rollwright.training.fsdp import shard
+from rollwright.training.hf_checkpoint import load_weights
 from rollwright.training.logprobs import TokenScorer
 from rollwright.training.micro_batches import MINIBATCH_IDS, split_minibatches
-from rollwright.training.parallel import TokenStatistics, sharded_like
+from rollwright.training.parallel import TokenStatistics
 
 #: Columns that a model's forward pass reads.
 _INPUTS = ("input_ids", "attention_mask", "loss_mask", "position_ids", MULTI_MODAL)
@@ -46,13 +45,11 @@ def critic_for(actor: TrainEngine, config: CriticConfig, estimate: Any) -> Criti
         return SharedCritic(actor, config, estimate)
     if config.path:
         critic = Critic(config, estimate)
-    elif actor.config.path and not actor.config.init_from_scratch:
+    elif actor.config.path:
         critic = Critic(dataclasses.replace(config, path=actor.config.path), estimate)
-    elif actor.adapter is not None or is_sharded(actor.model):
-        why = "has an adapter to train" if actor.adapter is not None else "is sharded"
+    elif actor.adapter is not None:
         raise ConfigError(
-            f"critic.path is empty, and the actor's first weights, with which the critic would begin, are in no file, and its model {why}: "
-            "set critic.path or critic.shared."
+            "critic.path is empty, and the actor's model was given with an adapter to train: set critic.path or critic.shared."
         )
     else:
         critic = Critic(config, estimate, copy.deepcopy(actor.model))
@@ -115,8 +112,6 @@ class Critic(TrainEngine):
     """
 
     config: CriticConfig
-    #: False for a head on the actor's model, which cannot be saved alone.
-    is_own_model = True
 
     def __init__(self, config: CriticConfig, estimate: ValueEstimator, model: nn.Module | None = None) -> None:
         """
@@ -246,43 +241,6 @@ class Critic(TrainEngine):
 
     # The model
 
-    def save(self, path: str | Path, tokenizer: Any = None) -> None:
-        """Write the critic as a model for sequence classification with one label, which ``critic.path`` loads with its head. Collective.
-
-        Transformers' class scores the last token of a sequence. Its output at every token is the value of the state after that token.
-
-        Raises:
-            ConfigError: transformers has no such class for the architecture.
-        """
-        head = self.model.get_output_embeddings().weight
-        name = next(name for name, parameter in self.model.named_parameters() if parameter is head)
-        with_whole_weights(self.weights(), lambda weights: save_classifier(self.model, path, weights, name, tokenizer))
-
-    @property
-    def can_be_saved(self) -> bool:
-        """True if ``save`` can write the model in Hugging Face form."""
-        return classifier_of(self.model) is not None
-
-    def _load(self, shards: bool, like: TrainEngine | None = None) -> None:
-        super()._load(shards, like)
-        self._load_head()
-
-    @torch.no_grad()
-    def _load_head(self) -> None:
-        """Load the value head of a model for classification. Other models have none, and the head stays 0."""
-        config = self.model.config
-        kinds = [name for name in config.architectures or () if name.endswith(CLASSIFIERS)]
-        if not kinds or not self.config.path or self.config.init_from_scratch:
-            return
-        head, values = self.model.get_output_embeddings().weight, read_tensor(self.config.path, HEAD)
-        if values is None or values.shape != head.shape:
-            found = "none" if values is None else f"one of the shape {list(values.shape)}"
-            raise ConfigError(
-                f"critic.path {self.config.path} is a {kinds[0]}, whose head would be the value head, but instead of {HEAD} of the shape "
-                f"{list(head.shape)} it has {found}: name a model with one label, or a causal language model."
-            )
-        head.copy_(sharded_like(values.to(head.dtype), head))
-
     @torch.no_grad()
     def _adapt(self, like: TrainEngine | None) -> None:
         """Replace the output layer by a value head of 0."""
@@ -365,8 +323,6 @@ class SharedCritic(Critic):
         config: the ``critic`` section.
         estimate: maps rewards and values to advantages and returns.
     """
-
-    is_own_model = False
 
     def __init__(self, actor: TrainEngine, config: CriticConfig, estimate: ValueEstimator) -> None:
         of_actor = {

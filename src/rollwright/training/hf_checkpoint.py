@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import copy
 import json
 from pathlib import Path
 from typing import Any
 
 import torch
 from safetensors import safe_open
-from torch import Tensor, nn
+from torch import nn
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.filesystem import FileSystem
 from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageReader
@@ -144,54 +143,3 @@ def save_model(
             tokenizer.save_pretrained(draft)
         if image_processor is not None:
             image_processor.save_pretrained(draft)
-
-
-# -- critics -----------------------------------------------------------------------------------------------------------
-
-#: The ends of the names of transformers' classes whose output layer is named ``HEAD``.
-CLASSIFIERS = ("ForSequenceClassification", "ForTokenClassification")
-HEAD = "score.weight"
-
-
-def classifier_of(model: Any) -> type | None:
-    """Return transformers' class for sequence classification over the trunk of a causal model, or None if there is none."""
-    from transformers.models.auto.modeling_auto import MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING
-
-    kinds: Any = MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING
-    kind = kinds.get(type(model.config), None)
-    return kind if kind is not None and kind.base_model_prefix == model.base_model_prefix else None
-
-
-def save_classifier(model: Any, directory: str | Path, weights: WeightStream, head: str, tokenizer: Any = None) -> None:
-    """Write a causal model whose output layer has one row as a model for sequence classification with one label.
-
-    Args:
-        model: the model.
-        directory: target directory; replaced if it exists.
-        weights: its tensors under its own names.
-        head: name of its output layer's weight.
-        tokenizer: tokenizer to write, too. If None, no tokenizer is written.
-
-    Raises:
-        ConfigError: transformers has no such class for the architecture.
-    """
-    if (kind := classifier_of(model)) is None:
-        raise ConfigError(f"transformers has no model for sequence classification of the type {model.config.model_type!r}.")
-    config = copy.deepcopy(model.config)
-    config.num_labels, config.architectures = 1, [kind.__name__]
-    if config.pad_token_id is None:  # to score padded sequences
-        config.pad_token_id = config.eos_token_id[0] if isinstance(config.eos_token_id, list) else config.eos_token_id
-    with replaced_directory(directory) as draft:
-        config.save_pretrained(draft)
-        write_files(draft, as_published(model, weights).renamed({head: HEAD}))
-        if tokenizer is not None:
-            tokenizer.save_pretrained(draft)
-
-
-def read_tensor(path: str, name: str) -> Tensor | None:
-    """Return a tensor of a checkpoint in safetensors files; None if it has none of this name. Every rank has to call this."""
-    for file in _weight_files(path):
-        with safe_open(file, framework="pt") as opened:
-            if name in opened.keys():  # noqa: SIM118 - safe_open is no mapping
-                return opened.get_tensor(name)
-    return None

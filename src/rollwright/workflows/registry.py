@@ -25,8 +25,6 @@ WORKFLOWS: Registry[Any] = Registry(
         "simple_workflow": "rollwright.workflows.simple.SimpleWorkflow",
         "math_workflow": "rollwright.workflows.simple.MathWorkflow",
         "math_boxed_workflow": "rollwright.workflows.simple.MathBoxedWorkflow",
-        "on_policy_distill_workflow": "rollwright.workflows.simple.OnPolicyDistillWorkflow",
-        "on_policy_distill_math_workflow": "rollwright.workflows.simple.OnPolicyDistillMathWorkflow",
         "webshop_workflow": "rollwright.workflows.webshop.WebShopWorkflow",
         "openai_agent": "rollwright.rollout.front.openai_front.OpenAIAgentWorkflow",
         "tool_calling_workflow": "rollwright.workflows.tool_calling.ToolCallingWorkflow",

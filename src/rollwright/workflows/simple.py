@@ -6,7 +6,6 @@ from collections.abc import Mapping
 from typing import Any
 
 from rollwright.data.formats import with_system
-from rollwright.errors import WorkflowError
 from rollwright.experience.experience import Experience
 from rollwright.workflows.registry import WORKFLOWS
 from rollwright.workflows.task import ResettableWorkflow, Task, TaskReward
@@ -46,13 +45,7 @@ class SimpleWorkflow(ResettableWorkflow):
         self.format_args, self.reply_prefix = task.format_args, task.format_args.reply_prefix
         self.system_prompt = task.format_args.system_prompt or self.default_system_prompt
         if type(self).__module__ == __name__:  # a subclass may take arguments
-            self._check_arguments(task)
-        self._take_reward(task)
-
-    def _check_arguments(self, task: Task) -> None:
-        task.arguments()
-
-    def _take_reward(self, task: Task) -> None:
+            task.arguments()
         self.reward = TaskReward(task, type(self).__name__, self.default_reward_fn)
         if not hasattr(type(self), "reward_fn"):
             self.reward_fn = self.reward.in_parts
@@ -90,43 +83,3 @@ class MathBoxedWorkflow(SimpleWorkflow):
 
     default_system_prompt = BOXED_PROMPT
     default_reward_fn = "math_boxed_reward"
-
-
-@WORKFLOWS.register_module("on_policy_distill_workflow")
-class OnPolicyDistillWorkflow(SimpleWorkflow):
-    """Samples an answer that teachers score (``teachers`` in the config, with ``actor.recipe: distill``).
-
-    The reward is only reported: that of the task's reward function or, if the task names none, of ``compute_reward``, which a subclass may
-    override.
-    """
-
-    def compute_reward(self, response: Experience) -> float:
-        """Return the reward of an answer to a task without a reward function."""
-        return 0.0
-
-    async def score(self, experience: Experience) -> float:
-        """Return the reward of one answer."""
-        return await super().score(experience) if self._has_reward(self.task) else self.compute_reward(experience)
-
-    def _check_arguments(self, task: Task) -> None:
-        sampled = task.rollout_args.effective_temperature
-        if (given := task.arguments(temperature=sampled)["temperature"]) != sampled:
-            raise WorkflowError(
-                f"task {task.task_id!r}: workflow_args.temperature is {given}, and samples have the temperature {sampled}, at which teachers "
-                "score them too; leave it out, or set the taskset's gconfig.temperature."
-            )
-
-    def _take_reward(self, task: Task) -> None:
-        if self._has_reward(task):
-            super()._take_reward(task)
-
-    def _has_reward(self, task: Task) -> bool:
-        return (task.reward_function() or self.default_reward_fn) is not None
-
-
-@WORKFLOWS.register_module("on_policy_distill_math_workflow")
-class OnPolicyDistillMathWorkflow(OnPolicyDistillWorkflow):
-    r"""Mathematics with the result in ``\boxed{}`` for teachers to score; the reported reward is 1 for a correct answer."""
-
-    default_system_prompt = BOXED_PROMPT
-    default_reward_fn = "accuracy_reward"

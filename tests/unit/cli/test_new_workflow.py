@@ -1,7 +1,6 @@
 """``rollwright new workflow``: what it writes runs, and it hides and overwrites nothing."""
 
 import importlib.util
-import os
 import subprocess
 import sys
 
@@ -53,15 +52,14 @@ def test_the_command_of_the_test_works_as_it_is_printed(tmp_path, capsys, monkey
 
 
 @pytest.mark.slow
-def test_the_test_that_is_written_passes(tmp_path, capsys):
+def test_the_test_that_is_written_passes(tmp_path, capsys, warm):
     assert main(["new", "workflow", "two_readers", "--directory", str(tmp_path / "mine")]) == 0
     printed = capsys.readouterr().out
     assert "TwoReadersWorkflow" in printed
     assert "rollwright run two_readers.yaml" in printed
-    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "test_two_readers.py"]
-    done = subprocess.run(
-        command, cwd=tmp_path / "mine", capture_output=True, text=True, timeout=280, env={**os.environ, "OMP_NUM_THREADS": "1"}
-    )
+    runner = tmp_path / "run_pytest.py"
+    runner.write_text('import sys, pytest\nsys.exit(pytest.main(["-q", "-p", "no:cacheprovider", "test_two_readers.py"]))\n')
+    done = warm.run([runner], tmp_path / "mine", timeout=280)
     assert done.returncode == 0, done.stdout + done.stderr
     assert "2 passed" in done.stdout
     ruff = [sys.executable, "-m", "ruff", "check", "--line-length", "128", "."]

@@ -1,9 +1,7 @@
 """Keys of Trinity-shaped files that decide something together, and those that are refused."""
 
 import pytest
-import torch
 
-from rollwright.algorithms.losses import find_policy_loss
 from rollwright.compat.dialects import Trinity
 from rollwright.config.loading import build_stages
 from rollwright.config.source import Origins, parse_yaml
@@ -205,70 +203,6 @@ def test_the_engine_s_cache_and_the_older_name_of_the_clip_are_read():
     config = built("explorer: {rollout_model: {enable_prefix_caching: false}}\ntrainer: {actor_grad_clip: 0.5}\n")
     assert config.rollout.prefix_cache is False
     assert config.actor.optimizer.gradient_clipping == 0.5
-
-
-def test_the_keys_of_another_trainers_critic_are_read():
-    """Trinity-RFT's example of PPO has them there; all others of that section are refused."""
-    of_critic = "critic: {optim: {lr: 1e-5}, cliprange_value: 0.4, ppo_max_token_len_per_gpu: 300, grad_clip: 2.0}"
-    ppo = FILE.replace("algorithm_type: grpo, repeat_times: 8", "algorithm_type: ppo")
-    config = built(f"trainer: {{critic_warmup: 3, trainer_config: {{{of_critic}}}}}\n", file=ppo)
-    critic = config.critic
-    assert (critic.optimizer.lr, critic.eps_clip, critic.mb_spec.max_tokens_per_mb) == (1e-5, 0.4, 300)
-    assert (critic.optimizer.gradient_clipping, critic.warmup_steps) == (2.0, 3)
-    assert "veRL" in refusal("trainer: {trainer_config: {critic: {strategy: fsdp}}}\n", file=ppo)
-
-
-def test_a_kl_may_be_taken_from_the_reward():
-    actor = part(algorithm_type="ppo", kl_penalty_fn="k1", kl_penalty_fn_args="{kl_coef: 0.2}", kl_loss_fn="none")
-    assert (actor.kl_in, actor.kl_estimator, actor.kl_ctl) == ("reward", "k1", 0.2)
-    in_loss = part(kl_penalty_fn="none", kl_loss_fn="k2", kl_loss_fn_args="{kl_coef: 0.3}")
-    assert (in_loss.kl_in, in_loss.kl_estimator, in_loss.kl_ctl) == ("loss", "k2", 0.3)
-    with pytest.raises(ConfigError, match="takes a KL from the reward beside that in the loss"):
-        part(kl_penalty_fn="k1", kl_loss_fn="k2")
-
-
-DISTILLED = FILE.replace("algorithm_type: grpo, repeat_times: 8", "algorithm_type: on_policy_distill, repeat_times: 4, MORE")
-TEACHER = (
-    "explorer: {auxiliary_models: [{name: large, model_path: /models/large, dtype: float32, max_model_len: 512, engine_type: vllm, "
-    "engine_num: 1, enforce_eager: true}, {model_path: /models/judge}]}\n"
-)
-
-
-def test_the_first_auxiliary_model_teaches():
-    config = built(TEACHER, file=DISTILLED.replace("MORE", "advantage_fn_args: {{kl_coef: 0.5}}"))
-    loss = config.actor.distillation
-    assert (config.actor.recipe, loss.loss, loss.weight, loss.reward_weight) == ("distill", "advantage", 0.5, 0.0)
-    (teacher,) = config.teachers
-    assert (teacher.name, teacher.path, teacher.dtype, teacher.context_length) == ("large", "/models/large", "float32", 512)
-    assert [each.model_path for each in config.auxiliary_models] == ["/models/judge"]
-    assert any(
-        "the built-in engine computes it in this process" in note
-        for note in translated(TEACHER, file=DISTILLED.replace("MORE", "")).notes
-    )
-
-
-def test_a_loss_without_a_clip_has_the_gradient_of_the_ratio():
-    """Trinity-RFT's importance_sampling is -A·exp(log-ratio clamped to 20)."""
-    actor = built(TEACHER, file=DISTILLED.replace("MORE", "policy_loss_fn: importance_sampling")).actor
-    loss = find_policy_loss(actor)
-    generator = torch.Generator().manual_seed(1)
-    old, advantages = (torch.randn(3, 5, generator=generator, dtype=torch.float64) for _ in range(2))
-    gradients = []
-    for of_theirs in (True, False):
-        logp = (old + 3 * torch.randn(3, 5, generator=torch.Generator().manual_seed(2), dtype=torch.float64)).requires_grad_()
-        mask = torch.ones_like(old)
-        value = -advantages * (logp - old).clamp(-20, 20).exp() if of_theirs else loss(logp, old, advantages, mask, old).values
-        value.sum().backward()
-        gradients.append(logp.grad)
-    torch.testing.assert_close(*gradients)
-
-
-def test_a_teacher_that_cannot_be_had_is_refused():
-    assert "there is no teacher; give explorer.auxiliary_models" in refusal("", file=DISTILLED.replace("MORE", ""))
-    served = TEACHER.replace("engine_num: 1", "engine_num: 2")
-    assert "to score on servers, write this project's own form" in refusal(served, file=DISTILLED.replace("MORE", ""))
-    jsd = refusal(TEACHER, file=FILE.replace("algorithm_type: grpo", "algorithm_type: jsd"))
-    assert "distillation.loss: jsd" in jsd
 
 
 def test_ppo_has_a_critic():

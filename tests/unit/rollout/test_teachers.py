@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import random
-from contextlib import ExitStack, closing
+from contextlib import ExitStack
 from dataclasses import replace
 
 import numpy as np
@@ -16,7 +16,7 @@ from rollwright import GenerationHyperparameters, ModelRequest, RolloutConfig
 from rollwright.config.sections import JournalConfig
 from rollwright.config.teachers import TeacherConfig
 from rollwright.data.tokenizer import build_character_tokenizer
-from rollwright.errors import CheckpointError, ConfigError, EngineError, RolloutError, WorkflowError
+from rollwright.errors import ConfigError, EngineError, RolloutError, WorkflowError
 from rollwright.experience.journal.writing import Journal
 from rollwright.inference.backends.builtin.engine import BuiltinEngine
 from rollwright.inference.request import ModelResponse
@@ -25,7 +25,6 @@ from rollwright.inference.server.service import ServerThread
 from rollwright.inference.server.settings import ServerSettings
 from rollwright.placement.teachers import _server_client
 from rollwright.rollout.executor import RolloutExecutor
-from rollwright.rollout.teacher_scores import ScoreFile
 from rollwright.rollout.teachers import Teacher, Teachers, refuse_other_tokenizer
 
 TEMPERATURE, TOP = 0.7, 4
@@ -234,39 +233,6 @@ def test_a_resumed_run_does_not_ask_again(engine, tokenizer, tmp_path):
     assert counting.asked == 2
     for key in ("input_ids", "teacher_logprobs", "teacher_weights", "teacher_top_ids", "teacher_top_logprobs"):
         assert torch.equal(first[key], again[key])
-
-
-def test_rows_of_a_dataset_are_scored_once(engine, tokenizer, tmp_path):
-    class Counting(Misbehaving):
-        asked = 0
-
-        async def agenerate(self, request):
-            self.asked += 1
-            return await super().agenerate(request)
-
-    counting = Counting(engine, lambda response: response)
-
-    def scored(**columns):
-        rows = {"input_ids": torch.tensor([[5, 6, 7, 8]]), "loss_mask": torch.tensor([[0, 0, 1, 1]]), **columns}
-        rows["attention_mask"] = torch.ones(1, 4, dtype=torch.bool)
-        with closing(ScoreFile(tmp_path / "scores.db")) as file:  # as after a resume
-            teachers = Teachers([Teacher(TeacherConfig("mentor"), counting, tokenizer, file)], top_k=TOP)
-            asyncio.run(teachers.score(rows, None, {}, "row"))
-        return rows
-
-    first, again = scored(), scored()
-    assert counting.asked == 1
-    assert first["teacher_logprobs"].any()
-    for key in ("teacher_logprobs", "teacher_weights", "teacher_top_ids", "teacher_top_logprobs"):
-        assert torch.equal(first[key], again[key])
-    other = scored(temperature=torch.tensor([0.5]))
-    assert counting.asked == 2
-    assert not torch.equal(other["teacher_logprobs"], first["teacher_logprobs"])
-    for file in tmp_path.iterdir():
-        file.unlink()
-    (tmp_path / "scores.db").write_bytes(b"no database, although it is long enough for the head of one" * 40)
-    with pytest.raises(CheckpointError, match=r"scores\.db, which holds the scores of teachers, cannot be used .*: remove it"):
-        scored()
 
 
 def test_rows_that_are_no_plain_text_are_refused(engine, tokenizer):

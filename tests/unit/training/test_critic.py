@@ -7,10 +7,9 @@ import torch
 import torch.distributed as dist
 from tiny_policy import VOCABULARY, grouped_batch, tiny_batch, tiny_model
 
-from rollwright.config.experiment import FinetuneSpec, PPOConfig
+from rollwright.config.experiment import FinetuneSpec
 from rollwright.config.recipes import apply_recipe
 from rollwright.config.sections import CriticConfig, MicroBatchSpec, OptimizerConfig, PPOActorConfig
-from rollwright.config.teachers import DistillationConfig
 from rollwright.errors import CheckpointError, ConfigError, TrainingError
 from rollwright.training import parallel
 from rollwright.training.actor import FSDPPPOActor
@@ -253,70 +252,6 @@ def test_groups_of_one_train():
     actor, batch = ppo_actor(), tiny_batch()
     batch["group_ids"] = batch["sample_ids"] = torch.arange(len(batch["rewards"]))
     assert actor.ppo_update(actor.compute_advantages(batch))["advantage/abs_mean"] > 0.1
-
-
-def test_a_teacher_moves_the_advantages_and_not_the_critic():
-    """A critic and a teacher: 0.5 × the advantages of GAE, and 0.3 × log p - log b; the returns are those of the rewards."""
-    batch = tiny_batch()
-    generator = torch.Generator().manual_seed(4)
-    batch["teacher_logprobs"] = -torch.rand(batch["logprobs"].shape, generator=generator) * batch["loss_mask"]
-    batch["teacher_weights"] = (torch.rand(batch["logprobs"].shape, generator=generator) > 0.5).float() * batch["loss_mask"]
-    alone = ppo_actor().compute_advantages(dict(batch))
-    actor = ppo_actor(distillation=DistillationConfig("advantage", weight=0.3, reward_weight=0.5))
-    mixed = actor.compute_advantages(dict(batch))
-    taught = batch["teacher_weights"] * (batch["teacher_logprobs"] - batch["logprobs"])
-    torch.testing.assert_close(mixed["advantages"], 0.5 * alone["advantages"] + 0.3 * taught)
-    torch.testing.assert_close(mixed["value_targets"], alone["value_targets"])
-    stats = actor.ppo_update(mixed)
-    assert stats["teacher/taught_share"] == pytest.approx(float(batch["teacher_weights"].sum() / batch["loss_mask"].sum()))
-    assert stats["critic/optimizer_steps"] == stats["optimizer_steps"] == 1.0
-
-
-@pytest.mark.parametrize("shard", ["never", "always"])
-def test_a_critic_in_hugging_face_form_is_one_for_transformers_and_for_critic_path(path, tmp_path, shard, group):
-    from transformers import AutoModelForSequenceClassification
-
-    actor, batch = ppo_actor(path=path, shard=shard), tiny_batch()
-    trained(actor, 2)
-    found, after = actor.critic.compute_values({**batch, "truncated": torch.ones(12, dtype=torch.bool)})
-    actor.save_critic(tmp_path / "critic")
-    model = AutoModelForSequenceClassification.from_pretrained(tmp_path / "critic")
-    assert model.config.num_labels == 1
-    with torch.no_grad():
-        for row, length in enumerate(batch["attention_mask"].sum(1).tolist()):
-            score = model(input_ids=batch["input_ids"][row : row + 1, :length]).logits
-            assert score.shape == (1, 1)
-            assert float(score) == pytest.approx(float(after[row]), abs=1e-5)
-    again = ppo_actor(path=path, shard=shard, critic={"path": str(tmp_path / "critic")})
-    torch.testing.assert_close(again.critic.compute_values(batch)[0], found, atol=1e-6, rtol=0)
-    assert found.abs().max() > 1e-4
-
-
-def test_a_classifier_of_several_labels_is_no_critic(path, tmp_path):
-    from transformers import AutoModelForSequenceClassification
-
-    kind = AutoModelForSequenceClassification.from_pretrained(path, num_labels=3)
-    kind.save_pretrained(tmp_path / "classes")
-    with pytest.raises(ConfigError, match=r"Qwen3ForSequenceClassification, .* it has one of the shape \[3, 16\]"):
-        ppo_actor(path=path, critic={"path": str(tmp_path / "classes")})
-
-
-def test_a_critic_is_computed_as_the_actor_unless_it_is_told():
-    keys = {"device": "cpu", "dtype": "float32", "attn_implementation": "eager", "trust_remote_code": True}
-
-    def section_of(critic):
-        return apply_recipe(PPOConfig(actor=PPOActorConfig(recipe="ppo", path="m", **keys), critic=critic)).critic_section
-
-    for critic in (None, CriticConfig()):
-        assert {name: getattr(section_of(critic), name) for name in keys} == keys
-    other = section_of(CriticConfig(path="other", dtype="bfloat16"))
-    assert (other.device, other.dtype, other.trust_remote_code) == ("cpu", "bfloat16", False)
-
-
-def test_random_first_weights_are_those_of_the_actor(path):
-    actor = ppo_actor(path=path, init_from_scratch=True)
-    own, weights = dict(actor.critic.model.named_parameters()), dict(actor.model.named_parameters())
-    assert all(torch.equal(own[name], weights[name]) for name in own if name != "lm_head.weight")
 
 
 def test_what_cannot_work_is_refused():

@@ -2,11 +2,8 @@
 
 import asyncio
 import json
-import os
 import re
 import shlex
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -58,22 +55,15 @@ def test_the_ten_lines_give_a_row_that_keeps_the_contract(names, tiny_model):
 
 
 @pytest.mark.slow
-def test_the_page_followed_to_the_letter_trains(tmp_path):
+def test_the_page_followed_to_the_letter_trains(tmp_path, warm):
     code = re.findall(r"```python\n(.*?)```", TEXT, flags=re.DOTALL)
     (tmp_path / "my_module.py").write_text(code[0])
     (tmp_path / "config.yaml").write_text(re.search(r"```yaml\n(.*?)```", TEXT, flags=re.DOTALL)[1])
     (tmp_path / "try_it.py").write_text(code[-1])
     commands = re.search(r"```bash\n(.*?)```", TEXT, flags=re.DOTALL)[1].splitlines()
     assert [command.split()[:2] for command in commands] == [["rollwright", "model"], ["rollwright", "run"]]
-    for command in [*(f"{sys.executable} -m {command}" for command in commands), f"{sys.executable} try_it.py"]:
-        done = subprocess.run(
-            shlex.split(command, comments=True),
-            cwd=tmp_path,
-            capture_output=True,
-            text=True,
-            timeout=500,
-            env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(tmp_path)},
-        )
+    for command in [*(shlex.split(command, comments=True) for command in commands), [tmp_path / "try_it.py"]]:
+        done = warm.run(command, tmp_path)
         assert done.returncode == 0, done.stderr[-3000:]
     assert "'output_ids': [" in done.stdout
     run = tmp_path / "runs" / "experiment" / "trial"

@@ -45,14 +45,6 @@ class WeightStream:
     def __iter__(self) -> Iterator[tuple[str, Tensor]]:
         return self._read()
 
-    def renamed(self, names: Mapping[str, str]) -> WeightStream:
-        """Return the same tensors, of which those in ``names`` have other names."""
-        return WeightStream(
-            [(names.get(name, name), tensor) for name, tensor in self.described],
-            lambda: ((names.get(name, name), tensor) for name, tensor in self),
-            self.adapter,
-        )
-
     @property
     def nbytes(self) -> int:
         """Total size of the tensors in bytes."""

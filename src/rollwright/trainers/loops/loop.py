@@ -222,7 +222,7 @@ class Trainer(ABC):
                 self._save_recover()  # to resume from after a signal, or if the run is extended
             if stop.received is not None and self.step < total:
                 raise SystemExit(stop.exit_code)
-            checkpoint = self.save_final()
+            checkpoint = self.save(self.directory.checkpoints / "final")
             if self.curve == "reward":
                 run.plot(f"{config.experiment_name}: reward{', in training and held out' if self.evaluates else ''}")
             return {
@@ -238,10 +238,6 @@ class Trainer(ABC):
         self.ranks.save(path, self.tokenizer)
         write_model_card(path, self.step)
         return path
-
-    def save_final(self) -> Any:
-        """Write the final checkpoint, and return its path."""
-        return self.save(self.directory.checkpoints / "final")
 
     def _save_step(self) -> None:
         self.directory.check_lock()

@@ -13,7 +13,7 @@ from typing import Any
 
 from rollwright.config.experiment import FinetuneSpec, PPOConfig
 from rollwright.config.loading import config_to_dict
-from rollwright.config.recipes import apply_recipe, uses_critic
+from rollwright.config.recipes import apply_recipe
 from rollwright.config.rules import refuse_dicts
 from rollwright.config.sections import TrainEngineConfig
 from rollwright.data.loader import TaskLoader
@@ -72,13 +72,6 @@ class PolicyTrainer(Trainer):
     def publish(self) -> None:
         """Publish the current weights to the engines."""
         self.ranks.call("publish")
-
-    def save_final(self) -> Any:
-        """See ``Trainer.save_final``; a critic that is a model of its own is written to ``critic/`` in the checkpoint."""
-        path = super().save_final()
-        if uses_critic(self.config.actor):
-            self.ranks.save(path / "critic", self.tokenizer, call="save_critic")
-        return path
 
     def samples_with_own_weights(self) -> bool:
         """Return whether tokens of the version just trained were sampled with this policy's weights.

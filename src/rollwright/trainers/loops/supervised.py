@@ -173,14 +173,7 @@ class SFTTrainer(SupervisedTrainer):
         """Start the engine that evaluates the model, and the teachers."""
         super().open(opened)
         config = self.config
-        draws_again = self.spec.total_steps * config.train_dataset.batch_size > len(self.loader.rows)
-        self.teachers = open_teachers(
-            config.teachers,
-            config.distillation,
-            self.tokenizer,
-            deterministic=config.deterministic,
-            scores=self.directory.path / "teacher_scores.db" if draws_again else None,
-        )
+        self.teachers = open_teachers(config.teachers, config.distillation, self.tokenizer, deterministic=config.deterministic)
         if self.teachers is not None:
             opened.callback(self.teachers.close)
 

@@ -7,7 +7,6 @@ import torch
 
 from rollwright import load_stages
 from rollwright.config.tasksets import DatasetConfig
-from rollwright.inference.backends.builtin.engine import BuiltinEngine
 from rollwright.inference.weights.stream import WeightStream
 from rollwright.placement.ray_ranks import RayRanks
 from rollwright.trainers.loops import supervised
@@ -28,16 +27,6 @@ stages:
     evaluator: {every_steps: 1, limit: 2, gconfig: {greedy: true, max_new_tokens: 4}}
     stop_accuracy: ACCURACY
 """
-TAUGHT = """\
-kind: sft
-experiment_name: supervised
-cluster: {fileroot: FILEROOT, threads: 1}
-model: {path: MODEL}
-teachers: [{path: MODEL}]
-distillation: {loss: forward_kl, top_k: 2}
-train_dataset: {path: arithmetic, batch_size: 4, limit: 4, kwargs: {digits: 1}}
-total_train_steps: 3
-"""
 
 
 @pytest.mark.parametrize(("accuracy", "steps"), [("1.0", 2), ("0.0", 1)])
@@ -49,22 +38,6 @@ def test_it_evaluates_as_it_trains_and_stops_when_it_is_accurate_enough(tmp_path
     metrics = (tmp_path / "supervised" / "trial" / "metrics.jsonl").read_text()
     assert metrics.count('"eval/reward"') == steps
     assert list(tmp_path.glob("supervised/trial/checkpoints/final/*.safetensors"))
-
-
-def test_a_teacher_scores_a_row_once_however_often_it_is_drawn(tmp_path, tiny_model, monkeypatch):
-    asked, answer = [], BuiltinEngine.agenerate
-
-    async def agenerate(self, request):
-        asked.append(request.input_ids)
-        return await answer(self, request)
-
-    monkeypatch.setattr(BuiltinEngine, "agenerate", agenerate)
-    config = tmp_path / "taught.yaml"
-    config.write_text(TAUGHT.replace("FILEROOT", str(tmp_path)).replace("MODEL", str(tiny_model)))
-    assert run_config(load_stages(config, ["stats_logger.display=none"])) == 0
-    assert len(asked) == 4
-    metrics = (tmp_path / "supervised" / "trial" / "metrics.jsonl").read_text()
-    assert metrics.count("teacher/taught_share") == 3
 
 
 def test_what_was_opened_is_closed_where_the_rest_fails(tmp_path, tiny_model, monkeypatch):
