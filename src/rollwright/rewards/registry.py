@@ -20,7 +20,17 @@ class RewardRegistry(Registry[Callable[..., Any]]):
       then called directly instead of in a worker process.
     * ``worker_imports`` names modules that the function imports when it is called. A worker imports them before the time limit starts.
     * ``uses_sandbox=True`` declares that the function calls ``run_python``, so a run whose sandbox is missing stops before it starts.
+
+    A URL is a name, too: that of the reward function that a service computes (``rewards.http``).
     """
+
+    def get(self, name: str) -> Callable[..., Any]:
+        """Return the entry of a name or an import path (see ``Registry.get``), or the reward function of a URL."""
+        if name.startswith(("http://", "https://")):
+            from rollwright.rewards.http import reward_at
+
+            return reward_at(name)
+        return super().get(name)
 
     def build(self, name: str, /, **arguments: Any) -> Callable[..., Any]:
         """Return the function registered as ``name`` with ``arguments`` bound to it; a class is instantiated with them."""

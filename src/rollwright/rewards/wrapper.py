@@ -61,6 +61,7 @@ class AsyncRewardWrapper:
     * An **async** function is awaited on the caller's event loop, and cancelled at the time limit.
     * A **sync** function, which may be a lambda or a closure, runs in a worker process, which is killed at the time limit. After a kill
       or a crash, the next call gets a new worker.
+    * An async function whose attribute ``limits_itself`` is True has its own time limit and retries, like ``rewards.http.HttpReward``.
     * A function whose attribute ``runs_inline`` is True must be pure, fast and bounded, as the built-in text rewards are. It is called
       directly.
 
@@ -80,7 +81,7 @@ class AsyncRewardWrapper:
         """Wrap a function.
 
         Args:
-            reward_fn: the function, a name in ``REWARD_FUNCTIONS`` or an import path.
+            reward_fn: the function, a name in ``REWARD_FUNCTIONS``, an import path or the URL of a service.
             timeout_seconds: time limit of one attempt, from when the function begins to run. A function that times out is not
                 retried.
             max_workers: maximum number of worker processes; wrappers that have the same number share them. None uses one per CPU.
@@ -110,6 +111,7 @@ class AsyncRewardWrapper:
         self.max_retries = max_retries
         self._is_async = is_async(inner)
         self._inline = getattr(inner, "runs_inline", False) is True and not self._is_async
+        self._limits_itself = getattr(inner, "limits_itself", False) is True and self._is_async
         self._imports = tuple(getattr(inner, "worker_imports", ()))
         self._key = next(_keys).to_bytes(8, "little")
         self.reward_fn, self._durable = kept_calls(reward_fn, f"{REWARD_CALLS}{function_name(inner)}")
@@ -162,7 +164,7 @@ class AsyncRewardWrapper:
                 return reward
             except Exception as error:
                 is_hopeless = isinstance(error, WorkerTimeoutError | _NotSendableError) or self._is_enough(error, prompt, data)
-                if tries > self.max_retries or is_hopeless:
+                if tries > self.max_retries or is_hopeless or self._limits_itself:
                     raise self._error(error, tries, prompt, data) from error
                 if self._is_async:
                     await asyncio.sleep(FIRST_PAUSE * 2 ** (tries - 1))
@@ -176,7 +178,7 @@ class AsyncRewardWrapper:
 
     async def _in_loop(self, arguments: tuple[Any, ...], keywords: dict[str, Any]) -> float:
         try:
-            async with asyncio.timeout(self.timeout_seconds) as limit:
+            async with asyncio.timeout(None if self._limits_itself else self.timeout_seconds) as limit:
                 with sandboxed():  # a separate jail from that of the episode being scored
                     return as_float(await self.reward_fn(*arguments, **keywords))
         except TimeoutError as error:
