@@ -99,8 +99,8 @@ async def measure(dialect: str, together: int, conversations: int) -> dict[str, 
     """Run the conversations, ``together`` at once; the front's processor time."""
     from instant_engine import InstantEngine
 
+    from rollwright.inference.front.openai_front import OpenAIFront
     from rollwright.inference.request import ModelRequest, ModelResponse
-    from rollwright.rollout.front.openai_front import OpenAIFront
     from rollwright.rollout.sample_engine import SampleEngine
     from rollwright.rollout.seeds import SampleName
 

@@ -86,6 +86,7 @@ from rollwright.inference.backends.server_backend import ServerBackend as Server
 from rollwright.inference.backends.sglang import SGLangClient as SGLangClient
 from rollwright.inference.backends.vllm import VLLMClient as VLLMClient
 from rollwright.inference.engine import InferenceEngine as InferenceEngine
+from rollwright.inference.front.openai_front import OpenAIFront as OpenAIFront
 from rollwright.inference.launcher import Launcher as Launcher
 from rollwright.inference.network import find_free_ports as find_free_ports
 from rollwright.inference.parameters import ParameterTable as ParameterTable
@@ -106,8 +107,6 @@ from rollwright.rollout.engines import RemoteSGLangEngine as RemoteSGLangEngine
 from rollwright.rollout.engines import RemoteVLLMEngine as RemoteVLLMEngine
 from rollwright.rollout.engines import RolloutEngine as RolloutEngine
 from rollwright.rollout.executor import RolloutExecutor as RolloutExecutor
-from rollwright.rollout.front.openai_front import OpenAIAgentWorkflow as OpenAIAgentWorkflow
-from rollwright.rollout.front.openai_front import OpenAIFront as OpenAIFront
 from rollwright.sequence_processing import BatchedSequences as BatchedSequences
 from rollwright.sequence_processing import GenerationConfig as GenerationConfig
 from rollwright.sequence_processing import LogprobResults as LogprobResults
@@ -134,6 +133,7 @@ from rollwright.workflows.base import RolloutWorkflow as RolloutWorkflow
 from rollwright.workflows.episode import EpisodeWorkflow as EpisodeWorkflow
 from rollwright.workflows.model_wrapper import ModelWrapper as ModelWrapper
 from rollwright.workflows.multi_turn import MultiTurnWorkflow as MultiTurnWorkflow
+from rollwright.workflows.openai_agent import OpenAIAgentWorkflow as OpenAIAgentWorkflow
 from rollwright.workflows.parallel_generation import ParallelGenerationWorkflow as ParallelGenerationWorkflow
 from rollwright.workflows.registry import FUNCTIONS as FUNCTIONS
 from rollwright.workflows.registry import WORKFLOWS as WORKFLOWS

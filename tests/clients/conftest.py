@@ -27,7 +27,7 @@ def world(tmp_path_factory):
     """One engine and one front for all clients; tests are skipped without the clients' environment."""
     environment_of("vendors_openai")
     pytest.importorskip("llguidance")
-    from rollwright.rollout.front.openai_front import OpenAIFront
+    from rollwright.inference.front.openai_front import OpenAIFront
 
     path, refused = tmp_path_factory.mktemp("clients") / "policy", defaultdict(list)
     with watched_for_refusals(refused), small_engine(path) as engine, OpenAIFront(engine.tokenizer, str(path)) as front:
@@ -37,8 +37,8 @@ def world(tmp_path_factory):
 @contextlib.contextmanager
 def watched_for_refusals(refused: dict[str, list[tuple[str, str, int]]]) -> Iterator[None]:
     """Note each request of a front that is made meanwhile and not answered with success, under its key."""
+    from rollwright.inference.front import openai_front
     from rollwright.inference.server.exchange import given_key
-    from rollwright.rollout.front import openai_front
 
     make = openai_front._application
 

@@ -18,8 +18,8 @@ from rollwright.experience.experience import Experience
 from rollwright.inference.backends.builtin import adjustments
 from rollwright.inference.backends.builtin.engine import BuiltinEngine
 from rollwright.inference.engine import InferenceEngine
+from rollwright.inference.front.openai_episode import OpenAIEpisode
 from rollwright.inference.request import ModelRequest, ModelResponse
-from rollwright.rollout.front.openai_episode import OpenAIEpisode
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 CONTEXT = 49152  # programs with all their tools begin with 30,000 tokens of this tokenizer

@@ -49,7 +49,7 @@ explorer: {{rollout_model: {{enable_openai_api: true}}}}
 
 def agent_dialog(tokenizer, reply: str) -> list[tuple[list[int], list[int]]]:
     """Prompt and reply of each call that AgentScope makes where the model calls the tool and then gives ``reply``."""
-    from rollwright.rollout.front.openai_front import OpenAIFront
+    from rollwright.inference.front.openai_front import OpenAIFront
     from rollwright.workflows.task_runner import TaskRunner
 
     taskset = TasksetConfig(
@@ -175,7 +175,7 @@ def test_the_front_stands_before_servers_too(tiny_model, tmp_path):
     from rollwright.data.tokenizer import load_tokenizer
     from rollwright.placement.local_servers import LocalServers
     from rollwright.rollout.engines import RemoteSGLangEngine
-    from rollwright.rollout.front.openai_front import OpenAIAgentWorkflow
+    from rollwright.workflows.openai_agent import OpenAIAgentWorkflow
 
     config = RolloutConfig(backend="builtin_process", device="cpu", kv_cache_bytes=8 << 20, max_running_requests=8)
     with LocalServers(config, model_path=str(tiny_model), logs=tmp_path, threads=1) as servers:

@@ -135,7 +135,7 @@ def test_what_cannot_be_handed_over_is_refused(tokenizer):
 @pytest.mark.parametrize("workflow", ["AgentInProcess", "AsyncAgentInProcess"])
 def test_openai_clients_of_a_process_are_recorded_as_those_of_a_thread(tiny_model, tokenizer, workflow):
     openai = pytest.importorskip("openai")
-    from rollwright.rollout.front.openai_front import OpenAIFront
+    from rollwright.inference.front.openai_front import OpenAIFront
 
     judge = openai.OpenAI(base_url="http://127.0.0.1:1/v1", api_key="none", max_retries=5, timeout=3.0)
     judge.model_path = "judge"

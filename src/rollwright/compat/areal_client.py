@@ -15,9 +15,9 @@ from rollwright.data.tokenizer import load_tokenizer
 from rollwright.errors import ConfigError, WorkflowError
 from rollwright.experience.experience import Experience, experience_of, sequences_of
 from rollwright.inference.engine import InferenceEngine
+from rollwright.inference.front.openai_clients import AsyncRunClient
+from rollwright.inference.front.openai_front import OpenAIFront
 from rollwright.inference.request import ModelResponse
-from rollwright.rollout.front.openai_front import OpenAIFront
-from rollwright.workflows.openai_clients import AsyncRunClient
 
 try:
     from openai.resources.chat import AsyncChat

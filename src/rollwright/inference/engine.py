@@ -156,11 +156,15 @@ class InferenceEngine(WeightReceiver, ABC):
         context_length: largest number of tokens of a prompt and its output together, if known.
         is_batch_invariant: True if the answer to a request does not depend on what else is computed (docs/determinism.md).
         recorder: records every request of the sample that the engine is bound to, or None if it is not bound to a sample.
+        closed_because: why the sample that the engine is bound to makes no more calls, or None while it may.
+        loop: the event loop that serves the sample's requests, or None if any may.
     """
 
     context_length: int | None = None
     is_batch_invariant: bool = False
     recorder: Recorder | None = None
+    closed_because: str | None = None
+    loop: asyncio.AbstractEventLoop | None = None
 
     def initialize(self, *args: Any, **kwargs: Any) -> None:
         """Load or connect, and wait until the engine answers requests."""

@@ -6,11 +6,14 @@ import copy
 import uuid
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from rollwright.config.generation import GenerationHyperparameters
 from rollwright.errors import EngineError
 from rollwright.experience.recorder import LARGEST_TOKEN, TokenPrefix, conversation_tokens
+
+if TYPE_CHECKING:
+    from rollwright.experience.journal.episodes import RecordedCall
 
 
 def token_ids(ids: Any, what: str = "input_ids") -> list[int]:
@@ -209,6 +212,26 @@ class ModelResponse:
     input_top_logprobs: list[TopTokens | None] | None = None  # if the request sets both options
     logprobs_shifted: bool = False  # taken after top-p, top-k or penalties: the trainer has to recompute them
     server: str = ""  # address of the server that sampled the response; empty for an engine in this process
+
+    @classmethod
+    def recorded(cls, request: ModelRequest, kept: RecordedCall) -> ModelResponse:
+        """Build the response of a call in the journal."""
+        call = kept.call
+        return cls(
+            input_tokens=request.tokens,  # type: ignore[arg-type]
+            output_tokens=kept.output.tolist(),
+            output_logprobs=kept.logprobs.tolist(),
+            output_versions=kept.versions.tolist(),
+            stop_reason=call.stop_reason,
+            stop_match=call.stop_match,
+            latency=call.latency,
+            ttft=call.ttft,
+            temperature=call.temperature,
+            rid=request.rid,
+            seed=call.seed,
+            logprobs_shifted=call.logprobs_shifted,
+            server=call.server,
+        )
 
     def prompt(self, request: ModelRequest) -> TokenPrefix:
         """Return the prompt that was answered: the request's tokens, unless the engine reports others."""

@@ -62,8 +62,8 @@ class TaskServices:
         """The run's ``OpenAIFront``, or None if ``rollout.openai_front`` is off."""
         with self._lock:
             if self._front is None and self._config.rollout.openai_front:
-                import rollwright.workflows.openai_clients  # noqa: F401 - reports a missing package before the first sample
-                from rollwright.rollout.front.openai_front import OpenAIFront
+                import rollwright.inference.front.openai_clients  # noqa: F401 - reports a missing package before the first sample
+                from rollwright.inference.front.openai_front import OpenAIFront
 
                 self._front = OpenAIFront(self._tokenizer, self._config.actor.path)
                 self._opened.callback(self._front.close)

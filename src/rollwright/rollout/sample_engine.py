@@ -51,6 +51,7 @@ class SampleEngine(SampleBoundEngine):
     """
 
     recorder: Recorder
+    loop: asyncio.AbstractEventLoop
 
     def __init__(
         self,
@@ -154,7 +155,7 @@ class SampleEngine(SampleBoundEngine):
             raise self._diverged(_first_difference(prompt, kept, sent.tokenizer))
         if kept.call.refused is not None:
             raise PromptTooLongError(kept.call.refused)
-        response = answer_of(sent, kept)
+        response = ModelResponse.recorded(sent, kept)
         times = {"started": kept.call.started, "finished": kept.call.finished}
         episode.call(self.recorder.record(sent, response, place=place, **times))
         return response
@@ -192,26 +193,6 @@ class SampleEngine(SampleBoundEngine):
         """Abort this sample's conversation ``rid``, or all of its conversations."""
         for own in list(self._conversations) if rid is None else self._conversations & {rid}:
             self.engine.abort(own)
-
-
-def answer_of(request: ModelRequest, kept: RecordedCall) -> ModelResponse:
-    """Build the response of a recorded call."""
-    call = kept.call
-    return ModelResponse(
-        input_tokens=request.tokens,  # type: ignore[arg-type]
-        output_tokens=kept.output.tolist(),
-        output_logprobs=kept.logprobs.tolist(),
-        output_versions=kept.versions.tolist(),
-        stop_reason=call.stop_reason,
-        stop_match=call.stop_match,
-        latency=call.latency,
-        ttft=call.ttft,
-        temperature=call.temperature,
-        rid=request.rid,
-        seed=call.seed,
-        logprobs_shifted=call.logprobs_shifted,
-        server=call.server,
-    )
 
 
 def _first_difference(prompt: np.ndarray, kept: RecordedCall, tokenizer: Any) -> str:

@@ -24,6 +24,7 @@ from rollwright.experience.journal.records import (
     tokens_in,
     unpack_value,
 )
+from rollwright.inference.front.side_conversations import SIDE_CONVERSATION
 from rollwright.viewer.collector import REWARD_CALLS
 from rollwright.viewer.index import PLACE_BITS, Index, unpack_places
 
@@ -241,6 +242,7 @@ def plain_call(each: RecordedCall) -> dict[str, Any]:
     return {
         **{name: getattr(call, name) for name in same},
         "seed": call.seed,
+        "side_conversation": side_conversation_of(call),
         "temperature": call.temperature,
         "server": call.server,
         "seconds": call.finished - call.started,
@@ -251,6 +253,12 @@ def plain_call(each: RecordedCall) -> dict[str, Any]:
         "logprobs": plain_floats(each.logprobs),
         "versions": each.versions.tolist(),
     }
+
+
+def side_conversation_of(call: ModelCall) -> str:
+    """Return the name of the side conversation that a call belongs to, which is not trained; empty if it belongs to none."""
+    metadata = {} if call.metadata is None else unpack_value(call.metadata)
+    return metadata.get(SIDE_CONVERSATION, "")
 
 
 def plain_result(result: DurableResult) -> dict[str, Any]:
@@ -297,7 +305,8 @@ def chat_of(episode: RecordedEpisode, text: Callable[[list[int]], str]) -> list[
 
     Returns:
         Dicts of ``role`` (system, user, assistant, tool, reward or refused; ``given`` if unknown), ``text``, ``call`` (index of the call
-        that produced it, None for input) and, for a tool or reward, ``result`` (see ``plain_result``).
+        that produced it, None for input); for a tool or reward also ``result`` (see ``plain_result``), and for a message of a side
+        conversation ``side_conversation``, its name.
     """
     steps: list[tuple[float, int, Any]] = [(each.call.started, 1, each) for each in episode.calls]
     steps += [(result.time - result.seconds, 0, result) for result in episode.results]
@@ -314,12 +323,14 @@ def chat_of(episode: RecordedEpisode, text: Callable[[list[int]], str]) -> list[
             continue
         call: ModelCall = step.call
         given = step.prompt[len(step.prompt) - tokens_in(call.added) :]
-        messages += _given(text(given.tolist()))
+        new = _given(text(given.tolist()))
         if call.refused is not None:
-            messages.append({"role": "refused", "text": call.refused, "call": call.index})
+            new.append({"role": "refused", "text": call.refused, "call": call.index})
         else:
             said = _CLOSINGS.sub("", text(step.output.tolist()))
-            messages.append({"role": "assistant", "text": said, "call": call.index})
+            new.append({"role": "assistant", "text": said, "call": call.index})
+        side = side_conversation_of(call)
+        messages += [{**each, "side_conversation": side} for each in new] if side else new
     return messages
 
 

@@ -66,6 +66,8 @@ def chat(sample: Mapping[str, Any], href_of_tokens: str = "") -> list[dict[str, 
         elif result is not None:
             name, about = result["name"], seconds(result["seconds"])
             text = f"{result['error']['class']}: {result['error']['message']}" if result["error"] else as_text(result["value"])
+        if side := each.get("side_conversation"):
+            about = " · ".join(filter(None, [_not_trained(side), about]))
         messages.append(
             {
                 "role": "prompt" if each["role"] == "given" else each["role"],
@@ -83,6 +85,10 @@ def chat(sample: Mapping[str, Any], href_of_tokens: str = "") -> list[dict[str, 
         asked = next((message for message in messages if message["role"] == "user"), messages[0])
         asked["images"] = list(_images(sample.get("task")))
     return messages
+
+
+def _not_trained(side_conversation: str) -> str:
+    return f"side conversation ({side_conversation}), not trained"
 
 
 def _images(value: Any, depth: int = 0) -> Iterator[str]:
@@ -240,6 +246,8 @@ def requests(sample: Mapping[str, Any]) -> list[dict[str, Any]]:
     shown = []
     for call in sample["calls"]:
         about = f"conversation {call['conversation']}, turn {call['turn']}"
+        if side := call.get("side_conversation"):
+            about += f" · {_not_trained(side)}"
         facts = [
             ("took", seconds(call["seconds"])),
             ("first token after", seconds(call["ttft"]) if call["ttft"] else None),

@@ -379,13 +379,13 @@ class BridgedEpisode:
 
     def client(self) -> Any:
         """Make an ``openai.OpenAI`` client."""
-        from rollwright.workflows.openai_clients import RunClient
+        from rollwright.inference.front.openai_clients import RunClient
 
         return RunClient(self.base_url, self.api_key, self.model_path)
 
     def async_client(self) -> Any:
         """Make an ``openai.AsyncOpenAI`` client."""
-        from rollwright.workflows.openai_clients import AsyncRunClient
+        from rollwright.inference.front.openai_clients import AsyncRunClient
 
         return AsyncRunClient(self.base_url, self.api_key, self.model_path)
 

@@ -20,7 +20,7 @@ from rollwright.inference.server.settings import ServerSettings, ServiceSettings
 pytest.importorskip("openai")
 pytest.importorskip("sqlalchemy")
 
-from rollwright.rollout.front.openai_front import OpenAIFront
+from rollwright.inference.front.openai_front import OpenAIFront
 from rollwright.store import ExperienceStore
 from rollwright.trainers.modes.serve import RunBook, application
 

@@ -10,11 +10,11 @@ from server_parts import served, tiny_engine
 from rollwright.config.generation import GenerationHyperparameters
 from rollwright.config.sections import RolloutConfig
 from rollwright.inference.backends.vllm import VLLMClient
+from rollwright.inference.front.openai_front import OpenAIFront
 from rollwright.inference.request import ModelRequest
 from rollwright.inference.router import Server
 from rollwright.inference.server.application import create_application
 from rollwright.inference.server.settings import ServerSettings
-from rollwright.rollout.front.openai_front import OpenAIFront
 
 PATH = "/inference/v1/generate"
 PROMPT = [5, 9, 11]

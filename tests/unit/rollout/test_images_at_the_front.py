@@ -24,11 +24,11 @@ from rollwright.data.vision import IMAGE, VISION_PIECES, load_processor
 from rollwright.experience.contract import check_trajectory
 from rollwright.experience.normaliser import normalise
 from rollwright.inference.backends.builtin.engine import BuiltinEngine
+from rollwright.inference.front.openai_front import OpenAIFront
 from rollwright.inference.server import images
 from rollwright.inference.server.dialects import AnswerStore
 from rollwright.inference.server.exchange import RequestError
 from rollwright.inference.server.responses import stored_response
-from rollwright.rollout.front.openai_front import OpenAIFront
 from rollwright.training.actor import FSDPPPOActor
 from rollwright.training.model import load_model
 

@@ -18,7 +18,7 @@ from rollwright.data.loader import TaskLoader
 from rollwright.data.tokenizer import build_character_tokenizer
 from rollwright.errors import RolloutError
 from rollwright.rollout.executor import RolloutExecutor
-from rollwright.rollout.front.openai_front import OpenAIAgentWorkflow
+from rollwright.workflows.openai_agent import OpenAIAgentWorkflow
 
 TOOLS = [{"type": "function", "function": {"name": "add", "parameters": {"type": "object", "properties": {}}}}]
 GCONFIG = GenerationHyperparameters(temperature=0.5, max_new_tokens=8)

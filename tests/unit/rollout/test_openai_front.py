@@ -20,8 +20,8 @@ from rollwright.config.tasksets import FormatConfig, TasksetConfig
 from rollwright.data.tokenizer import build_character_tokenizer
 from rollwright.errors import WorkflowError
 from rollwright.experience.normaliser import normalise
+from rollwright.inference.front.openai_front import OpenAIFront
 from rollwright.inference.request import ModelResponse
-from rollwright.rollout.front.openai_front import OpenAIFront
 from rollwright.rollout.sample_engine import SampleEngine
 from rollwright.rollout.seeds import SampleName
 from rollwright.workflows.task_runner import TaskRunner

@@ -16,10 +16,11 @@ from rollwright.config.sections import RolloutConfig
 from rollwright.config.tasksets import TasksetConfig
 from rollwright.data.tokenizer import build_character_tokenizer
 from rollwright.errors import PromptTooLongError, RolloutError
+from rollwright.inference.front.openai_front import OpenAIFront
 from rollwright.rollout.executor import RolloutExecutor
-from rollwright.rollout.front.openai_front import OpenAIAgentWorkflow, OpenAIFront
 from rollwright.rollout.sample_engine import SampleEngine
 from rollwright.rollout.seeds import SampleName
+from rollwright.workflows.openai_agent import OpenAIAgentWorkflow
 from rollwright.workflows.task_runner import TaskRunner
 
 GCONFIG = GenerationHyperparameters(temperature=0.5, max_new_tokens=8)

@@ -48,7 +48,7 @@ async def test_models_are_listed_in_the_form_of_both_vendors(front, tokenizer):
 
 @pytest.mark.parametrize("name", ["default", "policy"])
 async def test_two_names_mean_the_policy_at_every_front(tokenizer, name):
-    from rollwright.rollout.front.openai_front import OpenAIFront
+    from rollwright.inference.front.openai_front import OpenAIFront
 
     with OpenAIFront(tokenizer, "/models/own") as own, own.episode(sample_engine(Script(tokenizer, "a"))) as episode:
         client = plain_client(episode)

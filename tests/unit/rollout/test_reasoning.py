@@ -16,10 +16,10 @@ from test_openai_front import TOOL_CALL, TOOLS, Script, StreamingScript, plain_c
 from test_responses_dialect import FUNCTIONS, checked
 
 from rollwright.data.tokenizer import build_character_tokenizer
+from rollwright.inference.front.openai_front import OpenAIFront
 from rollwright.inference.request import ModelRequest, ModelResponse
 from rollwright.inference.server.openai_answer import OpenAICall, usage_of
 from rollwright.inference.server.text_stream import ReasoningSplit
-from rollwright.rollout.front.openai_front import OpenAIFront
 
 THINKING = TOOL_TEMPLATE.replace(
     "{%- for call in message.tool_calls",

@@ -16,6 +16,7 @@ from rollwright.experience.journal.records import Begin, End, ModelCall
 from rollwright.experience.journal.writing import EpisodeWriter, Journal
 from rollwright.experience.recorder import Recorder
 from rollwright.inference.request import ModelRequest, ModelResponse
+from rollwright.viewer import sample_view
 from rollwright.viewer.reading import chat_of, rows_of
 from rollwright.viewer.run import Run
 from rollwright.viewer.tokens import Vocabulary, _characters
@@ -29,9 +30,10 @@ def write_episode(journal: Journal, calls, row=None, index=0):
     writer, recorder = EpisodeWriter(journal), Recorder()
     facts = {"attempt": 0, "is_eval": False, "version": 0, "workflow": "W", "samples_asked": 1}
     writer.begin(ordinal=0, index=index, task=None, task_error="", **facts)
-    for conversation, prompt, output, layout in calls:
+    for conversation, prompt, output, layout, *metadata in calls:
         positions, branches = layout or (None, None)
         request = ModelRequest(input_ids=prompt, gconfig=GCONFIG, rid=conversation, position_ids=positions, branch_ids=branches)
+        request.metadata |= dict(*metadata)
         said = [-float(token) for token in output]
         writer.call(
             recorder.record(
@@ -170,6 +172,21 @@ def test_marks_of_roles_are_messages(tmp_path):
         ("user", "Hello"),
         ("assistant", "Hi"),
     ]
+
+
+def test_side_conversations_are_shown_as_such(tmp_path):
+    """What a program asks beside its task is in no row, and the chat and the requests say so."""
+    journal = Journal(tmp_path / "journal")
+    side = {"side_conversation": "title"}
+    write_episode(journal, [("a", [1, 2], [3], None), ("b", [4], [5], None, side)], ([1, 2, 3], [0, 0, 1]))
+    journal.close()
+    with Run(tmp_path) as run:
+        run.refresh()
+        sample = run.sample("0/0")
+    assert [row["ids"] for row in sample["rows"]] == [[1, 2, 3]]
+    told = "side conversation (title), not trained"
+    assert [told in message["about"] for message in sample_view.chat(sample)] == [False, False, True, True]
+    assert [told in request["about"] for request in sample_view.requests(sample)] == [False, True]
 
 
 def test_hostile_records_are_data(tmp_path):

@@ -32,7 +32,7 @@ def taskset(**arguments) -> TasksetConfig:
 
 async def run(script, **arguments):
     pytest.importorskip("agentscope", reason="the extra 'agentscope' is not installed")
-    from rollwright.rollout.front.openai_front import OpenAIFront
+    from rollwright.inference.front.openai_front import OpenAIFront
 
     tokenizer = tool_tokenizer()
     sample = sampled(Script(tokenizer, *script))

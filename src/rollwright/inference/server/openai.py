@@ -16,7 +16,7 @@ import math
 import uuid
 from collections.abc import AsyncGenerator, Callable, Iterable, Sequence
 from types import MethodType
-from typing import Any, ClassVar
+from typing import Any
 
 from fastapi import Request, Response
 
@@ -100,7 +100,7 @@ class OpenAIProtocol:
     """
 
     #: Other names that requests may use for the model.
-    other_names: ClassVar[tuple[str, ...]] = ()
+    other_names: tuple[str, ...] = ()
 
     def __init__(
         self,
@@ -237,7 +237,8 @@ class OpenAIProtocol:
 
     async def complete(self, request: Request, call: OpenAICall) -> None:
         """Let the engine answer a call, and pass it to ``on_call``."""
-        await self._finish(call, await while_connected(request, self.engine.agenerate_batch(call.requests)))
+        if not call.responses:  # otherwise the call is answered again
+            await self._finish(call, await while_connected(request, self.engine.agenerate_batch(call.requests)))
 
     # -- requests ------------------------------------------------------------------------------------------------------
 
@@ -441,7 +442,7 @@ class OpenAIProtocol:
         """Stream the choices of a call in chunks. The first chunk comes after the engine has accepted every request."""
         streams = [ChoiceStream(call, index, self.tokenizer, self.convention) for index in range(len(call.requests))]
         latest: dict[int, ModelResponse] = {}
-        async with contextlib.aclosing(partial_responses(self.engine, call.requests)) as partials:
+        async with contextlib.aclosing(self._partial_responses(call)) as partials:
             async for index, partial in partials:
                 if not latest and call.is_chat:  # every choice begins with its role
                     ids = {"prompt_token_ids": call.requests[0].input_ids} if call.return_token_ids else {}
@@ -451,10 +452,21 @@ class OpenAIProtocol:
                 chunk = streams[index].advance(partial)
                 if chunk is not None:
                     yield {"choices": [chunk]}
-            await self._finish(call, [latest[index] for index in range(len(streams))])
+            if not call.responses:
+                await self._finish(call, [latest[index] for index in range(len(streams))])
         for index, stream in enumerate(streams):
             for chunk in stream.last(latest[index], call.choices[index]):
                 yield {"choices": [chunk]}
+
+    async def _partial_responses(self, call: OpenAICall) -> AsyncGenerator[tuple[int, ModelResponse], None]:
+        """Yield the engine's partial responses, or the complete ones of a call that is answered again."""
+        if call.responses:
+            for number, response in enumerate(call.responses):
+                yield number, response
+            return
+        async with contextlib.aclosing(partial_responses(self.engine, call.requests)) as partials:
+            async for index, partial in partials:
+                yield index, partial
 
     async def _events(self, call: OpenAICall, include_usage: bool) -> AsyncGenerator[str, None]:
         """Yield the server-sent events of a streamed call."""

@@ -44,13 +44,13 @@ from rollwright.experience.journal.records import Begin, DurableResult, End, pac
 from rollwright.experience.journal.writing import EpisodeWriter, Journal
 from rollwright.experience.operators import ExperiencePipeline
 from rollwright.inference.engine import InferenceEngine
+from rollwright.inference.front.openai_episode import OpenAIEpisode, Reward
+from rollwright.inference.front.openai_front import OpenAIFront
 from rollwright.inference.server.bodies import Body
 from rollwright.inference.server.exchange import RequestError, Routes
 from rollwright.inference.server.service import ServerThread, make_service
 from rollwright.inference.server.settings import ServiceSettings
 from rollwright.placement.local_rollout import make_rollout_engine
-from rollwright.rollout.front.openai_episode import OpenAIEpisode, Reward
-from rollwright.rollout.front.openai_front import OpenAIFront
 from rollwright.store import ExperienceStore
 from rollwright.tracking import logging
 from rollwright.tracking.logging import getLogger

@@ -16,9 +16,9 @@ from rollwright.data.tokenizer import build_character_tokenizer
 from rollwright.errors import StoreError
 from rollwright.experience.journal.writing import Journal
 from rollwright.inference.engine import InferenceEngine
+from rollwright.inference.front.openai_front import OpenAIFront
 from rollwright.inference.request import ModelRequest, ModelResponse
 from rollwright.inference.server.exchange import RequestError
-from rollwright.rollout.front.openai_front import OpenAIFront
 from rollwright.store import ExperienceStore
 from rollwright.trainers.modes.serve import Feedback, RunBook
 

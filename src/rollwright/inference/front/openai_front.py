@@ -4,42 +4,35 @@ Each agent gets a ``base_url`` and an API key, and needs no change and no librar
 of its run and recorded token for token. Unknown keys, and keys of runs that have ended, are rejected with 401.
 
 The routes: ``/v1/models``, ``/v1/completions``, ``/v1/chat/completions``, ``/v1/responses`` and ``/v1/messages``
-(tools, streams), and ``POST /v1/rewards`` for agents that score themselves. ``OpenAIAgentWorkflow`` makes a workflow of an agent.
+(tools, streams), and ``POST /v1/rewards`` for agents that score themselves. ``workflows.openai_agent`` makes a workflow of an agent.
 """
 
 from __future__ import annotations
 
-import asyncio
 import contextlib
 import dataclasses
-import inspect
 import secrets
 import threading
 import weakref
-from collections.abc import Awaitable, Callable, Iterable, Iterator, Mapping
+from collections.abc import Awaitable, Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 from rollwright.config.generation import GenerationHyperparameters
-from rollwright.data.tokenizer import load_tokenizer
-from rollwright.errors import ConfigError, PromptTooLongError, WorkflowError
-from rollwright.experience.experience import Experience
+from rollwright.errors import ConfigError
 from rollwright.experience.journal.writing import EpisodeWriter
 from rollwright.inference.engine import InferenceEngine
 from rollwright.tracking.logging import getLogger
-from rollwright.tracking.metrics import get_tracker
-from rollwright.workflows.base import RolloutWorkflow
-from rollwright.workflows.registry import resolve_function
-from rollwright.workflows.task_runner import AbandonableThreads
 
 try:
     from fastapi import FastAPI, Request
 
+    from rollwright.inference.front.openai_episode import OpenAIEpisode, Reward
+    from rollwright.inference.front.side_conversations import SideConversation
     from rollwright.inference.server.exchange import RequestError, Routes, error_response, given_key
     from rollwright.inference.server.images import ImageReader
     from rollwright.inference.server.openai import ROUTES
     from rollwright.inference.server.service import ServerThread, make_service
     from rollwright.inference.server.settings import ServiceSettings
-    from rollwright.rollout.front.openai_episode import OpenAIEpisode, Reward
 except ModuleNotFoundError as error:
     raise ConfigError(
         f"the OpenAI front needs the package {error.name}, which is not installed: pip install 'rollwright[openai]'."
@@ -102,6 +95,8 @@ class OpenAIFront:
         context_length: int | None = None,
         journal: EpisodeWriter | None = None,
         api_key: str | None = None,
+        side_conversations: Sequence[SideConversation] = (),
+        resamples_equal: bool = True,
     ) -> OpenAIEpisode:
         """Open a run that has its own key; ``engine`` answers its calls. May be called from any thread.
 
@@ -112,6 +107,9 @@ class OpenAIFront:
             context_length: maximum tokens of a prompt and its answer. None uses the engine's limit.
             journal: records the run's calls if the engine does not, so that ``OpenAIEpisode.restore`` can continue it.
             api_key: key of a run that continues. None makes a new one.
+            side_conversations: recognise conversations that are not trained, such as those for titles.
+            resamples_equal: sample an answered request anew if a client sends it again without marking it as a retry. False answers
+                it again with the same answer, for programs that retry by themselves.
 
         Returns:
             The run; it unpacks into ``base_url, api_key``.
@@ -128,6 +126,8 @@ class OpenAIFront:
             context_length=context_length,
             images=self._images,
             journal=journal,
+            side_conversations=side_conversations,
+            resamples_equal=resamples_equal,
         )
         with self._lock:
             for key in [key for key, other in self._episodes.items() if not other.is_open]:
@@ -218,97 +218,3 @@ def _application(front: OpenAIFront, settings: ServiceSettings) -> FastAPI:
     of_episodes = (*ROUTES, ("POST", "/v1/rewards", OpenAIEpisode.take_reward, Reward))
     table = [(method, path, route(serve), body) for method, path, serve, body in of_episodes]
     return make_service("rollwright OpenAI front", [Routes([*table, ("GET", "/health", health, None)])], settings)
-
-
-# -- any agent as a workflow -------------------------------------------------------------------------------------------
-
-
-class OpenAIAgentWorkflow(RolloutWorkflow):
-    """Runs ``agent(data, base_url=…, api_key=…)`` and trains on its calls to the policy.
-
-    The agent uses any OpenAI client or framework, in this process or in one that it starts. It returns its reward: a number for
-    the run; ``{call id: number}`` for single calls, identified by the ids of their responses; or None if it sent its rewards with
-    ``POST {base_url}/rewards``.
-
-    If the conversation exceeds the context, the client gets status 400 with ``code: context_length_exceeded``. Earlier calls are
-    kept and marked as truncated; if the agent then raises or returns no reward, the reward is ``overflow_reward``.
-
-    Args:
-        agent: a function, plain or async, or its import path; or a class or object with a method ``run``. Plain functions run
-            in threads.
-        tokenizer: the policy's tokenizer, or its path.
-        gconfig: defaults of the generation arguments.
-        agent_kwargs: passed to a class's constructor, or else to every call.
-        model_name: name of the policy in requests; ``default`` and ``policy`` are accepted too.
-        front: an ``OpenAIFront`` to share. None creates one that ends with the workflow.
-        overflow_reward: reward of a run whose conversation exceeded the context and that has no other reward.
-    """
-
-    def __init__(
-        self,
-        agent: Any,
-        tokenizer: Any,
-        gconfig: GenerationHyperparameters | None = None,
-        agent_kwargs: dict[str, Any] | None = None,
-        model_name: str = "default",
-        front: OpenAIFront | None = None,
-        overflow_reward: float = 0.0,
-    ) -> None:
-        if isinstance(agent, str):
-            agent = resolve_function(agent, "agent")
-        self.agent_kwargs = agent_kwargs or {}
-        if inspect.isclass(agent):
-            agent, self.agent_kwargs = agent(**self.agent_kwargs), {}
-        self.agent = getattr(agent, "run", agent)
-        if not callable(self.agent):
-            raise WorkflowError(f"the agent is {agent!r}; give a function, or a class or object with a method run(data, …).")
-        self.front = front or OpenAIFront(load_tokenizer(tokenizer), model_name)
-        self.gconfig = gconfig
-        self.overflow_reward = overflow_reward
-        self.threads = AbandonableThreads(limit=16)
-
-    async def arun_episode(self, engine: InferenceEngine, data: dict[str, Any]) -> list[Experience]:
-        """Run the agent once; return one experience for each sequence of calls that extend one another."""
-        with await asyncio.to_thread(self.front.episode, engine, gconfig=self.gconfig) as episode:
-            try:
-                reward = await self._run(episode, data)
-            except Exception as error:
-                if not episode.recorder.outgrew_context:
-                    raise
-                logger.warning("an agent's conversation outgrew the context, and it ended with %s", type(error).__name__)
-                reward = None
-            if reward is None and episode.run_reward is None and episode.recorder.outgrew_context:
-                reward = self.overflow_reward
-            if isinstance(reward, Mapping):
-                for call, value in reward.items():
-                    episode.set_reward(value, call=call)
-            elif reward is not None:
-                episode.set_reward(reward)
-        experiences = episode.experiences()
-        if not experiences:
-            if episode.recorder.outgrew_context:
-                raise PromptTooLongError(
-                    "the agent's first prompt leaves no room in the context: shorten it, or raise the context."
-                )
-            raise WorkflowError(
-                f"the agent ended without a model call of this run: point its OpenAI client at base_url ({episode.base_url}) with "
-                "the api_key that it is given."
-            )
-        if episode.run_reward is None:
-            raise WorkflowError(
-                "the agent gave no reward: return a number, a dict of call ids and numbers, or POST to base_url + '/rewards'."
-            )
-        get_tracker("rollout").scalar(
-            agent_model_calls=len(episode.calls),
-            agent_sequences=len(experiences),
-            malformed_tool_calls=episode.malformed_tool_calls,
-            agent_outgrew_context=float(episode.recorder.outgrew_context),
-            agent_reward=episode.run_reward + sum(episode.call_rewards().values()),
-        )
-        return experiences
-
-    async def _run(self, episode: OpenAIEpisode, data: dict[str, Any]) -> Any:
-        arguments = {"base_url": episode.base_url, "api_key": episode.api_key, **self.agent_kwargs}
-        if inspect.iscoroutinefunction(self.agent):
-            return await self.agent(data, **arguments)
-        return await self.threads.run(lambda: self.agent(data, **arguments), name="an agent")

@@ -5,7 +5,9 @@ Invariants:
 * a call whose messages continue an earlier reply is sent as the reply's tokens followed by the encoding of the added messages: sampled
   tokens are never encoded again;
 * every finished call is in the recorder before its answer is sent, with its id and the user's turn that it answers;
-* the agent's requests are not changed; arguments that they omit come from the run's generation arguments.
+* the agent's requests are not changed; arguments that they omit come from the run's generation arguments;
+* a client's retry of an answered call gets the same answer, and is not recorded again;
+* side conversations are answered and recorded, but are in no experience.
 """
 
 from __future__ import annotations
@@ -14,7 +16,7 @@ import contextlib
 import json
 import math
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import AsyncGenerator, Iterator, Sequence
 from typing import Any
 
 from fastapi import Request
@@ -29,13 +31,15 @@ from rollwright.experience.journal.records import pack_value, unpack_value
 from rollwright.experience.journal.writing import EpisodeWriter
 from rollwright.experience.recorder import Recorder, RequestRecord
 from rollwright.inference.engine import InferenceEngine
+from rollwright.inference.front.retries import Retries
+from rollwright.inference.front.side_conversations import ROUTE_OF_PREFIX, SIDE_CONVERSATION, SideConversation
+from rollwright.inference.request import ModelResponse
 from rollwright.inference.server.bodies import Body, Chat, Completion
 from rollwright.inference.server.exchange import CONTEXT_LENGTH_EXCEEDED, RequestError, as_request_error
 from rollwright.inference.server.images import ImageReader
 from rollwright.inference.server.openai import OpenAIProtocol
 from rollwright.inference.server.openai_answer import CHAT, OpenAICall
 from rollwright.inference.server.prompts import Prompts, template_messages, tools_of
-from rollwright.rollout.sample_engine import SampleEngine, answer_of
 
 #: Names of the journal's records of a run, in addition to the records of its tokens.
 _CALL, _REWARD = "front.call", "front.reward"
@@ -59,6 +63,9 @@ class OpenAIEpisode(OpenAIProtocol):
         base_url: base URL for OpenAI clients.
         api_key: identifies the calls of this run.
         recorder: records every request and response token for token.
+        retries: recognises repeated requests, and counts them.
+        side_calls: number of finished calls of side conversations.
+        refusals: messages of the calls that were refused, in order.
     """
 
     other_names = ("default", "policy")  # Claude Code treats ``default`` as one of its own models
@@ -76,6 +83,8 @@ class OpenAIEpisode(OpenAIProtocol):
         context_length: int | None = None,
         images: ImageReader | None = None,
         journal: EpisodeWriter | None = None,
+        side_conversations: Sequence[SideConversation] = (),
+        resamples_equal: bool = True,
     ) -> None:
         """Args:
         engine: answers the calls; an engine that is bound to a sample records them itself.
@@ -87,6 +96,9 @@ class OpenAIEpisode(OpenAIProtocol):
         context_length: maximum tokens of a prompt and its answer. None uses the engine's limit.
         images: image reader, shared by all runs of a front. None creates one.
         journal: records calls and rewards if the engine does not. None disables this.
+        side_conversations: recognise conversations that are not trained.
+        resamples_equal: sample an answered request anew if a client sends it again without marking it as a retry. False answers it
+            again with the same answer.
         """
         super().__init__(engine, tokenizer, model_name, on_call=self._keep, defaults=gconfig, context_length=context_length)
         self.images = images or self.images
@@ -101,7 +113,12 @@ class OpenAIEpisode(OpenAIProtocol):
         self._run_reward: float | None = None
         self._turn_rewards: dict[int, float] = {}
         self._call_rewards: dict[str, float] = {}
-        self._sample = engine if isinstance(engine, SampleEngine) else None
+        self.retries = Retries(resamples_equal)
+        self.side_calls = 0
+        self.refusals: list[str] = []
+        self._side_conversations = tuple(side_conversations)
+        self.other_names = (*self.other_names, *(rule.model for rule in side_conversations if rule.model))
+        self._said: dict[str, list[dict[str, Any]]] = {}  # conversation -> its messages so far
         self._was_closed = False
         self._journal = journal
         self._last_messages: list[Any] = []  # messages of the latest body in the journal; the next one is a delta of them
@@ -109,7 +126,7 @@ class OpenAIEpisode(OpenAIProtocol):
     @property
     def is_open(self) -> bool:
         """True while the key is accepted: until ``close``, or the end of the sample that the engine is bound to."""
-        return not self._was_closed and (self._sample is None or self._sample.closed_because is None)
+        return not self._was_closed and self.engine.closed_because is None
 
     def __iter__(self) -> Iterator[str]:
         return iter((self.base_url, self.api_key))
@@ -131,16 +148,16 @@ class OpenAIEpisode(OpenAIProtocol):
 
         The client also has the attribute ``model_path``.
         """
-        from rollwright.workflows.openai_clients import RunClient
+        from rollwright.inference.front.openai_clients import RunClient
 
-        return RunClient(self.base_url, self.api_key, self.model_name, forbidden_loop=self._sample and self._sample.loop)
+        return RunClient(self.base_url, self.api_key, self.model_name, forbidden_loop=self.engine.loop)
 
     def async_client(self) -> Any:
         """Make an ``openai.AsyncOpenAI`` client of this run; it works on any event loop.
 
         The client also has the attribute ``model_path``.
         """
-        from rollwright.workflows.openai_clients import AsyncRunClient
+        from rollwright.inference.front.openai_clients import AsyncRunClient
 
         return AsyncRunClient(self.base_url, self.api_key, self.model_name)
 
@@ -152,8 +169,16 @@ class OpenAIEpisode(OpenAIProtocol):
         return list(self._turn_of_call)
 
     @property
+    def conversations(self) -> list[list[dict[str, Any]]]:
+        """The messages of each conversation without side conversations, in order of appearance, as the chat template gets them.
+
+        Sub-agents, and branches of a conversation, are conversations of their own.
+        """
+        return [list(messages) for messages in self._said.values()]
+
+    @property
     def records(self) -> list[RequestRecord]:
-        """The records of the finished calls."""
+        """The records of the finished calls, without those of side conversations."""
         return [record for record in self.recorder.records if record.metadata.get("call") in self._turn_of_call]
 
     def set_reward(self, reward: float, *, call: str | None = None, turn: int | None = None) -> None:
@@ -250,21 +275,35 @@ class OpenAIEpisode(OpenAIProtocol):
             self._conversations[key] = ConversationTokens(self.tokenizer, self._encode, **variables)
         return self._conversations[key]
 
-    async def open_call(self, *arguments: Any) -> OpenAICall:
-        """See ``OpenAIProtocol.open_call``."""
-        with self._noting_overflow():
-            return await super().open_call(*arguments)
+    async def open_call(
+        self, request: Request, endpoint: str, body: dict[str, Any], size: int, prefix: str, warnings: Sequence[str] = ()
+    ) -> OpenAICall:
+        """See ``OpenAIProtocol.open_call``. A retry of an answered call returns that call."""
+        with self._noting_refusal():
+            if (earlier := await self.retries.answered_before(request, endpoint, body, prefix)) is not None:
+                return earlier
+            call = await super().open_call(request, endpoint, body, size, prefix, warnings)
+        self.retries.opened(call)
+        return call
 
     async def complete(self, request: Request, call: OpenAICall) -> None:
         """See ``OpenAIProtocol.complete``."""
-        with self._noting_overflow():
+        with self._noting_refusal(), self.retries.running(call):
             await super().complete(request, call)
 
+    async def chunks(self, call: OpenAICall) -> AsyncGenerator[dict[str, Any], None]:
+        """See ``OpenAIProtocol.chunks``."""
+        with self._noting_refusal(), self.retries.running(call):
+            async with contextlib.aclosing(super().chunks(call)) as chunks:
+                async for chunk in chunks:
+                    yield chunk
+
     @contextlib.contextmanager
-    def _noting_overflow(self) -> Iterator[None]:
+    def _noting_refusal(self) -> Iterator[None]:
         try:
             yield
         except (RequestError, EngineError) as error:
+            self.refusals.append(str(error))
             self.recorder.outgrew_context |= as_request_error(error).code == CONTEXT_LENGTH_EXCEEDED
             raise
 
@@ -277,12 +316,21 @@ class OpenAIEpisode(OpenAIProtocol):
 
     def _call(self, endpoint: str, body: dict[str, Any], fields: dict[str, Any], prompts: Prompts, prefix: str) -> OpenAICall:
         call = super()._call(endpoint, body, fields, prompts, prefix)
-        if len(call.requests) == 1 and "rid" not in fields:
+        side = self._side_conversation_of(prompts.messages, fields.get("model") or "", ROUTE_OF_PREFIX[prefix])
+        if len(call.requests) == 1 and "rid" not in fields and not side:
             call.requests[0].rid = self._conversation_of(call.requests[0].input_ids) or call.requests[0].rid
         turn = sum(message["role"] == "user" for message in fields.get("messages", []))
         for request in call.requests:
-            request.metadata |= {"call": call.answer_id, "user_turn": max(0, turn - 1)}
+            request.metadata |= {
+                "call": call.answer_id,
+                "user_turn": max(0, turn - 1),
+                **({SIDE_CONVERSATION: side} if side else {}),
+            }
         return call
+
+    def _side_conversation_of(self, messages: list[dict[str, Any]], model: str, route: str) -> str:
+        """Return the name of the side conversation that a request belongs to; empty if it belongs to none."""
+        return next((rule.name for rule in self._side_conversations if rule.matches(messages, model, route)), "")
 
     def _conversation_of(self, prompt: list[int]) -> str | None:
         """Return the id of the conversation that a prompt continues, or None if it starts a new one.
@@ -302,13 +350,21 @@ class OpenAIEpisode(OpenAIProtocol):
         if self._records_itself:
             made = [self.recorder.record(request, response) for request, response in records]
             self._note(call, made)
-        self._turn_of_call[call.answer_id] = call.requests[0].metadata["user_turn"]  # from here on the call counts
+        self.retries.finished(call)
+        is_side = SIDE_CONVERSATION in call.requests[0].metadata
+        if is_side:
+            self.side_calls += 1
+        else:
+            self._turn_of_call[call.answer_id] = call.requests[0].metadata["user_turn"]  # from here on the call counts
         for request, response, choice in zip(call.requests, call.responses, call.choices, strict=True):
-            self._open_ends.append(([*request.input_ids, *response.output_tokens], request.rid))
+            if not is_side:
+                self._open_ends.append(([*request.input_ids, *response.output_tokens], request.rid))
             has_false_image = self.images.token_id in response.output_tokens  # no prompt may continue it
             if call.is_chat and not has_false_image:
                 conversation = self._conversation(self._variables(given))
                 (reply,) = template_messages([choice["message"]])
+                if not is_side:
+                    self._said[request.rid] = [*call.messages, reply]
                 conversation.remember(call.messages, reply, request.input_ids, response.output_tokens, tools_of(given))
 
     # -- runs that outlive their process -------------------------------------------------------------------------------
@@ -365,8 +421,9 @@ class OpenAIEpisode(OpenAIProtocol):
                     "has changed. Serve with the model that the run began with."
                 )
             request.metadata |= {**_metadata(answer), "call": call.answer_id}
-            call.responses.append(answer_of(request, answer))
+            call.responses.append(ModelResponse.recorded(request, answer))
         call.choices = [{"message": message} for message in facts["said"]] or [{}] * len(answers)
+        self.retries.opened(call)
         self._keep(call)
 
 
