@@ -36,7 +36,11 @@ class BrokenRewardError(RewardError):
 
 
 class SandboxError(RollwrightError):
-    """Python code of a model cannot be run, because the sandbox is missing or does not start."""
+    """What a model writes cannot be run, because the sandbox is missing, does not start or is gone."""
+
+
+class RefusedFilesError(SandboxError):
+    """Files are not copied into or out of a box, because of what the box's programs made of them; the box itself works."""
 
 
 class EngineError(RollwrightError):

@@ -42,7 +42,7 @@ class BoxSpec:
             second the home directory.
         environment: variables of every command, in addition to a minimal set (``PATH``, ``HOME``, ``LANG``, ``TMPDIR``).
         network: let programs reach the network.
-        image: image of a docker or podman box; other boxes refuse one.
+        image: image of a docker or podman box, which must contain ``python3``; other boxes refuse one.
     """
 
     limits: BoxLimits = BoxLimits()
@@ -102,6 +102,10 @@ class Box(Protocol):
         """The home directory, ``spec.writable[1]``."""
         ...
 
+    def url(self, port: int) -> str:
+        """``http://host:port`` at which the box's programs reach the Unix socket of ``spec.ports[port]``, after ``start``."""
+        ...
+
     async def start(self) -> None:
         """Start the box.
 
@@ -133,9 +137,7 @@ class Box(Protocol):
         """
         ...
 
-    async def open(
-        self, command: Sequence[str], *, cwd: str | None = None, env: Mapping[str, str] | None = None
-    ) -> BoxProcess:
+    async def open(self, command: Sequence[str], *, cwd: str | None = None, env: Mapping[str, str] | None = None) -> BoxProcess:
         """Start a command to talk with, such as a server over standard input and output.
 
         Raises:
@@ -144,13 +146,29 @@ class Box(Protocol):
         ...
 
     async def upload(self, source: Path, target: str) -> None:
-        """Copy a file, or what a directory contains, to a path below a writable directory, whose parents are made."""
+        """Copy a file, or what a directory contains, to a writable directory or to a path below one, whose parents are made.
+
+        Existing files are replaced.
+
+        Raises:
+            RefusedFilesError: a link leads out of the source, or a program of the box has put a link in the target's place.
+        """
         ...
 
     async def download(self, source: str, target: Path) -> None:
-        """Copy a file, or what a directory contains, to this machine.
+        """Copy a file, or what a directory contains, to this machine. ``target`` must be missing or an empty directory.
 
-        Links that lead out of the source, device files and names that lead elsewhere are refused: the box's programs wrote them.
+        Raises:
+            RefusedFilesError: the source is missing, or has links that lead out of it, device files, names that lead elsewhere or more
+                bytes than ``disk_bytes``; nothing was copied. The box's programs are to blame.
+        """
+        ...
+
+    async def reset(self) -> None:
+        """End everything that runs and empty the writable directories, so that another episode can use the box.
+
+        Raises:
+            SandboxError: this kind of box cannot, or is gone; start another one.
         """
         ...
 

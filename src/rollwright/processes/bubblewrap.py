@@ -11,6 +11,7 @@ import stat
 import sys
 import sysconfig
 import tempfile
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -28,6 +29,14 @@ _REFUSED_CALLS = (
     *("sethostname", "setdomainname", "settimeofday", "clock_settime", "clock_adjtime", "adjtimex", "lookup_dcookie"),
     *("memfd_create", "memfd_secret", "shmget", "msgget", "semget", "mq_open"),  # memory that no limit counts
 )
+#: Certificates of authorities, and not the private keys beside them.
+CERTIFICATES = (
+    "/etc/ssl/certs",
+    "/etc/ssl/openssl.cnf",
+    "/etc/pki/tls/certs",
+    "/etc/pki/ca-trust/extracted",
+    "/etc/ca-certificates",
+)
 _NEW_NAMESPACES = 0x7E020080  # CLONE_NEWTIME, NS, CGROUP, UTS, IPC, USER, PID, NET
 _CLONE_THREAD = 0x10000
 
@@ -37,22 +46,14 @@ class Bubblewrap:
 
     def start(self, limits: SandboxLimits) -> Jail:
         """See :class:`Sandbox`."""
-        program = shutil.which("bwrap")
-        if program is None:
-            raise SandboxError(
-                "bubblewrap, which contains Python that a model writes, is not installed: install it (Debian and Ubuntu: apt-get "
-                f"install bubblewrap; Fedora: dnf install bubblewrap), {INSTEAD}."
-            )
+        bwrap = program()
         whole, no_processes = call_filters()
-        reads, writes = os.pipe()
-        with open(reads, "rb") as theirs:
-            os.write(writes, whole)
-            os.close(writes)
+        with open_pipe(whole) as theirs:
             command = [
-                program,
+                bwrap,
                 *_surroundings(limits),
                 "--seccomp",
-                str(theirs.fileno()),
+                str(theirs),
                 "--",
                 *server_command(sys.executable),
             ]
@@ -61,37 +62,101 @@ class Bubblewrap:
                 limits,
                 [_scratch(), "/dev/shm"],
                 filters=[] if limits.processes else [no_processes],
-                pass_fds=[theirs.fileno()],
-                explain=_why_bubblewrap_fails,
+                pass_fds=[theirs],
+                explain=why_bubblewrap_fails,
             )
+
+
+def program() -> str:
+    """Return the path of ``bwrap``.
+
+    Raises:
+        SandboxError: it is not installed.
+    """
+    found = shutil.which("bwrap")
+    if found is None:
+        raise SandboxError(
+            "bubblewrap, which contains programs that a model writes, is not installed: install it (Debian and Ubuntu: apt-get "
+            f"install bubblewrap; Fedora: dnf install bubblewrap), {INSTEAD}."
+        )
+    return found
+
+
+@contextlib.contextmanager
+def open_pipe(content: bytes) -> Iterator[int]:
+    """Yield a descriptor that ``bwrap`` reads some bytes from; a pipe holds at least 64 KiB."""
+    reads, writes = os.pipe()
+    with open(reads, "rb") as theirs:
+        os.write(writes, content)
+        os.close(writes)
+        yield theirs.fileno()
 
 
 def _surroundings(limits: SandboxLimits) -> list[str]:
     """Return the options of ``bwrap`` that define what the jail can see and do."""
+    return [
+        *isolation("sandbox", 65534, ENVIRONMENT),
+        *system(limits.network, SHARED_BYTES),
+        *sized(_scratch(), limits.disk_bytes),
+        *readable({path: path for path in [*python_paths(), *system_files(limits.network)]}),
+        *closed(),
+        *("--chdir", _scratch()),
+    ]
+
+
+# -- options, for jails and for boxes ----------------------------------------------------------------------------------
+
+
+def isolation(hostname: str, user: int, environment: Mapping[str, str]) -> list[str]:
+    """Return options for separate namespaces without capabilities, in which the command is process 1."""
     options = ["--unshare-all", "--unshare-user", "--disable-userns", "--cap-drop", "ALL", "--clearenv", "--die-with-parent"]
-    options += ["--new-session", "--as-pid-1", "--uid", "65534", "--gid", "65534", "--hostname", "sandbox"]
-    for name, value in ENVIRONMENT.items():
+    options += ["--new-session", "--as-pid-1", "--uid", str(user), "--gid", str(user), "--hostname", hostname]
+    for name, value in environment.items():
         options += ["--setenv", name, value]
+    return options
+
+
+def system(network: bool, shared_bytes: int) -> list[str]:
+    """Return options for the read-only system: programs, libraries, ``/proc`` and harmless devices.
+
+    Args:
+        network: share the machine's network.
+        shared_bytes: size of ``/dev/shm``.
+    """
+    options = ["--share-net"] if network else []
     options += ["--ro-bind", "/usr", "/usr"]
-    for link in ("/bin", "/lib", "/lib32", "/lib64"):
+    for link in ("/bin", "/sbin", "/lib", "/lib32", "/lib64"):
         if os.path.islink(link):
             options += ["--symlink", os.readlink(link), link]
         elif os.path.isdir(link):
             options += ["--ro-bind", link, link]
-    wanted = [*python_paths(), "/etc/ld.so.cache", "/etc/alternatives"]
-    if limits.network:
-        options += ["--share-net"]
-        wanted += ["/etc/resolv.conf", "/etc/hosts", "/etc/nsswitch.conf", "/etc/ssl", "/etc/ca-certificates"]
     options += ["--proc", "/proc"]
     for path in _unreadable_by_others():
         options += ["--ro-bind", "/dev/null", path]
-    options += ["--dev", "/dev", "--size", str(SHARED_BYTES), "--tmpfs", "/dev/shm"]
-    options += ["--size", str(limits.disk_bytes), "--tmpfs", _scratch()]
-    for path in wanted:
-        options += ["--ro-bind-try", path, path]
-    for place in ("/proc", "/dev", "/"):  # bwrap's own mounts have no size limit
-        options += ["--remount-ro", place]
-    return [*options, "--chdir", _scratch()]
+    return [*options, "--dev", "/dev", *sized("/dev/shm", shared_bytes)]
+
+
+def system_files(network: bool) -> list[str]:
+    """Return the files of ``/etc`` that programs need. Keys, which root could read, are not among them."""
+    files = ["/etc/ld.so.cache", "/etc/alternatives"]
+    if network:
+        files += ["/etc/resolv.conf", "/etc/hosts", "/etc/nsswitch.conf", *CERTIFICATES]
+    return files
+
+
+def readable(paths: Mapping[str, str | Path]) -> list[str]:
+    """Return options that bind existing files and directories (path inside -> path outside) so that they cannot be written."""
+    return [word for inside, outside in paths.items() for word in ("--ro-bind-try", str(outside), inside)]
+
+
+def sized(directory: str, size: int) -> list[str]:
+    """Return options for an empty directory in memory that holds at most ``size`` bytes."""
+    return ["--size", str(size), "--tmpfs", directory]
+
+
+def closed() -> list[str]:
+    """Return options, the last ones, that forbid writing to bwrap's own mounts, which have no size limit."""
+    return [word for place in ("/proc", "/dev", "/") for word in ("--remount-ro", place)]
 
 
 def _scratch() -> str:
@@ -152,7 +217,7 @@ def call_filters() -> tuple[bytes, bytes]:
     return compiled(*jail), compiled(*no_processes)
 
 
-def _why_bubblewrap_fails(said: str) -> str:
+def why_bubblewrap_fails(said: str) -> str:
     if "No permissions to create new namespace" in said or "setting up uid map" in said:
         return (
             f"this machine or container forbids user namespaces ({said!r}). Allow them (sysctl kernel.unprivileged_userns_clone=1; "

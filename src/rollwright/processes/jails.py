@@ -223,6 +223,23 @@ def _no_process(reason: object) -> SandboxError:
     return SandboxError(f"the sandbox cannot start a process: {reason}; is the machine out of processes or memory?")
 
 
+#: Runs files of this package where it is not installed. Modules are found under their names, and the last is the program.
+_BUNDLE = """
+import sys, types
+for name, text in {files!r}:
+    module = sys.modules[name] = types.ModuleType(name)
+    exec(compile(text, name, "exec"), module.__dict__)
+"""
+
+
 @functools.cache
+def bundle(*modules: str) -> str:
+    """Return a program of some modules of this package that use each other and the standard library; the last one is run."""
+    texts = [Path(__file__).with_name(f"{name}.py").read_text(encoding="utf-8") for name in modules]
+    names = [*(f"rollwright.processes.{name}" for name in modules[:-1]), "__main__"]
+    return _BUNDLE.format(files=list(zip(names, texts, strict=True)))
+
+
 def server_command(python: str) -> list[str]:
-    return [python, "-I", "-c", Path(__file__).with_name("jail_server.py").read_text(encoding="utf-8")]
+    """Return the command that runs a jail's server."""
+    return [python, "-I", "-c", bundle("inside", "jail_server")]

@@ -9,6 +9,7 @@ import threading
 from pathlib import Path
 from types import SimpleNamespace
 
+import httpx
 import openai
 import parts
 import pytest
@@ -270,6 +271,26 @@ async def test_a_synchronous_client_does_not_block_the_loop_that_answers(front, 
     client = front.episode(sample_engine(Script(tokenizer, "x"))).client()
     with pytest.raises(WorkflowError, match="get_openai_async_client"):
         client.chat.completions.create(model="policy", messages=[{"role": "user", "content": "q"}])
+
+
+async def test_the_unix_socket_serves_the_same_and_is_removed(tokenizer):
+    with OpenAIFront(tokenizer, "policy") as front, front.episode(sample_engine(Script(tokenizer, "hello"))) as episode:
+        path = front.socket
+        transport = httpx.HTTPTransport(uds=str(path))
+        client = openai.OpenAI(
+            base_url="http://127.0.0.1:8000/v1",
+            api_key=episode.api_key,
+            max_retries=0,
+            http_client=httpx.Client(transport=transport),
+        )
+        ask = [{"role": "user", "content": "hi"}]
+        answer = await asyncio.to_thread(client.chat.completions.create, model="policy", messages=ask)
+        assert answer.choices[0].message.content == "hello"
+        with pytest.raises(openai.AuthenticationError):
+            await asyncio.to_thread(client.with_options(api_key="wrong").chat.completions.create, model="policy", messages=ask)
+        client.close()
+        assert len(episode.calls) == 1
+    assert not path.parent.exists()
 
 
 def test_any_engine_is_recorded_and_the_server_ends(tokenizer):

@@ -12,9 +12,11 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import secrets
+import tempfile
 import threading
 import weakref
 from collections.abc import Awaitable, Callable, Iterable, Iterator, Sequence
+from pathlib import Path
 from typing import Any
 
 from rollwright.config.generation import GenerationHyperparameters
@@ -81,7 +83,7 @@ class OpenAIFront:
         self._episodes: dict[str, OpenAIEpisode] = {}
         self._lock = threading.Lock()
         self._holds_calls = False
-        self._server: ServerThread | None = None
+        self._server: tuple[ServerThread, Path] | None = None
         self._stop_server: Callable[[], Any] = lambda: None
 
     # -- runs ----------------------------------------------------------------------------------------------------------
@@ -153,13 +155,33 @@ class OpenAIFront:
         Raises:
             ConfigError: the port cannot be bound.
         """
+        return self._started()[0].url
+
+    @property
+    def socket(self) -> Path:
+        """Path of a Unix socket of the server, which is started if it does not run. Boxes are given it instead of the network.
+
+        Raises:
+            ConfigError: the port or the socket cannot be bound.
+        """
+        return self._started()[1]
+
+    def _started(self) -> tuple[ServerThread, Path]:
         with self._lock:
             if self._server is None:
                 settings = dataclasses.replace(self._settings)  # the copy receives the port
-                self._server = ServerThread(_application(self, settings), settings)
-                self._stop_server = weakref.finalize(self, self._server.stop)
-                logger.info("the OpenAI front listens at %s", self._server.url)
-            return self._server.url
+                directory = tempfile.TemporaryDirectory(prefix="rollwright-front-")
+                path = Path(directory.name, "front.sock")
+                server = ServerThread(_application(self, settings), settings, path)
+
+                def stop() -> None:
+                    server.stop()
+                    directory.cleanup()
+
+                self._server = server, path
+                self._stop_server = weakref.finalize(self, stop)
+                logger.info("the OpenAI front listens at %s", server.url)
+            return self._server
 
     def close(self) -> None:
         """End the server and every run. Idempotent."""

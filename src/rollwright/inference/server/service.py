@@ -12,6 +12,7 @@ import threading
 import time
 from collections.abc import Callable, Iterable, Mapping
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import uvicorn
@@ -106,6 +107,19 @@ def bind(settings: ServiceSettings) -> list[socket.socket]:
     return sockets
 
 
+def _bind_unix(path: Path) -> socket.socket:
+    listener = socket.socket(socket.AF_UNIX)
+    try:
+        listener.bind(str(path))
+        path.chmod(0o666)
+    except OSError as error:
+        listener.close()
+        raise ConfigError(
+            f"the Unix socket {path} cannot be made ({error}); is the path of TMPDIR longer than 80 characters?"
+        ) from error
+    return listener
+
+
 def url_of(settings: ServiceSettings) -> str:
     """Return ``http://host:port`` of a listening service."""
     host = f"[{settings.host}]" if ":" in settings.host else settings.host
@@ -184,13 +198,15 @@ class ServerThread:
     Args:
         app: the application, as ``make_service`` builds it.
         settings: address and limits.
+        unix_socket: path of a Unix socket to make, at which the application is served too. Whoever can open it can connect.
 
     Raises:
         ConfigError: the port is in use, or the service does not start.
     """
 
-    def __init__(self, app: FastAPI, settings: ServiceSettings) -> None:
-        self._sockets = bind(settings)
+    def __init__(self, app: FastAPI, settings: ServiceSettings, unix_socket: Path | None = None) -> None:
+        local = [] if unix_socket is None else [_bind_unix(unix_socket)]
+        self._sockets = [*bind(settings), *local]
         self.url = url_of(settings)
         self._server = _server(app, settings, log_level="warning", timeout_graceful_shutdown=1, lifespan="off")
         self._thread = threading.Thread(target=self._server.run, kwargs={"sockets": self._sockets}, name=app.title, daemon=True)

@@ -164,7 +164,7 @@ def test_a_run_whose_sandbox_is_missing_is_told_what_to_install(refusal, no_bubb
         (RL + "reward_fn: parts_of_a_user.tries\n", []),
         (RL, ["valid_dataset.path=arithmetic", "eval_workflow=tool_integrated", "reward_fn=math_reward"]),
     ):
-        assert "rollout.sandbox: bubblewrap, which contains Python that a model writes, is not installed" in refusal(
+        assert "rollout.sandbox: bubblewrap, which contains programs that a model writes, is not installed" in refusal(
             text, *overrides
         )
     assert "apt-get install bubblewrap" in refusal(TOOLS)

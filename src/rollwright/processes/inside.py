@@ -1,0 +1,184 @@
+"""What the processes that run inside a jail (``jail_server``) or a box (``box_server``) share. It uses only the standard library.
+
+Process 1 of a separate process namespace cannot be killed, stopped or traced by the programs that it starts, and ends all of them with
+one call. It measures what they use together, because the kernel limits single processes only.
+"""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import ctypes
+import os
+import resource
+import signal
+import struct
+import sys
+import traceback
+import types
+from collections.abc import Callable, Collection, Iterable, Mapping
+from typing import NamedTuple
+
+#: True in process 1 of a separate process namespace.
+IS_ALONE = os.getpid() == 1
+_PR_SET_DUMPABLE, _PR_SET_SECCOMP = 4, 22
+_FILTER_MODE = 2
+
+
+def set_dumpable(is_dumpable: bool) -> None:
+    """Set whether other processes of the same user can access this process's memory and descriptors."""
+    ctypes.CDLL(None).prctl(_PR_SET_DUMPABLE, int(is_dumpable))
+
+
+def wake_descriptor() -> int:
+    """Return a descriptor that becomes readable when a child ends."""
+    signal.signal(signal.SIGCHLD, lambda *_: None)
+    ends, wake = os.pipe()
+    os.set_blocking(ends, False)
+    os.set_blocking(wake, False)
+    signal.set_wakeup_fd(wake, warn_on_full_buffer=False)
+    return ends
+
+
+def reaped(options: int) -> dict[int, int]:
+    """Reap ended children (without ``os.WNOHANG``: wait for all children) and return their statuses by process id."""
+    statuses = {}
+    with contextlib.suppress(ChildProcessError):
+        while (ended := os.waitpid(-1, options))[0]:
+            statuses[ended[0]] = ended[1]
+    return statuses
+
+
+class ProcessUse(NamedTuple):
+    """What one process uses."""
+
+    parent: int
+    is_zombie: bool
+    tasks: int  # threads
+    memory: int  # resident bytes, shared pages included
+
+
+def other_processes() -> dict[int, ProcessUse]:
+    """Return all processes except this one, by process id."""
+    found, own, page = {}, str(os.getpid()), resource.getpagesize()
+    for name in os.listdir("/proc"):
+        with contextlib.suppress(OSError, IndexError):
+            if name.isdigit() and name != own:
+                with open(f"/proc/{name}/stat") as file:
+                    fields = file.read().rpartition(")")[2].split()
+                found[int(name)] = ProcessUse(int(fields[1]), fields[0] == "Z", int(fields[17]), int(fields[21]) * page)
+    return found
+
+
+def below(table: Mapping[int, ProcessUse], leaders: Iterable[int]) -> set[int]:
+    """Return the descendants of some processes."""
+    children: dict[int, list[int]] = {}
+    for process, use in table.items():
+        children.setdefault(use.parent, []).append(process)
+    found: set[int] = set()
+    waiting = list(leaders)
+    while waiting:
+        new = [child for child in children.get(waiting.pop(), ()) if child not in found]
+        found.update(new)
+        waiting += new
+    return found
+
+
+def proportional_memory(process: int, use: ProcessUse) -> int:
+    """Return resident bytes in which a page that several processes share counts in part. A process that hides them counts in full."""
+    with contextlib.suppress(OSError, ValueError), open(f"/proc/{process}/smaps_rollup") as file:
+        for line in file:
+            if line.startswith("Pss:"):
+                return int(line.split()[1]) * 1024
+    return use.memory
+
+
+def files_in(roots: Iterable[str]) -> tuple[int, int]:
+    """Return the number and the bytes of the files of file systems that belong to a jail or box alone."""
+    places = [os.statvfs(root) for root in roots]
+    count = sum(place.f_files - place.f_ffree for place in places)
+    return count, sum((place.f_blocks - place.f_bfree) * place.f_frsize for place in places)
+
+
+def first_excess(measures: Iterable[tuple[int, int, str]]) -> str:
+    """Describe the first measure (amount, limit, unit) that is over its limit, or return an empty string."""
+    return next((f"more than {most} {what}" for amount, most, what in measures if amount > most), "")
+
+
+def empty(directory: str, kept: Collection[str] = ()) -> None:
+    """Remove everything in a directory except the ``kept`` paths and the directories that they are in."""
+    with os.scandir(directory) as entries:
+        for entry in entries:
+            if entry.path in kept:
+                continue
+            if not entry.is_dir(follow_symlinks=False):
+                os.unlink(entry.path)
+                continue
+            with contextlib.suppress(PermissionError):  # a program may have taken its own rights away
+                os.chmod(entry.path, 0o700)
+            empty(entry.path, kept)
+            if not any(path.startswith(f"{entry.path}/") for path in kept):
+                os.rmdir(entry.path)
+
+
+# ------------------------------------------------------------------ in processes that run untrusted programs
+
+
+def restrict(limits: Mapping[int, int], programs: Iterable[bytes]) -> None:
+    """Apply resource limits and seccomp programs to this process and all that it starts.
+
+    Args:
+        limits: ``resource.RLIMIT_…`` -> value.
+        programs: compiled filters of system calls.
+    """
+    for kind, value in limits.items():
+        _, hard = resource.getrlimit(kind)
+        value = value if hard == resource.RLIM_INFINITY else min(value, hard)
+        resource.setrlimit(kind, (value, value))
+    set_dumpable(True)
+    for program in programs:
+        kept = ctypes.create_string_buffer(program, len(program))
+        pointer = struct.pack("@HP", len(program) // 8, ctypes.addressof(kept))
+        if ctypes.CDLL(None).prctl(_PR_SET_SECCOMP, _FILTER_MODE, pointer):
+            raise OSError("the filter of system calls was refused")
+
+
+def end_as(status: int) -> None:
+    """End this process with the status of another one that has ended."""
+    code = os.waitstatus_to_exitcode(status)
+    if code < 0:
+        resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+        if -code not in (signal.SIGKILL, signal.SIGSTOP):
+            signal.signal(-code, signal.SIG_DFL)
+        os.kill(os.getpid(), -code)
+    os._exit(code & 0xFF)
+
+
+def exit_code(body: Callable[[], None], script: str) -> int:
+    """Run ``body`` and return the exit code that Python would give the script; printed tracebacks begin in the file ``script``."""
+    try:
+        body()
+    except SystemExit as end:
+        if end.code is None or isinstance(end.code, int):
+            return (end.code or 0) & 0xFF
+        print(end.code, file=sys.stderr)
+        return 1
+    except BaseException as error:  # raised by the script; SystemExit is handled above
+        trace = error.__traceback__
+        while trace is not None and trace.tb_frame.f_code.co_filename != script:
+            trace = trace.tb_next
+        traceback.print_exception(type(error), error, trace)
+        return 1
+    return 0
+
+
+def finish(module: types.ModuleType) -> None:
+    """Do the parts of an interpreter's shutdown that a script can observe. The other parts would take 6 ms of processor time."""
+    if "threading" in sys.modules:
+        sys.modules["threading"]._shutdown()  # type: ignore[attr-defined]
+    atexit._run_exitfuncs()
+    for name in reversed(list(module.__dict__)):
+        module.__dict__.pop(name)  # runs destructors and writes files
+    for stream in (sys.stdout, sys.stderr, sys.__stdout__, sys.__stderr__):
+        if stream is not None and not stream.closed:
+            stream.flush()
