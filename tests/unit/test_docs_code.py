@@ -1,6 +1,7 @@
 """The Python of the documentation runs: a page's blocks one after the other, with what its text takes for granted.
 
-One fresh interpreter makes a model, then each page runs in a fork of it, so that what a page registers stays there.
+A fork of the warm process (``tests/warm.py``) imports all public names, then each page runs in a fork of it, so that what a page
+registers stays there.
 """
 
 from __future__ import annotations
@@ -12,7 +13,6 @@ import inspect
 import json
 import os
 import re
-import subprocess
 import sys
 import traceback
 from pathlib import Path
@@ -116,18 +116,10 @@ demonstrations = actor.sample(tasks, workflow)
 
 
 @pytest.fixture(scope="module")
-def outcomes(tmp_path_factory, tiny_model):
+def outcomes(tmp_path_factory, tiny_model, warm):
     """Page -> what each block came to: "ran", or a traceback."""
     directory = tmp_path_factory.mktemp("pages")
-    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-    process = subprocess.run(
-        [sys.executable, __file__, str(directory), str(tiny_model)],
-        capture_output=True,
-        text=True,
-        env=environment,
-        timeout=300,
-        check=False,
-    )
+    process = warm.run([__file__, directory, tiny_model], directory, timeout=300)
     assert process.returncode == 0, process.stderr
     return {page: json.loads((directory / page / "outcome.json").read_text()) for page in PAGES}
 
