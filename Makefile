@@ -6,14 +6,14 @@ CONSTRAINTS := constraints/cpu.txt
 INSTALL := $(BIN)/python scripts/install.py -c $(CONSTRAINTS)
 TRIAL ?= $(shell date +%Y%m%d-%H%M%S)
 PYTEST := $(BIN)/python -m pytest --durations 12 --durations-min 5
-# One process for each processor, and a file of tests stays in one. What measures memory, keeps a core busy (a second vLLM) or runs
-# many processes itself comes after, alone.
+# One process for each processor, and a file of tests stays in one (those of vLLM in the same). What measures memory or runs many processes
+# itself comes after, alone.
 SIDE_BY_SIDE := -n auto --dist loadfile --no-loadscope-reorder --max-worker-restart 2
 # What kernels compute: once more as on a processor without AVX-512, and as on one without vector instructions.
 OF_KERNELS := tests/unit/inference/test_batch_invariance.py $(addprefix tests/unit/inference/test_builtin_,branches.py cache.py generation.py scores.py weights.py) \
 	$(addprefix tests/unit/training/test_,actor.py fast_layers.py logprobs.py microbatch.py preferences.py prefix_tree.py) \
 	$(addprefix tests/unit/rollout/test_,deterministic.py local_engine.py) tests/unit/sequence_processing/test_processor.py
-ALONE := tests/integration/test_rank_memory.py tests/integration/test_vllm_transfer.py tests/clients tests/viewer tests/cluster tests/faults
+ALONE := tests/integration/test_rank_memory.py tests/clients tests/viewer tests/cluster tests/faults
 
 .DEFAULT_GOAL := help
 .PHONY: help quickstart test test-quick test-slow test-fast lint docs clean test-processors

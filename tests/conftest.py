@@ -6,6 +6,7 @@ import gc
 import os
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 if "PYTEST_XDIST_WORKER" in os.environ:  # as many processes as processors run tests: one thread for each
@@ -26,6 +27,14 @@ settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "repeatable"))
 REPOSITORY = Path(__file__).resolve().parents[1]
 SHARED = REPOSITORY.parent / "shared"
 MOST_PROCESSES = 4  # of ``-n auto``: each holds torch, and what its tests start
+#: Files that take longest, without ``test_`` and ``.py``.
+LONGEST = [
+    f"test_{name}"
+    for name in (
+        *("vllm_server", "vllm_adapters", "vllm_transfer", "builtin_process", "modes_killed", "modes", "lost_servers", "notebook"),
+        *("docs_code", "engine", "trainer", "wrong_requests", "lora_runs", "docs_of_workflows", "every_key", "store_model", "sinks"),
+    )
+]
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -60,9 +69,21 @@ def pytest_xdist_auto_num_workers() -> int:
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """``--dist loadgroup``: the tests of a directory run in one process, as those of tests/clients share their programs."""
-    for item in items:
-        item.add_marker(pytest.mark.xdist_group(item.path.parent.name))
+    """Files that take longest come first: side by side with others, none of them must begin last."""
+    items.sort(key=lambda item: LONGEST.index(item.path.stem) if item.path.stem in LONGEST else len(LONGEST))
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
+    """``--dist loadfile``, with all files of vLLM in one process: each server of it keeps a core and much memory busy."""
+    from xdist.scheduler import LoadFileScheduling
+
+    class Scheduling(LoadFileScheduling):
+        def _split_scope(self, nodeid: str) -> str:
+            file = super()._split_scope(nodeid)
+            return "vLLM" if "integration/" in file and "vllm" in file else file
+
+    return Scheduling(config, log) if config.getoption("dist") == "loadfile" else None
 
 
 def pytest_collection_finish() -> None:

@@ -145,7 +145,7 @@ class ContributedWorkflow(Workflow):
 @pytest.mark.parametrize("first", ["from rollwright import WORKFLOWS", "import rollwright.workflows.task"])
 def test_a_workflow_that_is_contributed_registers_where_the_package_imports_it(tmp_path, first):
     package = Path(rollwright.__file__).parent
-    shutil.copytree(package, tmp_path / "rollwright", ignore=shutil.ignore_patterns("__pycache__"))
+    shutil.copytree(package, tmp_path / "rollwright")  # with what was compiled
     (tmp_path / "rollwright/workflows/contributed.py").write_text(CONTRIBUTED)
     init = tmp_path / "rollwright/workflows/__init__.py"
     line = "from rollwright.workflows.contributed import ContributedWorkflow\n__all__ = ['ContributedWorkflow']\n"
