@@ -13,10 +13,12 @@ SIDE_BY_SIDE := -n auto --dist loadfile --no-loadscope-reorder --max-worker-rest
 OF_KERNELS := tests/unit/inference/test_batch_invariance.py $(addprefix tests/unit/inference/test_builtin_,branches.py cache.py generation.py scores.py weights.py) \
 	$(addprefix tests/unit/training/test_,actor.py fast_layers.py logprobs.py microbatch.py preferences.py prefix_tree.py) \
 	$(addprefix tests/unit/rollout/test_,deterministic.py local_engine.py) tests/unit/sequence_processing/test_processor.py
+# Only computes, and waits for nothing: no matter how slowly it goes on beside something else.
+SUMS := tests/truth tests/unit/algorithms tests/unit/sequence_processing tests/unit/training
 ALONE := tests/integration/test_rank_memory.py tests/clients tests/viewer tests/cluster tests/faults
 
 .DEFAULT_GOAL := help
-.PHONY: help quickstart test test-quick test-slow test-fast lint docs clean test-processors
+.PHONY: help quickstart test test-quick test-sums test-servers test-alone test-fast lint docs clean test-processors
 
 help:  ## What can be made
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:[^#]*## /\t/' | expand -t 18
@@ -37,13 +39,18 @@ $(VENV)/.test: $(VENV)/.python pyproject.toml
 quickstart: $(VENV)/.core  ## Train a small model with GRPO on this machine and show what it learned
 	$(BIN)/rollwright run examples/quickstart.yaml trial_name=$(TRIAL)
 
-test: test-quick test-slow  ## All tests: quick ones first, then servers and runs that learn
+test: test-quick test-sums test-servers test-alone  ## All tests: quick ones first, then servers and runs that learn
 
 test-quick: $(VENV)/.test
-	$(PYTEST) $(SIDE_BY_SIDE) tests/unit tests/truth
+	$(PYTEST) $(SIDE_BY_SIDE) tests/unit $(SUMS:%=--ignore=%)
 
-test-slow: $(VENV)/.test
+test-sums: $(VENV)/.test
+	$(PYTEST) $(SIDE_BY_SIDE) $(SUMS)
+
+test-servers: $(VENV)/.test
 	$(PYTEST) $(SIDE_BY_SIDE) tests/end_to_end tests/extension tests/integration $(ALONE:%=--ignore=%)
+
+test-alone: $(VENV)/.test
 	$(PYTEST) $(ALONE)
 
 test-fast: $(VENV)/.test  ## Only the quick tests

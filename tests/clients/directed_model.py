@@ -158,7 +158,12 @@ class Directed(InferenceEngine):
         return await self.engine.agenerate(self._directed(request))
 
     async def astream(self, request: ModelRequest):
+        """Token by token; a busy machine may be late to look, and is given several at once."""
+        shown = 0
         async for partial in self.engine.astream(self._directed(request)):
+            for count in range(shown + 1, partial.output_len):
+                yield _begun(partial, count)
+            shown = partial.output_len
             yield partial
 
     def get_version(self) -> int:
@@ -168,6 +173,13 @@ class Directed(InferenceEngine):
     def pause(self) -> None: ...
     def resume(self) -> None: ...
     def abort(self, rid: str | None = None) -> None: ...
+
+
+def _begun(response: ModelResponse, count: int) -> ModelResponse:
+    """The response when it had so many tokens."""
+    names = ("output_tokens", "output_logprobs", "output_versions", "output_top_logprobs")
+    cut = {name: value[:count] for name in names if (value := getattr(response, name)) is not None}
+    return dataclasses.replace(response, **cut, stop_reason="stop", stop_match=None)
 
 
 #: What the model says in many cases: reasoning, and a call whose JSON no template would write so.
