@@ -31,8 +31,27 @@ MOST_PROCESSES = 4  # of ``-n auto``: each holds torch, and what its tests start
 LONGEST = [
     f"test_{name}"
     for name in (
-        *("vllm_server", "vllm_adapters", "vllm_transfer", "builtin_process", "modes_killed", "modes", "lost_servers", "notebook"),
-        *("docs_code", "engine", "trainer", "wrong_requests", "lora_runs", "docs_of_workflows", "every_key", "store_model", "sinks"),
+        *(
+            "vllm_server",
+            "vllm_adapters",
+            "vllm_transfer",
+            "builtin_process",
+            "modes_killed",
+            "modes",
+            "lost_servers",
+            "notebook",
+        ),
+        *(
+            "docs_code",
+            "engine",
+            "trainer",
+            "wrong_requests",
+            "lora_runs",
+            "docs_of_workflows",
+            "every_key",
+            "store_model",
+            "sinks",
+        ),
     )
 ]
 
