@@ -87,6 +87,12 @@ class BothLora(BothSync):
     settings = (*BothSync.settings, "actor.lora={rank: 4}", "actor.optimizer.lr=1.0e-2")
 
 
+class BothCritic(BothSync):
+    """The same with a critic, which a recover checkpoint has beside the policy."""
+
+    settings = (*BothSync.settings, "actor.recipe=ppo", "critic={optimizer: {lr: 1.0e-2}, warmup_steps: 1}")
+
+
 class BothAsync(Both):
     """Sampling runs ahead of training."""
 

@@ -203,10 +203,15 @@ def compare(history: History, *, steps: int, batch: int, samples: int, slack: in
 
 
 def curve(run: Path) -> list[tuple[float, ...]]:
-    """What a deterministic run has to repeat: step, reward, lengths, loss and gradient of each step."""
+    """What a deterministic run has to repeat: step, reward, lengths, loss and gradient of each step, also of a critic."""
     records = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
-    names = ("step", "reward", "response_tokens", "actor/loss", "actor/grad_norm")
-    return [tuple(record[name] for name in names) for record in records if "reward" in record]
+    always = ("step", "reward", "response_tokens")
+    trained = ("actor/loss", "actor/grad_norm", "critic/loss", "critic/grad_norm", "critic/values/mean")
+    return [
+        tuple(record[name] for name in (*always, *(name for name in trained if name in record)))
+        for record in records
+        if "reward" in record
+    ]
 
 
 def difference(curve: list[tuple[float, ...]], reference: list[tuple[float, ...]]) -> str:

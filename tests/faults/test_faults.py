@@ -12,11 +12,12 @@ from .campaign import campaign, holds
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
 
 
-#: Seeds whose few faults are of many kinds.
+#: Seeds whose few faults are of many kinds. ``both-critic`` is ``both-sync`` with a critic, so that the long form alone has that.
 @pytest.mark.parametrize(
     ("topology", "kills", "seed"),
     [
-        ("both-sync", 3, 20),
+        ("both-critic", 3, 20),
+        ("both-lora", 2, 3),
         ("both-async", 3, 19),
         ("both-ranks", 2, 1),
         ("explore-train", 5, 27),

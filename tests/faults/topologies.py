@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from .both import BothAsync, BothLora, BothSync
+from .both import BothAsync, BothCritic, BothLora, BothSync
 from .explore_train import ExploreTrain
 from .long_episodes import LongEpisodes
 from .ranks import BothRanks
@@ -16,6 +16,7 @@ TOPOLOGIES: dict[str, type[Run]] = {
     "both-sync": BothSync,
     "both-async": BothAsync,
     "both-lora": BothLora,
+    "both-critic": BothCritic,
     "both-ranks": BothRanks,
     "ray": OnRay,
     "explore-train": ExploreTrain,
