@@ -7,12 +7,20 @@ import signal
 from pathlib import Path
 
 import pytest
+from parts import qwen3_config, random_model
 from ranks_runs import LIMIT, metrics, process_of, start, trial, wait_until
 from ray_machine import add_node
+from transformers import AutoModelForSequenceClassification
 
+from rollwright.data.tokenizer import load_tokenizer
 from rollwright.experience.journal.reading import read_records
 from rollwright.experience.journal.records import Begin, GroupEnd
+from rollwright.inference.backends.builtin.engine import BuiltinEngine
+from rollwright.inference.server.application import create_application
+from rollwright.inference.server.service import ServerThread
+from rollwright.inference.server.settings import ServerSettings
 from rollwright.training.recovery_checkpoint import RecoverCheckpoints
+from rollwright.viewer.run import Run
 
 pytest.importorskip("ray", reason="the extra `ray` is not installed")
 
@@ -82,14 +90,35 @@ def dumped(directory: Path) -> int:
     return len(list(directory.glob("rollouts/step-*.txt")))
 
 
+@pytest.fixture(scope="module")
+def teacher(tiny_model):
+    """The address of a server of another model, of the same tokenizer."""
+    tokenizer = load_tokenizer(tiny_model)
+    engine = BuiltinEngine(random_model(qwen3_config(tokenizer), seed=3, scale=3.0), tokenizer)
+    settings = ServerSettings(port=0)
+    thread = ServerThread(create_application(engine, settings), settings)
+    yield thread.url.removeprefix("http://")
+    thread.stop()
+    engine.destroy()
+
+
 @pytest.mark.slow
 @pytest.mark.timeout(600)
-def test_tasksets_with_a_judge_that_is_lost_and_openai_clients(grpo, cluster, tiny_model):
+def test_tasksets_with_a_judge_that_is_lost_a_critic_an_adapter_and_a_teacher(grpo, cluster, tiny_model, teacher):
+    """Two ranks train an adapter and a critic; workers ask the policy through OpenAI clients, a judge that is lost, and a teacher."""
     plain = (grpo / "grpo.yaml").read_text().splitlines()
     kept = [line for line in plain if not line.startswith(("workflow:", "reward_fn:", "train_dataset:"))]
     (grpo / "judged.yaml").write_text("\n".join([*kept, JUDGED.format(model=tiny_model)]))
+    trained = (
+        *("cluster.processes=2", "actor.recipe=ppo", "actor.lora={rank: 4}", "actor.adv_estimator_kwargs={lam: 0.9}"),
+        *("actor.kl_in=reward", "actor.kl_estimator=k1", "critic={optimizer: {lr: 1.0e-2}, ppo_n_minibatches: 2}"),
+        *(
+            "actor.distillation={loss: advantage, weight: 0.2}",
+            f"teachers=[{{addresses: ['{teacher}'], tokenizer_path: {tiny_model}}}]",
+        ),
+    )
     process, directory = (
-        start(grpo, "judged.yaml", *PLACED, f"cluster.address={cluster}", "total_train_steps=2"),
+        start(grpo, "judged.yaml", *PLACED, f"cluster.address={cluster}", "total_train_steps=2", *trained),
         trial(grpo, "trial"),
     )
     try:
@@ -100,7 +129,22 @@ def test_tasksets_with_a_judge_that_is_lost_and_openai_clients(grpo, cluster, ti
     finally:
         process.kill()
     made = metrics(directory)
-    assert all(made[step]["samples"] == 20 for step in (1, 2))  # five tasks, four samples of each
+    for step in (1, 2):
+        assert made[step]["samples"] == 20  # five tasks, four samples of each
+        assert made[step]["critic/optimizer_steps"] == 2
+        assert made[step]["actor/teacher/taught_share"] == 1
+        assert made[step]["actor/teacher/kl"] > 0.01
+        assert made[step]["actor/logprob_difference/max"] < 1e-4  # of each token against its own adapter
     assert "eval/reward" in made[2]
+    assert made[2]["critic/values/mean"] != 0
+    assert made[2]["actor/kl"] != 0
+    final = directory / "checkpoints" / "final"
+    assert {path.name for path in final.glob("**/*.safetensors")} == {"adapter_model.safetensors", "model.safetensors"}
+    assert AutoModelForSequenceClassification.from_pretrained(final / "critic").score.weight.abs().max() > 0
     _, state = RecoverCheckpoints(directory / "recover").load()
+    assert {"adapter", "critic"} <= state["actor"].keys()
+    with Run(directory) as run:
+        run.refresh()
+        (row,) = run.sample(run.search(step=2, limit=1)["samples"][0]["key"])["rows"]
+    assert any(row["values"]) and any(row["teacher_logprobs"])  # noqa: PT018 - both came back from the ranks
     assert len(state["loader"]["selectors"][0]["means"]) == 10  # rewards of workers reach the selector here
