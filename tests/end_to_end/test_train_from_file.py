@@ -1,4 +1,4 @@
-"""Mode train on a file of experiences that were written elsewhere: trained in order, each once, until the file ends."""
+"""Mode train on what a store holds: a file of experiences that were written elsewhere, and an explorer's groups of one."""
 
 from __future__ import annotations
 
@@ -6,17 +6,38 @@ import json
 
 import pytest
 
-from rollwright import GRPOConfig
+from rollwright import GRPOConfig, load_stages
 from rollwright.config.modes import StoreConfig
 from rollwright.config.sections import OptimizerConfig, PPOActorConfig
 from rollwright.config.tasksets import DatasetConfig
 from rollwright.errors import TrajectoryError
 from rollwright.experience.experience import Experience, ExperienceId
 from rollwright.store import FileStore
-from rollwright.trainers.modes.shared_run import claim_part
+from rollwright.trainers.modes.shared_run import claim_part, open_run_store
 from rollwright.trainers.modes.train_from_store import StoreTrainer
+from rollwright.trainers.stages import run_config
 
 pytestmark = pytest.mark.slow
+
+
+EXPLORED = """
+experiment_name: explored
+cluster: {fileroot: ROOT, threads: 1}
+actor: {path: MODEL, recipe: ppo, optimizer: {lr: 1.0e-3}}
+critic: {optimizer: {lr: 1.0e-2}}
+gconfig: {n_samples: 1, max_new_tokens: 6}
+train_dataset: {path: arithmetic, batch_size: 3, kwargs: {digits: 1}}
+workflow: rlvr
+reward_fn: REWARD
+rollout: {max_head_offpolicyness: 1}
+total_train_steps: 2
+store: {}
+stats_logger: {display: none}
+"""
+
+
+def share_of_digits(prompt, completion, prompt_ids, completion_ids, **data):
+    return sum(character.isdigit() for character in completion) / 6
 
 
 def config_of(tiny_model, tmp_path) -> GRPOConfig:
@@ -77,3 +98,21 @@ def test_experiences_without_log_probabilities_are_refused(tiny_model, tmp_path)
         pytest.raises(TrajectoryError, match="logprobs"),
     ):
         trainer.train()
+
+
+def test_groups_of_one_that_were_explored_train_with_a_critic(tiny_model, tmp_path):
+    """The explorer samples both batches with the first weights; the trainer then draws them from the store."""
+    text = EXPLORED.replace("REWARD", f"{__name__}:share_of_digits").replace("ROOT", str(tmp_path))
+    (tmp_path / "explored.yaml").write_text(text.replace("MODEL", str(tiny_model)))
+    for mode in ("explore", "train"):
+        (stage,) = load_stages(tmp_path / "explored.yaml", [f"mode={mode}"])
+        assert run_config([stage]) == 0
+    trial = tmp_path / "explored" / "trial"
+    with open_run_store(stage.config) as store:
+        assert [len(group.experiences) for group in store.groups()] == [1] * 6
+    steps = [json.loads(line) for line in (trial / "trainer" / "metrics.jsonl").read_text().splitlines()]
+    assert [step["samples"] for step in steps] == [3.0, 3.0]
+    assert [step["critic/optimizer_steps"] for step in steps] == [1.0, 1.0]
+    assert steps[1]["critic/values/mean"] != 0
+    assert all(step["actor/advantage/abs_mean"] > 0 for step in steps)  # that of a group baseline is 0 for groups of one
+    assert (trial / "trainer" / "checkpoints" / "final" / "critic").is_dir()

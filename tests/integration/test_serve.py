@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import copy
 import json
 import re
 import threading
@@ -20,13 +21,14 @@ import openai
 
 from rollwright import GRPOConfig
 from rollwright.config.modes import StoreConfig
-from rollwright.config.sections import PPOActorConfig
+from rollwright.config.sections import CriticConfig, OptimizerConfig, PPOActorConfig
 from rollwright.errors import ConfigError
 from rollwright.inference.weights.files import write_weights
 from rollwright.store import ExperienceStore
 from rollwright.trainers.modes.recorded_runs import load_run_config
 from rollwright.trainers.modes.serve import serve
 from rollwright.trainers.modes.shared_run import claim_part, open_run_store, trial_path
+from rollwright.trainers.modes.train_from_store import StoreTrainer
 
 pytestmark = pytest.mark.slow
 
@@ -147,6 +149,28 @@ def test_open_runs_their_addresses_and_keys_survive_a_restart(service):
     (directory,) = trial_path(config).glob("service-*")  # the same one
     with pytest.raises(ConfigError, match="that of a service"):
         load_run_config(directory)
+
+
+def test_runs_of_an_agent_in_use_train_a_policy_with_a_critic(service):
+    """Each run is a group of one: a critic gives it an advantage, and the service follows the trainer."""
+    _, config = service
+    config.trial_name, config.gconfig = "alone", config.gconfig.new(n_samples=1)
+    with serving(config) as client:
+        for number in range(2):
+            run = client.post("/runs", json={"task": f"sum {number}"}).raise_for_status().json()
+            agent(run)
+            assert client.post("/feedback", json={"run": run["run"], "reward": float(number)}).json()["stored"] >= 1
+        training = copy.deepcopy(config)
+        training.mode, training.total_train_steps, training.stats_logger.display = "train", 1, "none"
+        training.actor.recipe, training.actor.optimizer = "ppo", OptimizerConfig(lr=1e-3)
+        training.critic, training.train_dataset.batch_size = CriticConfig(optimizer=OptimizerConfig(lr=1e-2)), 2
+        with claim_part(training) as directory, StoreTrainer(training, directory) as trainer:
+            assert trainer.train()["steps"] == trainer.actor.critic.version == 1
+        (step,) = [json.loads(line) for line in directory.metrics_file.read_text().splitlines()]
+        assert step["samples"] == 2
+        assert step["actor/advantage/abs_mean"] > 0
+        assert step["critic/optimizer_steps"] == 1
+        until_version(client, 1)
 
 
 def until_version(client: httpx.Client, version: int) -> None:
