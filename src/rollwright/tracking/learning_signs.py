@@ -94,7 +94,16 @@ def _recent(points: Points, name: str) -> tuple[int, float] | None:
     return (last[-1][0], statistics.fmean(value for _, value in last)) if len(last) >= _FEWEST else None
 
 
+def _learns_by_comparing(config: Mapping[str, Any]) -> bool:
+    """Return True if samples are compared within their group: not with a critic, a baseline over the batch, or a teacher alone."""
+    if config.get("actor.distillation.loss", "none") != "none" and not config.get("actor.distillation.reward_weight", 1.0):
+        return False
+    return config.get("actor.adv_estimator") != "gae" and config.get("actor.adv_norm.mean_level", "group") == "group"
+
+
 def _one_reward_only(points: Points, config: Mapping[str, Any]) -> Iterator[Sign]:
+    if not _learns_by_comparing(config):
+        return
     found, rewards = _recent(points, "actor/groups_without_variance"), _recent(points, "reward")
     if found is None or rewards is None or found[1] < 0.7:
         return
@@ -116,6 +125,8 @@ def _one_reward_only(points: Points, config: Mapping[str, Any]) -> Iterator[Sign
 
 def _nothing_learned(points: Points, config: Mapping[str, Any]) -> Iterator[Sign]:
     last = points("actor/advantage/abs_mean")[-STEPS_WITHOUT_LEARNING:]
+    if points("actor/teacher/loss"):  # learns without advantages
+        return
     if len(last) == STEPS_WITHOUT_LEARNING and all(value < _NO_ADVANTAGE for _, value in last):
         message = f"No step of the last {len(last)} had an advantage: the weights do not move."
         yield Sign("nothing_learned", "bad", message, "train_dataset", last[-1][0])
@@ -217,7 +228,7 @@ def warn_of_reasons(config: Any) -> None:
 
 
 class LearningWatch:
-    """Warns once if several consecutive steps had no advantages to learn from."""
+    """Warns once if several consecutive steps had nothing to learn from: no advantages, no teacher's loss, and no critic to warm up."""
 
     def __init__(self) -> None:
         self._idle = 0
@@ -230,7 +241,9 @@ class LearningWatch:
             stats: result of ``ppo_update``.
             reward: mean reward of the step.
         """
-        self._idle = self._idle + 1 if stats.get("advantage/abs_mean", 0.0) < _NO_ADVANTAGE else 0
+        warms_up = "advantage/abs_mean" not in stats and stats.get("critic/optimizer_steps", 0.0) > 0
+        learns = stats.get("advantage/abs_mean", 0.0) >= _NO_ADVANTAGE or "teacher/loss" in stats or warms_up
+        self._idle = 0 if learns else self._idle + 1
         if self._idle >= STEPS_WITHOUT_LEARNING and not self._has_told:
             self._has_told = True
             why = "every sampled token is masked (actor.mask_truncated?)"

@@ -218,8 +218,8 @@ def decorated(
         for sample in group["samples"]
     ]
     why = group["reason"] or ""
-    if not why and group["state"] == "trained" and not group["has_variance"]:
-        why = "one reward only: nothing to learn from"
+    if not why and group["state"] == "trained" and not group["has_variance"] and len(group["samples"]) > 1:
+        why = "one reward only"
     title, key = title_of_key(group["key"]), key_in_address(group["key"])
     return {**group, "title": title, "address": key, "samples": samples, "mark": group["state"], "why": why}
 

@@ -78,6 +78,37 @@ def test_steps_without_any_trained_token_say_that_they_are_masked(caplog):
     assert "every sampled token is masked" in record.getMessage()
 
 
+@pytest.mark.parametrize(
+    "stats",
+    [
+        {"optimizer_steps": 0.0, "critic/optimizer_steps": 1.0},  # the critic is trained alone
+        {"optimizer_steps": 1.0, "advantage/abs_mean": 0.0, "teacher/loss": 0.3},  # a teacher's loss without rewards
+    ],
+)
+def test_a_warm_up_of_the_critic_and_a_teacher_are_something_to_learn_from(stats, caplog):
+    watch = LearningWatch()
+    with caplog.at_level("WARNING"):
+        for _ in range(2 * STEPS_WITHOUT_LEARNING):
+            watch.after_step(stats, 0.0)
+    assert caplog.records == []
+
+
+@pytest.mark.parametrize(
+    "config",
+    [
+        {"actor.adv_estimator": "gae"},
+        {"actor.adv_norm.mean_level": "batch"},
+        {"actor.distillation.loss": "k1", "actor.distillation.reward_weight": 0.0},
+    ],
+)
+def test_groups_of_one_are_no_sign_where_nothing_is_compared_within_a_group(config):
+    curves = {"actor/groups_without_variance": flat(1.0), "reward": flat(0.5)}
+    assert list(signs_of(lambda name: curves.get(name, []), config)) == []
+    assert [sign.rule for sign in signs_of(lambda name: curves.get(name, []), {})] == ["one_reward_only"]
+    taught = {"actor/advantage/abs_mean": flat(0.0), "actor/teacher/loss": flat(0.1)}
+    assert list(signs_of(lambda name: taught.get(name, []), config)) == []
+
+
 def flat(value, steps=12):
     return [(step, value) for step in range(1, steps + 1)]
 
