@@ -35,6 +35,10 @@ class BrokenRewardError(RewardError):
     """A reward function fails in the same way for all inputs: the run stops, because further samples would fail too."""
 
 
+class VerifierError(RollwrightError):
+    """A task's tests gave no usable reward, so the sample counts as failed instead of as scored with 0."""
+
+
 class SandboxError(RollwrightError):
     """What a model writes cannot be run, because the sandbox is missing, does not start or is gone."""
 

@@ -25,6 +25,7 @@ COMMANDS: dict[str, tuple[str, str]] = {
     "replay": ("rollwright.cli.replay:replay", "Run recorded episodes again, without a model."),
     "view": ("rollwright.cli.view:view", "Look at runs in the browser: every token, group, weight update and reason."),
     "check": ("rollwright.cli.check:check", "Check which files of a run are intact, and what the others lack."),
+    "check-tasks": ("rollwright.cli.check_tasks:check_tasks", "Check task folders: the solution scores 1, doing nothing less."),
     "config": ("rollwright.cli.config:app", "Show, check and describe configs."),
     "model": ("rollwright.cli.new:models", "Make models."),
     "new": ("rollwright.cli.new:app", "Write files to begin with: a workflow, its config and its test."),

@@ -64,6 +64,10 @@ class TasksetConfig:
     path: str = key(
         "", "File (jsonl, json, parquet), directory, registered dataset, module:builder or Hugging Face name.", public=True
     )
+    kind: str | None = key(
+        None,
+        "Reader of path: a registered dataset that takes a path, such as harbor (docs/tasks.md). Default: by what path is.",
+    )
     split: str = key("train", "Split of the dataset.", public=True)
     subset: str | None = key(None, "Subset (configuration) of a Hugging Face dataset.")
     kwargs: dict[str, Any] = key_from(dict, "Arguments of a registered or procedural dataset, such as size, seed, digits.")

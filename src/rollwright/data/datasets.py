@@ -62,6 +62,7 @@ DATASET_REGISTRY = DatasetRegistry(
         "arithmetic": "rollwright.data.arithmetic:arithmetic",
         "gsm8k": "rollwright.data.gsm8k:gsm8k",
         "gsm8k_r1_template": "rollwright.data.gsm8k:gsm8k_r1_template",
+        "harbor": "rollwright.environments.harbor.tasks:harbor",
     },
 )
 
@@ -116,7 +117,9 @@ def dataset_rows(config: DatasetConfig) -> list[Row]:
     if not path:
         raise DataError("the dataset has no path: name a file, a directory, a registered dataset or a Hugging Face name.")
     module, colon, attribute = path.partition(":")
-    if module == "reasoning_gym" and colon:
+    if config.kind is not None:
+        rows = DATASET_REGISTRY.rows(config.kind, config.split, path=path, **kwargs)
+    elif module == "reasoning_gym" and colon:
         from rollwright.data.reasoning_gym import reasoning_gym_tasks
 
         rows = reasoning_gym_tasks(attribute, config.split, **kwargs)
@@ -133,7 +136,7 @@ def dataset_rows(config: DatasetConfig) -> list[Row]:
 
 def has_subsets(config: DatasetConfig) -> bool:
     """Return True if ``config.subset`` applies, which is so for a directory or a Hugging Face dataset."""
-    return not _is_built(config.path) and not Path(config.path).expanduser().is_file()
+    return config.kind is None and not _is_built(config.path) and not Path(config.path).expanduser().is_file()
 
 
 def _is_built(path: str) -> bool:

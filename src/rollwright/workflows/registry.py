@@ -28,6 +28,7 @@ WORKFLOWS: Registry[Any] = Registry(
         "on_policy_distill_workflow": "rollwright.workflows.simple.OnPolicyDistillWorkflow",
         "on_policy_distill_math_workflow": "rollwright.workflows.simple.OnPolicyDistillMathWorkflow",
         "webshop_workflow": "rollwright.workflows.webshop.WebShopWorkflow",
+        "shell_workflow": "rollwright.workflows.shell.ShellWorkflow",
         "openai_agent": "rollwright.workflows.openai_agent.OpenAIAgentWorkflow",
         "tool_calling_workflow": "rollwright.workflows.tool_calling.ToolCallingWorkflow",
         "agentscope_react_math_workflow": "rollwright.workflows.agentscope_react.AgentScopeReactMathWorkflow",

@@ -141,6 +141,14 @@ def test_examples_and_rows_are_each_others():
     assert Example.from_row(example.to_row()) == example
 
 
+def test_a_kind_reads_the_path():
+    config = DatasetConfig(kind="rollwright.data.gsm8k:gsm8k", path="rows.jsonl")
+    with pytest.raises(DataError, match=r"rows\.jsonl"):
+        get_dataset(config)
+    with pytest.raises(DataError, match="was given split='train', path='x'"):
+        one("x", kind="arithmetic")
+
+
 def test_builders_by_import_path_and_wrong_ones():
     assert len(get_dataset(DatasetConfig(path="rollwright.data.arithmetic:arithmetic", kwargs={"size": 3}))) == 3
     with pytest.raises(DataError, match="was not found"):

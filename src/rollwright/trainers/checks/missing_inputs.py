@@ -66,7 +66,7 @@ def _missing_models(look: Look) -> Iterator[Fault]:
 
 def _missing_datasets(look: Look) -> Iterator[Fault]:
     for key, section, _ in _datasets(look.section):
-        is_file = names_a_file(section.path) and _has_to_exist(section.path, look)
+        is_file = section.kind is None and names_a_file(section.path) and _has_to_exist(section.path, look)
         if is_file and not Path(section.path).expanduser().exists():
             yield (*key, "path"), f"is {section.path}, and there is no such file or directory (looked from {Path.cwd()})"
 

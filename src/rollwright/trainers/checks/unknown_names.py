@@ -22,7 +22,7 @@ from rollwright.config.loading import Stage
 from rollwright.config.recipes import uses_critic
 from rollwright.config.sections import PPOActorConfig
 from rollwright.config.tasksets import TasksetConfig
-from rollwright.data.datasets import has_subsets
+from rollwright.data.datasets import DATASET_REGISTRY, has_subsets
 from rollwright.data.formats import FORMATS
 from rollwright.data.selectors import SELECTORS, make_selector
 from rollwright.errors import ConfigError, RollwrightError
@@ -201,6 +201,7 @@ def _usable_sandbox(config: Any, sandbox: str) -> None:
 NAMES: tuple[Rule, ...] = (
     must_be_found(RunConfig, ["stats_logger.sinks.*"], lambda _, name: SINKS.get(name)),
     must_be_found(RunConfig, [f"{name}.format" for name in ("train_dataset", "valid_dataset", "dataset")], _known_format),
+    must_be_found(TasksetConfig, ["kind"], lambda _, kind: DATASET_REGISTRY.get(kind)),
     refuse(
         TasksetConfig,
         "subset",

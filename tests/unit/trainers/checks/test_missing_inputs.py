@@ -64,6 +64,7 @@ def refusal(file, *overrides):
         (["train_dataset={path: ROOT/broken.jsonl, kwargs: null}"], "train_dataset.kwargs: expected a mapping"),
         (["train_dataset.kwargs.sizes=4"], "train_dataset.path: cannot be read: dataset 'arithmetic' was given"),
         (["valid_dataset.path=./nowhere"], "valid_dataset.path: cannot be read: there is no file or directory"),
+        (["valid_dataset={kind: harbor, path: ./nowhere}"], "valid_dataset.path: cannot be read: ./nowhere: there is no such directory of task folders"),
         (["actor.path=ROOT/nowhere"], "actor.path: is ROOT/nowhere, and there is no such directory"),
         (["actor.path=ROOT/empty"], "actor.path: is ROOT/empty, a directory that is empty: it has no config.json"),
         (["actor.path=ROOT/bare"], "actor.path: is ROOT/bare, which has a configuration and no weights"),

@@ -102,6 +102,8 @@ def test_names_that_nothing_has_are_told_with_their_lines(refusal):
             "    default_reward_fn_type: math_rewart\n",
             "tasksets.0.default_reward_fn_type (here tasksets.0.reward_fn): reward function 'math_rewart' was not found",
         ),
+        ("    kind: harbour\n", "tasksets.0.kind: dataset 'harbour' was not found. Did you mean 'harbor'?"),
+        ("    kind: harbor\n    subset: x\n", "tasksets.0.subset: is set, but not read"),
         ("    selector_args: {sed: 1}\n", "tasksets.0.selector_args: selector 'shuffle' was given 1, seed=1, sed=1"),
         (
             "    default_reward_fn_type: math_boxed_reward\n    reward_fn_args: {with_thinking: true}\n",

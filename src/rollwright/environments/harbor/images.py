@@ -1,0 +1,145 @@
+"""Which box a task gets: that of the run, or a container if the task needs an image and docker or podman works here."""
+
+from __future__ import annotations
+
+import asyncio
+import functools
+import hashlib
+import os
+import shutil
+import subprocess
+import threading
+from collections import defaultdict
+from pathlib import Path
+
+from rollwright.environments.harbor.dockerfile import Need
+from rollwright.environments.harbor.folder import TaskFolder
+from rollwright.errors import DataError, SandboxError
+from rollwright.processes.boxes import BOXES
+
+CONTAINERS = ("docker", "podman")
+_ANSWER_SECONDS = 10.0
+
+
+@functools.cache
+def working_container() -> str:
+    """Return ``docker`` or ``podman`` if there is a box of that kind and the program answers, else an empty string."""
+    for program in CONTAINERS:
+        if program not in BOXES or shutil.which(program) is None:
+            continue
+        try:
+            if subprocess.run([program, "info"], capture_output=True, timeout=_ANSWER_SECONDS).returncode == 0:
+                return program
+        except (OSError, subprocess.TimeoutExpired):
+            continue
+    return ""
+
+
+def refuse_needs(folder: TaskFolder, sandbox: str = "") -> None:
+    """Refuse a task that needs what this machine does not have.
+
+    Args:
+        folder: the task.
+        sandbox: kind of box, as in ``rollout.sandbox``; empty for bubblewrap, or a container if the task needs one.
+
+    Raises:
+        DataError: names each need with its line.
+    """
+    faults = [
+        f"{need.where}: {need.what} is not run here; put all into one Dockerfile."
+        for need in folder.needs
+        if need.what.startswith("docker compose")
+    ]
+    cpus, present = folder.environment.cpus or 0, os.cpu_count() or 1
+    if cpus > present:
+        faults.append(f"{folder.path / 'task.toml'}: environment.cpus asks for {cpus:g}, and this machine has {present}.")
+    if not faults and not _can_do(folder, sandbox):
+        faults = [_told(need, sandbox.partition(":")[0] or "bubblewrap") for need in folder.needs]
+    if faults:
+        raise DataError("\n  ".join(faults))
+
+
+def _can_do(folder: TaskFolder, sandbox: str) -> bool:
+    kind = sandbox.partition(":")[0]
+    if not folder.needs or (kind in CONTAINERS and kind in BOXES):
+        return True
+    if kind in ("", "bubblewrap"):
+        return bool(working_container())
+    return "://" in sandbox and bool(folder.image)
+
+
+def _told(need: Need, kind: str) -> str:
+    advice = "install docker or podman, and start it"
+    if need.what.startswith("FROM "):
+        image = need.what.split()[1]
+        advice += (
+            f"; or, if the system of this machine will do in place of the image, give kwargs: {{host_images: ['{image}']}}"
+        )
+    return f"{need.where}: {need.what}: boxes of kind {kind} cannot do this; {advice}."
+
+
+async def box_kind(folder: TaskFolder, sandbox: str, own_image: str | None = None) -> tuple[str, str]:
+    """Return the kind of box for a task (as in ``rollout.sandbox``), and the image that holds its files or an empty string.
+
+    An image is built or pulled if it is not there yet.
+
+    Args:
+        folder: the task.
+        sandbox: kind of box, as in ``rollout.sandbox``.
+        own_image: image of the box, in place of that of the task.
+
+    Raises:
+        DataError: the task needs a container, and there is none.
+        SandboxError: the image cannot be made.
+    """
+    return await asyncio.to_thread(_box_kind, folder, sandbox, own_image)
+
+
+def _box_kind(folder: TaskFolder, sandbox: str, own_image: str | None) -> tuple[str, str]:
+    refuse_needs(folder, sandbox)
+    kind = sandbox.partition(":")[0]
+    if kind not in CONTAINERS:
+        if not folder.needs or "://" in sandbox:
+            return sandbox, own_image or folder.image
+        kind = working_container()
+    seconds = folder.environment.build_timeout_sec
+    if own_image:
+        image = own_image
+        _make_image(kind, image, ["pull", image], seconds)
+    elif folder.context is not None and folder.files.base != "scratch":
+        image = f"rollwright-task:{_digest(folder.context)}"
+        _make_image(kind, image, ["build", "--tag", image, str(folder.context)], seconds)
+    elif folder.image:
+        image = folder.image
+        _make_image(kind, image, ["pull", image], seconds)
+    else:
+        return sandbox, ""
+    return f"{kind}:{image}", image
+
+
+_locks: defaultdict[str, threading.Lock] = defaultdict(threading.Lock)
+
+
+def _make_image(program: str, image: str, command: list[str], seconds: float) -> None:
+    """Build or pull an image, once for all samples that need it."""
+    with _locks[image]:
+        if subprocess.run([program, "image", "inspect", image], capture_output=True).returncode == 0:
+            return
+        said = f"{program} {' '.join(command)}"
+        try:
+            done = subprocess.run([program, *command], capture_output=True, timeout=seconds)
+        except subprocess.TimeoutExpired as error:
+            raise SandboxError(f"{said} took longer than environment.build_timeout_sec={seconds:g}; raise it.") from error
+        if done.returncode != 0:
+            last = done.stderr.decode(errors="replace").strip().splitlines()[-1:] or ["no message"]
+            raise SandboxError(f"{said} failed: {last[0]}")
+
+
+def _digest(context: Path) -> str:
+    """Hash the files from which an image is built."""
+    made = hashlib.blake2b(digest_size=8)
+    for path in sorted(context.rglob("*")):
+        made.update(f"{path.relative_to(context)}\0{path.lstat().st_mode}\0".encode())
+        if path.is_file():
+            made.update(path.read_bytes())
+    return made.hexdigest()

@@ -1,0 +1,83 @@
+"""Images of tasks: which commands are given to docker. A stand-in notes them, because its daemon is not everywhere."""
+
+import asyncio
+import stat
+
+import pytest
+from folders import read
+
+from rollwright.environments.harbor import images
+from rollwright.environments.harbor.images import box_kind
+from rollwright.errors import SandboxError
+from rollwright.processes.boxes import BOXES
+
+DOCKER = """#!/bin/sh
+echo "$@" >> LOG
+case "$1" in
+  info) exit 0 ;;
+  image) [ -e MADE ] ;;
+  *) [ -e BROKEN ] && echo "no space left" >&2 && exit 1; sleep 0.2; touch MADE ;;
+esac
+"""
+
+
+@pytest.fixture
+def docker(tmp_path, monkeypatch):
+    """A program that notes its arguments; returns what they were."""
+    directory = tmp_path / "bin"
+    directory.mkdir()
+    program = directory / "docker"
+    text = DOCKER
+    for name in ("LOG", "MADE", "BROKEN"):
+        text = text.replace(name, str(tmp_path / name.lower()))
+    program.write_text(text)
+    program.chmod(program.stat().st_mode | stat.S_IXUSR)
+    monkeypatch.setenv("PATH", f"{directory}:/usr/bin:/bin")
+    images.working_container.cache_clear()
+    for name in images.CONTAINERS:
+        monkeypatch.setitem(BOXES.built_in, name, "builtins:dict")
+    yield lambda: (tmp_path / "log").read_text().splitlines()
+    images.working_container.cache_clear()
+
+
+DOCKERFILE = {"environment/Dockerfile": "FROM debian:12\nRUN true\n"}
+
+
+def test_a_dockerfile_is_built_once_for_all_samples(docker, tmp_path):
+    folder = read(tmp_path / "task", DOCKERFILE)
+
+    async def many():
+        return await asyncio.gather(*(box_kind(folder, "bubblewrap") for _ in range(3)))
+
+    kinds = asyncio.run(many())
+    assert len(set(kinds)) == 1
+    kind, image = kinds[0]
+    assert kind == f"docker:{image}"
+    assert [line for line in docker() if line.startswith("build")] == [f"build --tag {image} {folder.path}/environment"]
+
+
+def test_another_dockerfile_is_another_image(docker, tmp_path):
+    one, two = (read(tmp_path / name, {"environment/Dockerfile": f"FROM {name}\n"}) for name in ("one", "two"))
+    names = [asyncio.run(box_kind(folder, "docker"))[1] for folder in (one, two)]
+    assert len(set(names)) == 2
+
+
+def test_an_image_is_pulled_and_a_failure_is_told(docker, tmp_path):
+    folder = read(tmp_path / "task", toml='[environment]\ndocker_image = "python:3.12-slim"\n')
+    (tmp_path / "broken").touch()
+    with pytest.raises(SandboxError, match=r"docker pull python:3\.12-slim failed: no space left"):
+        asyncio.run(box_kind(folder, "docker"))
+    (tmp_path / "broken").unlink()
+    assert asyncio.run(box_kind(folder, "docker")) == ("docker:python:3.12-slim", "python:3.12-slim")
+
+
+def test_a_build_has_the_tasks_limit(docker, tmp_path):
+    folder = read(tmp_path / "task", DOCKERFILE, "[environment]\nbuild_timeout_sec = 0.05\n")
+    with pytest.raises(SandboxError, match=r"build_timeout_sec=0\.05"):
+        asyncio.run(box_kind(folder, "docker"))
+
+
+@pytest.mark.parametrize("sandbox", ["bubblewrap", "unsafe", "docker:own"])
+def test_a_task_without_an_image_keeps_the_box_of_the_run(sandbox, docker, tmp_path):
+    folder = read(tmp_path / "task", {"environment/Dockerfile": "FROM scratch\nCOPY Dockerfile /app/\n"})
+    assert asyncio.run(box_kind(folder, sandbox)) == (sandbox, "")
