@@ -36,8 +36,10 @@ class ScoreFile:
             self._connection = sqlite3.connect(path, isolation_level=None)
         except sqlite3.Error as error:
             raise self._fault(error) from error
-        for statement in ("PRAGMA journal_mode = WAL", "PRAGMA synchronous = NORMAL", _TABLE):
-            self._execute(statement)
+        # Only this process uses the file, so that no memory has to be shared, which a network's file system cannot do.
+        for pragma in ("locking_mode = EXCLUSIVE", "journal_mode = WAL", "synchronous = NORMAL"):
+            self._execute(f"PRAGMA {pragma}")
+        self._execute(_TABLE)
 
     def get(self, asked: Any) -> PackedScores | None:
         """Return the scores that were kept for a question (a JSON value), or None."""
