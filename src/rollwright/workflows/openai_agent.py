@@ -17,7 +17,7 @@ from rollwright.inference.front.openai_front import OpenAIEpisode, OpenAIFront
 from rollwright.tracking.logging import getLogger
 from rollwright.tracking.metrics import get_tracker
 from rollwright.workflows.base import RolloutWorkflow
-from rollwright.workflows.registry import resolve_function
+from rollwright.workflows.registry import WORKFLOWS, resolve_function
 from rollwright.workflows.task_runner import AbandonableThreads
 
 logger = getLogger("agents")
@@ -114,6 +114,7 @@ def _experiences(episode: OpenAIEpisode) -> list[Experience]:
     return experiences
 
 
+@WORKFLOWS.register_module("openai_agent")
 class OpenAIAgentWorkflow(FrontWorkflow):
     """Runs ``agent(data, base_url=…, api_key=…)`` and trains on its calls to the policy.
 
