@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import asyncio
+import atexit
 import functools
 import hashlib
 import os
 import shutil
 import subprocess
+import tempfile
 import threading
 from collections import defaultdict
+from collections.abc import Sequence
 from pathlib import Path
 
 from rollwright.environments.harbor.dockerfile import Need
@@ -63,9 +66,7 @@ def _can_do(folder: TaskFolder, sandbox: str) -> bool:
     kind = sandbox.partition(":")[0]
     if not folder.needs or (kind in CONTAINERS and kind in BOXES):
         return True
-    if kind in ("", "bubblewrap"):
-        return bool(working_container())
-    return "://" in sandbox and bool(folder.image)
+    return kind in ("", "bubblewrap") and bool(working_container())
 
 
 def _told(need: Need, kind: str) -> str:
@@ -99,9 +100,13 @@ def _box_kind(folder: TaskFolder, sandbox: str, own_image: str | None) -> tuple[
     refuse_needs(folder, sandbox)
     kind = sandbox.partition(":")[0]
     if kind not in CONTAINERS:
-        if not folder.needs or "://" in sandbox:
-            return sandbox, own_image or folder.image
+        if not folder.needs:
+            return sandbox, ""
         kind = working_container()
+    if not own_image and folder.needs and not (folder.environment.workdir or folder.files.workdir):
+        raise DataError(
+            f"{folder.path / 'task.toml'}: environment.workdir is not set; name the directory of the image in which the agent works."
+        )
     seconds = folder.environment.build_timeout_sec
     if own_image:
         image = own_image
@@ -117,6 +122,46 @@ def _box_kind(folder: TaskFolder, sandbox: str, own_image: str | None) -> tuple[
     return f"{kind}:{image}", image
 
 
+async def image_files(kind: str, image: str, paths: Sequence[str]) -> list[tuple[Path, str]]:
+    """Copy directories of an image to this machine, because a box begins with empty ones in their place.
+
+    Args:
+        kind: kind of box, such as ``docker:IMAGE``.
+        image: the image.
+        paths: directories of the image; those that it does not have are left out.
+
+    Returns:
+        Each copy, with its path in the box.
+    """
+    return await asyncio.to_thread(_image_files, kind.partition(":")[0], image, paths)
+
+
+def _image_files(program: str, image: str, paths: Sequence[str]) -> list[tuple[Path, str]]:
+    with _locks[image]:
+        known = _extracted.setdefault((program, image), {})
+        if missing := [path for path in paths if path not in known]:
+            directory = tempfile.mkdtemp(prefix="rollwright-image-")
+            atexit.register(shutil.rmtree, directory, ignore_errors=True)
+            container = _output([program, "create", image, "true"])
+            try:
+                for number, path in enumerate(missing):
+                    target = Path(directory, str(number))
+                    done = subprocess.run([program, "cp", f"{container}:{path}", str(target)], capture_output=True)
+                    known[path] = target if done.returncode == 0 else None
+            finally:
+                subprocess.run([program, "rm", "--force", container], capture_output=True)
+        return [(copy, path) for path in paths if (copy := known[path]) is not None]
+
+
+def _output(command: list[str]) -> str:
+    done = subprocess.run(command, capture_output=True)
+    if done.returncode != 0:
+        raise SandboxError(f"{' '.join(command)} failed: {done.stderr.decode(errors='replace').strip()[-500:]}")
+    return done.stdout.decode().strip()
+
+
+#: Program and image -> directory of the image -> its copy on this machine, or None if the image does not have it.
+_extracted: dict[tuple[str, str], dict[str, Path | None]] = {}
 _locks: defaultdict[str, threading.Lock] = defaultdict(threading.Lock)
 
 

@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import Any, Self
 
 from rollwright.environments.harbor.folder import LOGS, RESERVED, SOLUTION, TaskFolder, TaskStep, is_below, resolved
-from rollwright.environments.harbor.images import box_kind
+from rollwright.environments.harbor.images import box_kind, image_files
 from rollwright.environments.harbor.score import combined, falls_short, run_tests
 from rollwright.environments.harbor.task_file import EnvironmentTable, Healthcheck
 from rollwright.errors import SandboxError, VerifierError
@@ -233,9 +233,9 @@ class TaskBox:
         )
         await box.start()
         try:
-            if not image:
-                for source, target in folder.files.copies:
-                    await box.upload(source, target)
+            copies = await image_files(kind, image, [workdir, *others]) if image else folder.files.copies
+            for source, target in copies:
+                await box.upload(source, target)
         except BaseException:
             await box.stop()
             raise
