@@ -35,7 +35,7 @@ class BrokenRewardError(RewardError):
     """A reward function fails in the same way for all inputs: the run stops, because further samples would fail too."""
 
 
-class VerifierError(RollwrightError):
+class VerifierError(RewardError):
     """A task's tests gave no usable reward, so the sample counts as failed instead of as scored with 0."""
 
 

@@ -75,3 +75,23 @@ def test_the_shop_opens_and_its_customers_buy(run_example):
     assert max(step["actor/logprob_difference/max"] for step in steps) < 1e-3
     assert [record["step"] for record in run.steps("eval/reward")] == [0, 5]
     assert "click[buy now]" in run.last_rollouts()
+
+
+def test_shell_commands_are_scored_by_the_tests_of_task_folders(request, run_example):
+    """Too short for a rise that is sure; but commands differ, boxes score them, and the policy moves by the scores."""
+    if not request.config.getoption("--whole-examples"):
+        pytest.skip("starts 224 boxes, which takes a minute or more: run it with --whole-examples")
+    run = run_example(
+        "harbor",
+        "stages.warmup.train_dataset.kwargs.size=8000",
+        "stages.warmup.train_dataset.kwargs.counts={train: 16, valid: 1, test: 8}",
+        *("stages.warmup.total_train_steps=110", "stages.grpo.train_dataset.batch_size=8"),
+        *("stages.grpo.gconfig.n_samples=4", "stages.grpo.total_train_steps=3", "stages.grpo.evaluator.every_steps=3"),
+    )
+    steps = run.steps("actor/grad_norm")
+    assert len(steps) == 3
+    assert 0.0 < mean(step["reward"] for step in steps) < 1.0
+    assert any(step["actor/grad_norm"] > 0.0 for step in steps)
+    assert max(step["actor/logprob_difference/max"] for step in steps) < 1e-3
+    assert [record["step"] for record in run.steps("eval/reward")] == [0, 3]
+    run.replay()

@@ -18,7 +18,7 @@ import torch
 
 from rollwright.config.generation import GenerationHyperparameters
 from rollwright.config.tasksets import TasksetConfig
-from rollwright.errors import RolloutError
+from rollwright.errors import RewardError, RolloutError, SandboxError
 from rollwright.experience.contract import Trajectory
 from rollwright.experience.durable import EPISODE
 from rollwright.experience.experience import Experience
@@ -146,7 +146,7 @@ class TaskRunner(RolloutWorkflow):
                     experiences = returned_experiences(name, await workflow.run_async(), task.is_eval)
             else:
                 experiences = await self.threads.run(partial(self._run_in_thread, taskset, task, model, name), name=name)
-        except RolloutError:
+        except (RolloutError, RewardError, SandboxError):  # no score of the conversation, however long it was
             raise
         except Exception as error:  # clients and frameworks wrap the engine's refusal in errors of their own
             experiences = model.experiences_cut_short(self.overflow_reward)

@@ -121,6 +121,12 @@ def test_tests_without_a_score_fail_the_sample(task):
         work(task, Scripted("Nothing to do."))
 
 
+def test_a_full_context_does_not_stand_in_for_a_missing_score(task):
+    (task / "tests/test.sh").write_text("#!/bin/sh\n")
+    with pytest.raises(VerifierError, match="wrote neither"):
+        work(task, Scripted("```sh\ntrue\n```", PromptTooLongError("full")))
+
+
 def test_wrong_arguments(task):
     with pytest.raises(WorkflowError, match="no argument turns"):
         work(task, Scripted(), turns=3)
