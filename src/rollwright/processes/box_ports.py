@@ -66,6 +66,8 @@ class Relay:
 
     def move(self) -> None:
         """Copy what can be copied now."""
+        if not self.is_open:  # both sockets were ready at once, and the first of them ended it
+            return
         try:
             for each, other in self._other.items():
                 self._read(each, other)
