@@ -130,6 +130,9 @@ from rollwright.training.model import new_model as new_model
 from rollwright.viewer.run import Run as Run
 from rollwright.workflows.agentscope_react import AgentScopeReactMathWorkflow as AgentScopeReactMathWorkflow
 from rollwright.workflows.base import RolloutWorkflow as RolloutWorkflow
+from rollwright.workflows.command_agent import CommandAgentWorkflow as CommandAgentWorkflow
+from rollwright.workflows.command_presets import COMMAND_AGENTS as COMMAND_AGENTS
+from rollwright.workflows.command_presets import CommandAgent as CommandAgent
 from rollwright.workflows.episode import EpisodeWorkflow as EpisodeWorkflow
 from rollwright.workflows.model_wrapper import ModelWrapper as ModelWrapper
 from rollwright.workflows.multi_turn import MultiTurnWorkflow as MultiTurnWorkflow

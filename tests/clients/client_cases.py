@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import os
 import shutil
@@ -12,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from command_programs import NOTE, PROGRAMS, run_command
+from command_programs import NOTE, PROGRAMS, form_of, run_in_box
 from directed_model import Free
 
 HERE = Path(__file__).resolve().parent
@@ -37,6 +38,7 @@ class Case:
         rows: that the calls become.
         why: there is more than one row.
         is_long: runs with --whole-programs only.
+        aside: text in the prompt of a side conversation, and the reply to it.
     """
 
     client: str
@@ -47,6 +49,7 @@ class Case:
     rows: int = 1
     why: str = ""
     is_long: bool = False
+    aside: tuple[str, str] | None = None
 
     def __str__(self) -> str:
         return f"{self.client}-{self.name}"
@@ -62,6 +65,7 @@ class Played:
         records: of the calls.
         requests: that the engine was asked.
         refused: method, path and status of the requests that the front did not answer.
+        side_calls: number of calls that are not trained.
     """
 
     value: Any
@@ -69,6 +73,7 @@ class Played:
     records: list[Any]
     requests: list[Any]
     refused: list[tuple[str, str, int]]
+    side_calls: int
 
 
 @dataclass
@@ -125,21 +130,14 @@ def run_node(cases: list[Case], arguments: dict[str, dict[str, Any]]) -> dict[st
     return json.loads(done.stdout)
 
 
-#: What a case of a program runs it with besides what is set for it.
-_FORMS = {"bare": ("--bare",)}
-
-
-def run_commands(cases: list[Case], arguments: dict[str, dict[str, Any]]) -> dict[str, Any]:
-    """The same as ``run_program`` for a program that is a command."""
+def run_commands(cases: list[Case], arguments: dict[str, dict[str, Any]], socket: Path) -> dict[str, Any]:
+    """The same as ``run_program`` for a program that is a command; it runs in a box that reaches the front's socket alone."""
     program, environment = PROGRAMS[cases[0].program], environment_of(cases[0].program)
-    executables = environment / ("node_modules/.bin" if program.is_of_node else "bin")
     results: dict[str, Any] = {}
     for case in cases:
-        asked = arguments[case.name]
-        given = {"BASE": asked["base_url"], "KEY": asked["api_key"], "MODEL": "policy"}
+        agent, key = form_of(program, case.name), arguments[case.name]["api_key"]
         try:
-            path = f"{executables}:/usr/local/bin:/usr/bin:/bin"
-            results[case.name] = {"value": run_command(program, path, given, _FORMS.get(case.name, ()))}
+            results[case.name] = {"value": asyncio.run(run_in_box(program, agent, environment, socket, key))}
         except Exception as error:
             results[case.name] = {"error": str(error)}
     if program.is_of_node:
@@ -150,10 +148,10 @@ def run_commands(cases: list[Case], arguments: dict[str, dict[str, Any]]) -> dic
     return {"versions": {program.name: version}, "results": results}
 
 
-def run_program(cases: list[Case], arguments: dict[str, dict[str, Any]]) -> dict[str, Any]:
+def run_program(cases: list[Case], arguments: dict[str, dict[str, Any]], socket: Path) -> dict[str, Any]:
     """Run cases of one program in the clients' environment; returns the clients' versions and the results by case."""
     if cases[0].program in PROGRAMS:
-        return run_commands(cases, arguments)
+        return run_commands(cases, arguments, socket)
     if is_of_node(cases[0].program):
         return run_node(cases, arguments)
     keep = {name: value for name, value in os.environ.items() if name in ("PATH", "HOME", "TMPDIR", "LANG")}

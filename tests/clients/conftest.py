@@ -19,6 +19,7 @@ import pytest
 sys.path.insert(0, str(Path(__file__).resolve().parent))
 
 from client_cases import Case, Played, World, environment_of, run_program
+from command_programs import settings_of
 from directed_model import Directed, check_record, defaults, dialects_of, small_engine
 
 
@@ -87,13 +88,13 @@ def processes(request, world):
     def play(cases: list[Case]) -> tuple[dict[str, Any], dict[str, Any]]:
         opened = {}
         for case in cases:
-            engine = Directed(world.engine, case.replies)
-            opened[case.name] = engine, world.front.episode(engine, gconfig=defaults())
+            engine = Directed(world.engine, case.replies, case.aside)
+            opened[case.name] = engine, world.front.episode(engine, gconfig=defaults(), **settings_of(case))
         shared = {"model_path": str(world.path)} if cases[0].program.startswith("evaluators") else {}
         asked = {
             name: {"base_url": episode.base_url, "api_key": episode.api_key, **shared} for name, (_, episode) in opened.items()
         }
-        return opened, run_program(cases, asked)
+        return opened, run_program(cases, asked, world.front.socket)
 
     with ThreadPoolExecutor(2) as pool:
         yield {program: pool.submit(play, cases) for program, cases in programs.items()}
@@ -124,6 +125,7 @@ def play(processes, world, shown, skipped):
         dialects = ", ".join(f"`{dialect}`" for dialect in dialects_of(episode))
         told = case.shown + (f"; {case.why}" if case.why else "")
         shown.append((case.client, said["versions"][case.client], dialects, told, str(len(episode.calls)), str(len(rows))))
-        return Played(result["value"], rows, episode.records, engine.requests, world.refused[episode.api_key])
+        refused = world.refused[episode.api_key]
+        return Played(result["value"], rows, episode.records, engine.requests, refused, episode.side_calls)
 
     return played

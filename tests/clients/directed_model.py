@@ -127,15 +127,19 @@ def _literal(text: str, tokenizer: Any) -> str:
 class Directed(InferenceEngine):
     """The engine, made to answer the requests of one episode with the given texts in turn; more requests than texts fail.
 
+    A prompt that contains the first text of ``aside`` is answered with the second one, and does not count.
     A text is checked against the grammar that a request has of its own, as the model could not have said it otherwise.
     """
 
-    def __init__(self, engine: BuiltinEngine, texts: list[str | Free]) -> None:
-        self.engine, self.texts = engine, texts
+    def __init__(self, engine: BuiltinEngine, texts: list[str | Free], aside: tuple[str, str] | None = None) -> None:
+        self.engine, self.texts, self.aside = engine, texts, aside
         self.requests: list[ModelRequest] = []
         self.context_length = engine.context_length
 
     def _directed(self, request: ModelRequest) -> ModelRequest:
+        if self.aside is not None and self.aside[0] in request.tokenizer.decode(request.input_ids):
+            bound = request.gconfig.new(json_schema=None, regex=None, grammar=_literal(self.aside[1], request.tokenizer))
+            return dataclasses.replace(request, gconfig=bound, seed=0)
         place = len(self.requests)
         self.requests.append(request)
         assert place < len(self.texts), (

@@ -45,7 +45,7 @@ VERCEL, VERCEL_OPENAI = ("@ai-sdk/openai-compatible", "vercel_node"), ("@ai-sdk/
 
 CASES = [
     Case(CODEX.name, "codex", "as_is", f"`codex exec`: {SHOWN}, a tool of a namespace is called", OF_CODEX),
-    Case(CLAUDE.name, "claude", "as_is", f"`claude -p`: {SHOWN}", OF_CLAUDE),
+    Case(CLAUDE.name, "claude", "as_is", f"`claude --bare -p`: {SHOWN}", OF_CLAUDE),
     Case(QWEN.name, "qwen", "as_is", f"`qwen --bare`: {SHOWN}", OF_QWEN),
     Case(OPENCODE.name, "opencode", "as_is", f"`opencode run`: {SHOWN}", OF_OPENCODE),
     Case(MINI.name, "mini", "as_is", f"`mini`: {SHOWN}", OF_MINI),
@@ -58,7 +58,16 @@ CASES = [
     Case(*NODE_ANTHROPIC, "tool_runner_stream", "Node: `toolRunner`, streamed", OF_SCRIPTS, is_long=True),
     Case(*VERCEL, "generate_chat", "Node: `generateText`", OF_SCRIPTS, is_long=True),
     Case(*VERCEL_OPENAI, "stream_responses", "Node: `streamText`", OF_SCRIPTS, is_long=True),
-    Case(CLAUDE.name, "claude", "bare", f"`claude --bare -p`: {SHOWN}", OF_CLAUDE, is_long=True),
+    Case(CLAUDE.name, "claude", "whole", f"`claude -p`: {SHOWN}", OF_CLAUDE, is_long=True),
+    Case(
+        OPENCODE.name,
+        "opencode",
+        "titled",
+        f"`opencode run` with titles, which are not trained: {SHOWN}",
+        OF_OPENCODE,
+        is_long=True,
+        aside=("You are a title generator", "The number"),
+    ),
 ]
 
 
@@ -71,6 +80,7 @@ def test_programs(case, play, world):
     assert NOTE in last, "the file that the program read"
     assert PRINTED in last, "what the command printed"
     assert len({record.rid for record in played.records}) == case.rows, "one conversation each"
+    assert played.side_calls == (case.aside is not None)
     assert not played.refused
     if case.client == CODEX.name:
         asked = played.records[0].metadata["warnings"]

@@ -1,0 +1,419 @@
+"""Trains on what a command-line agent does: the program runs unmodified in a box, and its calls to the model are recorded."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import math
+import shutil
+import tempfile
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from dataclasses import fields
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from rollwright.config.generation import GenerationHyperparameters
+from rollwright.errors import ConfigError, RefusedFilesError, RewardError, WorkflowError
+from rollwright.experience.durable import durable
+from rollwright.inference.front.openai_front import OpenAIEpisode, OpenAIFront
+from rollwright.processes.box import Box, BoxLimits, BoxSpec, ExecResult
+from rollwright.processes.boxes import make_box
+from rollwright.processes.sandbox import sandbox_name
+from rollwright.rewards.wrapper import REWARD_CALLS, AsyncRewardWrapper
+from rollwright.tracking.logging import getLogger
+from rollwright.tracking.metrics import get_tracker
+from rollwright.workflows.command_presets import CommandAgent
+from rollwright.workflows.openai_agent import FrontWorkflow
+from rollwright.workflows.registry import WORKFLOWS
+from rollwright.workflows.turns import fill
+
+logger = getLogger("agents")
+
+#: Port of the box's loopback at which the front answers; the tasks' own servers rarely use it.
+FRONT_PORT = 18123
+#: Runs a command with further directories at the beginning of ``PATH``.
+_WITH_PATH = 'PATH="$0:$PATH" exec "$@"'
+WORKDIR, HOME = "/app", "/home/agent"
+_LOOK_SECONDS = 0.2  # between looks at whether the conversation has outgrown the context
+_TOLD = 2000  # characters of a program's output in messages
+
+
+@WORKFLOWS.register_module("command_agent")
+class CommandAgentWorkflow(FrontWorkflow):
+    """Runs a command-line agent, such as Claude Code or mini-swe-agent, in a box, and trains on its calls to the model.
+
+    Each episode has a box of its own (``rollout.sandbox``), with an empty home directory and a working directory that holds the task's
+    files. The box has no network: the program reaches only the ``OpenAIFront`` that answers with the policy and records each call, in
+    the program's own dialect. Whatever the program started ends with the box.
+
+    A row of the dataset has the task's prompt, and may have these columns: ``files`` (path -> text), which are written into the working
+    directory, and ``workdir`` (a directory of this machine), which is copied there.
+
+    A program that fails or runs out of time is scored like any other. A working directory that cannot be copied out of the box, for
+    example because a link leads out of it, scores 0. A conversation that exceeds the context ends the program after
+    ``overflow_seconds``, and its rows are marked as truncated.
+
+    Args:
+        agent: a preset (``mini-swe-agent``, ``claude-code``, ``codex``, ``qwen-code``, ``opencode``, or one that you registered), a
+            ``CommandAgent`` or its import path, or a mapping of its fields (``command``, ``environment``, ``files``, …).
+        tokenizer: the policy's tokenizer, or its path.
+        gconfig: defaults of the generation arguments.
+        reward_fn: scores the episode; function, name, import path or URL. Its completion is the model's last reply. It may take these
+            keywords besides the task's columns: ``workdir`` (a copy of the working directory), ``transcript`` (the messages of the
+            first conversation), ``conversations`` (all of them), ``stdout``, ``stderr`` and ``exit_code`` (None if a limit ended the
+            program).
+        reward_timeout: time limit of the reward function or the verifier, in seconds.
+        verifier: script of this machine, or a directory with ``test.sh``, that scores the episode in place of ``reward_fn``. It runs in
+            a box of its own, in a copy of the working directory, with its files and the row (``task.json``) in ``/tests``. Exit code
+            0 scores the number in its last line of output, or 1; exit code 1, and a limit, score 0; other exit codes are errors.
+        programs: directories of this machine that contain programs, which the box can read: virtual environments, directories with
+            ``node_modules``, or others, which are put into ``PATH`` themselves.
+        timeout: time limit of the program, in seconds.
+        limits: other limits: fields of ``BoxLimits``.
+        image: image of a docker or podman box.
+        model_name: name of the model for the program.
+        front: an ``OpenAIFront`` to share. None creates one that ends with the workflow.
+        overflow_reward: reward of an episode whose first prompt or reward failed because the conversation exceeded the context.
+        overflow_seconds: time that a program gets to end after its conversation has exceeded the context.
+    """
+
+    def __init__(
+        self,
+        agent: CommandAgent | Mapping[str, Any] | str,
+        tokenizer: Any,
+        gconfig: GenerationHyperparameters | None = None,
+        reward_fn: Callable[..., Any] | str | None = None,
+        reward_timeout: float = 60.0,
+        verifier: str = "",
+        programs: Sequence[str] | str = (),
+        timeout: float = 600.0,
+        limits: BoxLimits | Mapping[str, int] | None = None,
+        image: str = "",
+        model_name: str = "policy",
+        front: OpenAIFront | None = None,
+        overflow_reward: float = 0.0,
+        overflow_seconds: float = 10.0,
+    ) -> None:
+        if timeout <= 0 or reward_timeout <= 0 or overflow_seconds < 0:
+            raise ConfigError("CommandAgentWorkflow: timeout and reward_timeout are above 0, overflow_seconds is at least 0.")
+        if (reward_fn is None) == (not verifier):
+            raise ConfigError(
+                "CommandAgentWorkflow: set reward_fn or workflow_kwargs.verifier, one of them; "
+                + ("neither is set." if reward_fn is None else "both are set.")
+            )
+        self.agent = CommandAgent.of(agent)
+        self.reward_fn = None if reward_fn is None else AsyncRewardWrapper(reward_fn, reward_timeout)
+        self.reward_timeout = reward_timeout
+        self.verifier = _existing(verifier, "verifier").resolve() if verifier else None
+        self.programs = programs_in([programs] if isinstance(programs, str) else programs)
+        self.timeout = timeout
+        self.limits = _box_limits(limits)
+        self.image = image
+        self.overflow_seconds = overflow_seconds
+        super().__init__(tokenizer, gconfig, model_name, front, overflow_reward)
+        self.episode_settings = {
+            "side_conversations": self.agent.side_conversations,
+            "resamples_equal": False,  # such programs retry, and do not sample a prompt twice
+        }
+
+    @staticmethod
+    def uses_sandbox(arguments: Mapping[str, Any]) -> bool:
+        """Return True: the model writes what the program runs."""
+        return True
+
+    async def run_agent(self, episode: OpenAIEpisode, data: dict[str, Any]) -> float | None:
+        """Run the program in a box of its own, and score what it did."""
+        task = task_text(data)
+        async with temporary_directory() as work:
+            async with self._box({FRONT_PORT: self.front.socket}) as box:
+                await upload_files(box, data)
+                ended = await self._run(box, episode, task)
+                check_calls(episode, self.agent, ended)
+                if not episode.calls:
+                    return None  # the first prompt exceeded the context
+                try:
+                    await box.download(box.workdir, work)
+                except RefusedFilesError as error:
+                    logger.warning("an episode's working directory cannot be scored: %s", error)
+                    return 0.0
+            if self.verifier is not None:
+                return await durable(f"{REWARD_CALLS}verifier").awaited(self._verify, self.verifier, work, data)
+            return await self._score(episode, task, data, work, ended)
+
+    @contextlib.asynccontextmanager
+    async def _box(self, ports: Mapping[int, Path]) -> AsyncIterator[Box]:
+        spec = BoxSpec(
+            limits=self.limits,
+            ports=ports,
+            readable=self.programs.readable,
+            writable=(WORKDIR, HOME, "/tmp", "/logs", "/tests"),
+            image=self.image,
+        )
+        box = make_box(sandbox_name(), spec)
+        await box.start()
+        try:
+            yield box
+        finally:
+            await box.stop()
+
+    async def _run(self, box: Box, episode: OpenAIEpisode, task: str) -> ExecResult:
+        """Run the program until it ends or exceeds a limit: its own, or the context."""
+        root_url = box.url(FRONT_PORT)
+        values = {"base_url": f"{root_url}/v1", "root_url": root_url, "api_key": episode.api_key}
+        values |= {"model": self.front.model_name, "task": task, "home": box.home}
+        started = asyncio.get_running_loop().time()
+        running = asyncio.ensure_future(run_command(box, self.agent, values, self.programs, self.timeout))
+        try:
+            left = self.overflow_seconds
+            while not running.done() and left >= 0:
+                await asyncio.wait({running}, timeout=_LOOK_SECONDS)
+                left -= _LOOK_SECONDS if episode.recorder.outgrew_context else 0.0
+            if running.done():
+                return await running
+        finally:
+            running.cancel()
+            await asyncio.gather(running, return_exceptions=True)
+        return ExecResult("", "", None, asyncio.get_running_loop().time() - started, "context")
+
+    async def _score(self, episode: OpenAIEpisode, task: str, data: dict[str, Any], work: Path, ended: ExecResult) -> float:
+        """Call the reward function."""
+        assert self.reward_fn is not None
+        conversations, records = episode.conversations, episode.records
+        transcript = conversations[0] if conversations else []
+        replies = [message["content"] for message in transcript if message["role"] == "assistant"]
+        columns = {
+            "workdir": work,
+            "transcript": transcript,
+            "conversations": conversations,
+            "stdout": ended.stdout,
+            "stderr": ended.stderr,
+            "exit_code": ended.exit_code,
+        }
+        prompt_ids, completion_ids = records[0].prompt_ids, records[-1].output_ids
+        return await self.reward_fn(task, replies[-1] if replies else "", prompt_ids, completion_ids, **{**data, **columns})
+
+    async def _verify(self, verifier: Path, work: Path, data: dict[str, Any]) -> float:
+        """Run the verifier in a box of its own."""
+        is_directory = _is_directory(verifier)
+        script = f"/tests/{'test.sh' if is_directory else verifier.name}"
+        async with self._box({}) as box:
+            await box.upload(work, box.workdir)
+            await box.upload(verifier, "/tests" if is_directory else script)
+            async with temporary_directory() as made:
+                write_files(made, {"task.json": json.dumps(data, default=repr)})
+                await box.upload(made, "/tests")
+            command = self.programs.on_path([*_interpreter(script), script])
+            result = await box.exec(command, timeout=self.reward_timeout)
+        return _verdict(result, verifier)
+
+
+# -- what goes into a box, and how the program is run --------------------------------------------------------------------
+
+
+class Programs(NamedTuple):
+    """Programs of this machine, as a box needs them.
+
+    Attributes:
+        readable: path in the box -> directory of this machine.
+        directories: those of their executables.
+    """
+
+    readable: dict[str, Path]
+    directories: list[str]
+
+    def on_path(self, command: Sequence[str]) -> list[str]:
+        """Return the command, run with the programs in its ``PATH``."""
+        return ["sh", "-c", _WITH_PATH, ":".join(self.directories), *command] if self.directories else list(command)
+
+
+def programs_in(directories: Sequence[str]) -> Programs:
+    """Find the programs of virtual environments, directories with ``node_modules``, and directories of executables.
+
+    Raises:
+        ConfigError: a directory does not exist, or is in the place of a directory of the box.
+    """
+    readable: dict[str, Path] = {}
+    entries: list[str] = []
+    for each in directories:
+        root = _existing(each, "programs")
+        if any(root.is_relative_to(place) for place in (WORKDIR, HOME)):
+            raise ConfigError(
+                f"CommandAgentWorkflow: programs names {root}, but {WORKDIR} and {HOME} are the episode's own in a box."
+            )
+        readable |= {str(root): root.resolve(), str(root.resolve()): root.resolve()}  # scripts may name either
+        inside = [place for place in (root / "node_modules" / ".bin", root / "bin") if place.is_dir()]
+        entries += map(str, inside or [root])
+        if (root / "pyvenv.cfg").exists():
+            base = (root / "bin" / "python").resolve().parents[1]  # has the standard library
+            if not base.is_relative_to("/usr"):
+                readable[str(base)] = base
+    return Programs(readable, entries)
+
+
+async def run_command(
+    box: Box, agent: CommandAgent, values: Mapping[str, str], programs: Programs, timeout: float
+) -> ExecResult:
+    """Write an agent's files into the home directory of a box, and run it in the working directory.
+
+    Args:
+        box: a started box, which the program's ports and files are known to.
+        agent: the agent.
+        values: values of the ``PLACEHOLDERS``.
+        programs: what is put into ``PATH``.
+        timeout: time limit in seconds.
+    """
+    async with temporary_directory() as made:
+        if write_files(made, agent.home_files(values)):
+            await box.upload(made, box.home)
+    command = programs.on_path(agent.command_line(values))
+    return await box.exec(command, timeout=timeout, stdin=fill(agent.stdin, **values), env=agent.variables(values))
+
+
+async def upload_files(box: Box, data: Mapping[str, Any]) -> None:
+    """Copy the files of a task, its columns ``workdir`` and ``files``, into the working directory of a box.
+
+    Raises:
+        WorkflowError: a column holds something else.
+    """
+    if data.get("workdir"):
+        await box.upload(_directory(data["workdir"]), box.workdir)
+    files = data.get("files") or {}
+    if not isinstance(files, Mapping) or not all(isinstance(text, str) for text in files.values()):
+        raise WorkflowError(f"the task's column 'files' holds {files!r:.100}; it has to map paths to texts.")
+    async with temporary_directory() as made:
+        if write_files(made, files):
+            await box.upload(made, box.workdir)
+
+
+def write_files(directory: Path, files: Mapping[str, str]) -> bool:
+    """Write files below a directory, and return whether there were any.
+
+    Raises:
+        WorkflowError: a path leads out of the directory.
+    """
+    for name, content in files.items():
+        path = directory / name
+        if Path(name).is_absolute() or ".." in Path(name).parts:
+            raise WorkflowError(f"the file {name!r} would be outside of its directory: give a relative path without '..'.")
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(content, encoding="utf-8")
+    return bool(files)
+
+
+@contextlib.asynccontextmanager
+async def temporary_directory() -> AsyncIterator[Path]:
+    """Make a directory that is removed at the end of the block."""
+    directory = _new_directory()
+    try:
+        yield directory
+    finally:
+        await asyncio.to_thread(shutil.rmtree, directory, ignore_errors=True)
+
+
+def _new_directory() -> Path:
+    return Path(tempfile.mkdtemp(prefix="rollwright-agent-")).resolve()
+
+
+def _directory(path: str) -> Path:
+    found = Path(path).expanduser().resolve()
+    if not found.is_dir():
+        raise WorkflowError(f"the task's column 'workdir' names {path!r}, which is no directory of this machine.")
+    return found
+
+
+def _is_directory(path: Path) -> bool:
+    return path.is_dir()
+
+
+def task_text(data: Mapping[str, Any]) -> str:
+    """Return the text that an agent is asked: that of the task's messages.
+
+    Raises:
+        WorkflowError: the task has none.
+    """
+    contents = [message.get("content") for message in data.get("messages") or ()]
+    parts = [part for content in contents for part in (content if isinstance(content, list) else [content])]
+    texts = [part if isinstance(part, str) else part.get("text") for part in parts if part]
+    if not texts or not all(isinstance(text, str) for text in texts):
+        raise WorkflowError(
+            "the task's prompt is no text, which is all that a command line can be given: put images and other files into the column "
+            "'files' or 'workdir', and name the column of the prompt in the dataset's format."
+        )
+    return "\n\n".join(texts)
+
+
+def _existing(path: str, what: str) -> Path:
+    found = Path(path).expanduser().absolute()
+    if not found.exists():
+        raise ConfigError(f"CommandAgentWorkflow: {what} names {path!r}, and there is no {found} on this machine.")
+    return found
+
+
+def _box_limits(limits: BoxLimits | Mapping[str, int] | None) -> BoxLimits:
+    known = [each.name for each in fields(BoxLimits)]
+    if isinstance(limits, BoxLimits):
+        return limits
+    if unknown := sorted(set(limits or {}) - set(known)):
+        raise ConfigError(f"CommandAgentWorkflow: limits has {', '.join(unknown)}; it may hold {', '.join(known)}.")
+    return BoxLimits(**(limits or {}))
+
+
+# -- what came of it -----------------------------------------------------------------------------------------------------
+
+
+def check_calls(episode: OpenAIEpisode, agent: CommandAgent, ended: ExecResult) -> None:
+    """Report how a program ended.
+
+    Raises:
+        WorkflowError: it made no call to the model, which says more about its installation than about the policy.
+    """
+    failed = ended.exit_code not in (0, None)
+    get_tracker("rollout").scalar(
+        command_seconds=ended.seconds, command_failed=float(failed), command_cut=float(ended.exit_code is None)
+    )
+    how = f"was ended by a limit ({ended.excess})" if ended.exit_code is None else f"ended with exit code {ended.exit_code}"
+    said = (ended.stderr.strip() or ended.stdout.strip())[-_TOLD:] or "nothing"
+    refused = ""
+    if episode.refusals:
+        refused = f" The front refused {len(episode.refusals)} of its calls, the last because: {episode.refusals[-1]}"
+    if not episode.calls and not episode.recorder.outgrew_context:
+        install = (
+            f" If it is not installed there: {agent.install}, and name its directory in workflow_kwargs.programs."
+            if agent.install
+            else ""
+        )
+        raise WorkflowError(
+            f"{agent.program} {how} in its box before its first answered call to the model.{refused}{install} It said: {said}"
+        )
+    if failed or episode.refusals:
+        logger.info("%s %s after %d calls.%s It said: %s", agent.program, how, len(episode.calls), refused, said)
+
+
+def _interpreter(script: str) -> list[str]:
+    """Return the program that runs a script, which need not be executable."""
+    return {".py": ["python3"], ".sh": ["sh"]}.get(Path(script).suffix, [])
+
+
+def _verdict(result: ExecResult, verifier: Path) -> float:
+    """Return the reward of a verifier's result.
+
+    Raises:
+        RewardError: the verifier failed.
+    """
+    if result.exit_code in (1, None):  # a limit ends it if it runs a program of the agent's that never ends
+        return 0.0
+    if result.exit_code != 0:
+        raise RewardError(
+            f"the verifier {verifier} ended with exit code {result.exit_code}; 0 is a success and 1 a failure. It said: "
+            f"{(result.stderr or result.stdout).strip()[-_TOLD:] or 'nothing'}"
+        )
+    lines = result.stdout.strip().splitlines()
+    with contextlib.suppress(ValueError):
+        reward = float(lines[-1]) if lines else 1.0
+        if not math.isfinite(reward):
+            raise RewardError(
+                f"the verifier {verifier} printed {lines[-1]!r}; its last line has to be a finite number, or no number."
+            )
+        return reward
+    return 1.0
