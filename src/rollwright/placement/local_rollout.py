@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import dataclasses
 import os
-import re
 import secrets
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from rollwright.config.experiment import PPOConfig, section_of
+from rollwright.config.experiment import PPOConfig
 from rollwright.config.secrets import hidden_texts
 from rollwright.config.sections import RolloutConfig, TrainEngineConfig
 from rollwright.errors import ConfigError
@@ -20,7 +19,7 @@ from rollwright.inference.backends import BACKENDS
 from rollwright.inference.backends.server_backend import servers_of
 from rollwright.inference.network import find_server_addresses
 from rollwright.inference.remote import RemoteInferenceEngine
-from rollwright.inference.weights.adapter import AdapterRoom
+from rollwright.inference.weights.adapter import adapter_room
 from rollwright.placement.gpus import first_gpu_of_servers
 from rollwright.placement.local_servers import LocalServers
 from rollwright.placement.teachers import open_teachers
@@ -119,18 +118,6 @@ def _rollout_engine(config: PPOConfig, actor: Any, tokenizer: Any, directory: Ru
         client.own(servers)
         engine.watch = servers.watch(rollout.setup_timeout, client.use_servers, engine.in_service)
     return engine
-
-
-def adapter_room(config: PPOConfig) -> AdapterRoom | None:
-    """Return what servers have to hold for the adapter that a run trains. None if it trains a whole model.
-
-    A server that knows the run by its key has another name for it (``ServerAdapters.connect``).
-    """
-    lora = section_of(config).lora
-    if lora is None:
-        return None
-    run = re.sub(r"[^A-Za-z0-9_.]+", "-", f"{config.experiment_name}-{config.trial_name}")
-    return AdapterRoom(run, config.rollout.max_head_offpolicyness + 1, lora.rank)
 
 
 def with_key(rollout: RolloutConfig) -> RolloutConfig:

@@ -25,7 +25,7 @@ from rollwright.inference.backends.server_backend import servers_of
 from rollwright.inference.engine import WeightReceiver
 from rollwright.inference.network import find_free_ports
 from rollwright.inference.remote import RemoteInferenceEngine
-from rollwright.placement.local_rollout import adapter_room
+from rollwright.inference.weights.adapter import adapter_room
 from rollwright.placement.rank_processes import load_ranks
 from rollwright.placement.ranks import CALLS, TrainedRow, TrainRanks, trained_rows
 from rollwright.training import parallel

@@ -19,7 +19,8 @@ from rollwright.inference.backends.server_backend import servers_of
 from rollwright.inference.launcher import Launcher, RestartableServer
 from rollwright.inference.remote import RemoteInferenceEngine
 from rollwright.inference.server_watch import ServerWatch
-from rollwright.placement.local_rollout import adapter_room, model_for_servers, with_key
+from rollwright.inference.weights.adapter import adapter_room
+from rollwright.placement.local_rollout import model_for_servers, with_key
 from rollwright.placement.local_servers import LocalServers
 from rollwright.placement.ray_ranks import RayRanks
 from rollwright.placement.task_services import MovingModelConfig, serve

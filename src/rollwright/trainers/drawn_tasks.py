@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 import inspect
 from collections import OrderedDict
@@ -9,6 +10,7 @@ from collections.abc import Callable, Iterable
 from typing import Any
 
 from rollwright.config.experiment import PPOConfig
+from rollwright.config.generation import GenerationHyperparameters
 from rollwright.data.chat_template import without_template
 from rollwright.data.datasets import get_dataset
 from rollwright.data.loader import TaskLoader, endless
@@ -155,6 +157,25 @@ def evaluation_workflow(
         return None, None
     given = config.workflow_kwargs if config.eval_workflow_kwargs is None else config.eval_workflow_kwargs
     return workflow, workflow_arguments(config, workflow, given, tokenizer)
+
+
+def evaluating(
+    workflow: Any, kwargs: dict[str, Any] | None, gconfig: GenerationHyperparameters
+) -> tuple[Any, dict[str, Any] | None]:
+    """Return a workflow and its constructor arguments for evaluation, so that each run uses ``gconfig`` and takes one sample."""
+    if inspect.isclass(workflow) or isinstance(workflow, str):
+        return workflow, {**(kwargs or {}), "gconfig": gconfig.new(n_samples=1)}
+    if not isinstance(workflow, TaskRunner) and hasattr(workflow, "gconfig"):  # an instance: copy it with other arguments
+        workflow = copy.copy(workflow)
+        workflow.gconfig = _with_stops_of(workflow.gconfig, gconfig.new(n_samples=1))
+    return workflow, None
+
+
+def _with_stops_of(own: Any, gconfig: GenerationHyperparameters) -> GenerationHyperparameters:
+    """Add the workflow's own stop strings and tokens to ``gconfig``, because they define where the workflow's turns end."""
+    stops = list(dict.fromkeys([*(getattr(own, "stop", None) or []), *(gconfig.stop or [])]))
+    stop_token_ids = dict.fromkeys([*(getattr(own, "stop_token_ids", None) or []), *gconfig.stop_token_ids])
+    return gconfig.new(stop=stops or None, stop_token_ids=list(stop_token_ids))
 
 
 def _runner(

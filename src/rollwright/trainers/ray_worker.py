@@ -1,4 +1,7 @@
-"""Creates the rollout worker in a worker process on a Ray cluster. ``placement.ray_rollout`` places the process."""
+"""Creates the rollout worker in a worker process on a Ray cluster. ``placement.ray_rollout`` places the process.
+
+A worker imports nothing of training, which would double the time until it runs.
+"""
 
 from __future__ import annotations
 
@@ -12,13 +15,12 @@ from rollwright.data.tokenizer import load_tokenizer
 from rollwright.experience.journal.writing import Journal
 from rollwright.inference.backends.server_backend import servers_of
 from rollwright.inference.remote import RemoteInferenceEngine
-from rollwright.placement.local_rollout import adapter_room
+from rollwright.inference.weights.adapter import adapter_room
 from rollwright.placement.task_services import TaskServices
 from rollwright.placement.teachers import open_teachers
 from rollwright.registry import PLUGINS
 from rollwright.rollout.workers.worker import RolloutWorker
-from rollwright.trainers.drawn_tasks import evaluation_workflow, training_workflow
-from rollwright.trainers.loops.evaluation import evaluating
+from rollwright.trainers.drawn_tasks import evaluating, evaluation_workflow, training_workflow
 
 
 def open_worker(place: Any, config: PPOConfig, addresses: list[str], directory: str) -> RolloutWorker:

@@ -1,7 +1,5 @@
 """Starting ranks: how many, and what becomes of one whose agent has ended."""
 
-import os
-import subprocess
 import sys
 from pathlib import Path
 
@@ -21,12 +19,12 @@ def test_far_more_ranks_than_processors_are_refused_before_one_starts():
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="elsewhere a rank looks at its parent once a second")
-def test_a_rank_whose_agent_ended_while_it_began_does_nothing(tmp_path):
+def test_a_rank_whose_agent_ended_while_it_began_does_nothing(tmp_path, warm):
     file = tmp_path / "model.yaml"
     file.write_text(CONFIG)
-    environment = {**os.environ, "TORCHELASTIC_RUN_ID": "rollwright-1"}  # of another process than the parent
-    command = [sys.executable, "-m", "rollwright", "run", str(file)]
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=200, cwd=tmp_path)
+    done = warm.run(
+        ["rollwright", "run", file], tmp_path, {"TORCHELASTIC_RUN_ID": "rollwright-1"}
+    )  # of another process than the parent
     assert (done.returncode, done.stderr) == (1, "")
     assert not (tmp_path / "runs").exists()
 

@@ -7,11 +7,13 @@ An adapter is a small set of tensors beside a frozen base. Trainer, transports, 
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from rollwright.config.experiment import PPOConfig, section_of
 from rollwright.errors import ConfigError
 
 #: PEFT's prefix of the names in ``adapter_model.safetensors``.
@@ -145,3 +147,15 @@ def version_name(version: int, run: str = "policy") -> str:
     Each version has a name of its own, because a prefix cache keyed by name would otherwise serve an old policy.
     """
     return f"{run}-v{version}"
+
+
+def adapter_room(config: PPOConfig) -> AdapterRoom | None:
+    """Return what servers have to hold for the adapter that a run trains. None if it trains a whole model.
+
+    A server that knows the run by its key has another name for it (``ServerAdapters.connect``).
+    """
+    lora = section_of(config).lora
+    if lora is None:
+        return None
+    run = re.sub(r"[^A-Za-z0-9_.]+", "-", f"{config.experiment_name}-{config.trial_name}")
+    return AdapterRoom(run, config.rollout.max_head_offpolicyness + 1, lora.rank)

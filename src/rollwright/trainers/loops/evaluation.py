@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import copy
-import inspect
 import math
 from collections.abc import Sequence
 from contextlib import AbstractContextManager
@@ -17,8 +15,8 @@ from rollwright.experience.trajectory import Trajectory, sampled_tokens
 from rollwright.rollout.engines import RolloutEngine
 from rollwright.tracking.progress import progress_bar
 from rollwright.tracking.rollout_dumps import RolloutDumper
+from rollwright.trainers.drawn_tasks import evaluating
 from rollwright.trainers.loops.reporting import EvaluationResult, sample_means
-from rollwright.workflows.task_runner import TaskRunner
 
 
 def evaluate(
@@ -54,25 +52,6 @@ def evaluate(
         response_tokens=float(sampled_tokens(trajectory).sum()) / len(rewards),
         trajectory=trajectory,
     )
-
-
-def evaluating(
-    workflow: Any, kwargs: dict[str, Any] | None, gconfig: GenerationHyperparameters
-) -> tuple[Any, dict[str, Any] | None]:
-    """Return a workflow and its constructor arguments for evaluation, so that each run uses ``gconfig`` and takes one sample."""
-    if inspect.isclass(workflow) or isinstance(workflow, str):
-        return workflow, {**(kwargs or {}), "gconfig": gconfig.new(n_samples=1)}
-    if not isinstance(workflow, TaskRunner) and hasattr(workflow, "gconfig"):  # an instance: copy it with other arguments
-        workflow = copy.copy(workflow)
-        workflow.gconfig = _with_stops_of(workflow.gconfig, gconfig.new(n_samples=1))
-    return workflow, None
-
-
-def _with_stops_of(own: Any, gconfig: GenerationHyperparameters) -> GenerationHyperparameters:
-    """Add the workflow's own stop strings and tokens to ``gconfig``, because they define where the workflow's turns end."""
-    stops = list(dict.fromkeys([*(getattr(own, "stop", None) or []), *(gconfig.stop or [])]))
-    stop_token_ids = dict.fromkeys([*(getattr(own, "stop_token_ids", None) or []), *gconfig.stop_token_ids])
-    return gconfig.new(stop=stops or None, stop_token_ids=list(stop_token_ids))
 
 
 def pass_at_k(samples: int, passed: int, k: int) -> float:

@@ -27,7 +27,6 @@ from rollwright.rewards.wrapper import REWARD_CALLS
 from rollwright.rollout.replay import Replayed, Replayer
 from rollwright.tracking.logging import getLogger
 from rollwright.trainers import drawn_tasks
-from rollwright.trainers.loops.evaluation import evaluating
 from rollwright.trainers.modes.shared_run import SERVICE_FILE
 from rollwright.workflows.registry import WORKFLOWS
 
@@ -198,7 +197,9 @@ class RunReplay:
 
     def _evaluated(self) -> tuple[Any, dict[str, Any] | None, int]:
         config, gconfig = self.config, self.config.evaluator.gconfig
-        workflow, kwargs = evaluating(*drawn_tasks.evaluation_workflow(config, self.tokenizer, self._services()), gconfig)
+        workflow, kwargs = drawn_tasks.evaluating(
+            *drawn_tasks.evaluation_workflow(config, self.tokenizer, self._services()), gconfig
+        )
         return workflow, kwargs, 1 if config.eval_tasksets else gconfig.n_samples
 
     def _services(self) -> TaskServices:
