@@ -105,12 +105,12 @@ def teacher(tiny_model):
 @pytest.mark.slow
 @pytest.mark.timeout(600)
 def test_tasksets_with_a_judge_that_is_lost_a_critic_an_adapter_and_a_teacher(grpo, cluster, tiny_model, teacher):
-    """Two ranks train an adapter and a critic; workers ask the policy through OpenAI clients, a judge that is lost, and a teacher."""
+    """A rank trains an adapter and a critic; workers ask the policy through OpenAI clients, a judge that is lost, and a teacher."""
     plain = (grpo / "grpo.yaml").read_text().splitlines()
     kept = [line for line in plain if not line.startswith(("workflow:", "reward_fn:", "train_dataset:"))]
     (grpo / "judged.yaml").write_text("\n".join([*kept, JUDGED.format(model=tiny_model)]))
     trained = (
-        *("cluster.processes=2", "actor.recipe=ppo", "actor.lora={rank: 4}", "actor.adv_estimator_kwargs={lam: 0.9}"),
+        *("actor.recipe=ppo", "actor.lora={rank: 4}", "actor.adv_estimator_kwargs={lam: 0.9}"),
         *("actor.kl_in=reward", "actor.kl_estimator=k1", "critic={optimizer: {lr: 1.0e-2}, ppo_n_minibatches: 2}"),
         *(
             "actor.distillation={loss: advantage, weight: 0.2}",
