@@ -14,6 +14,8 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from rollwright.config.generation import GenerationHyperparameters
+from rollwright.environments.harbor.task_box import TaskBox
+from rollwright.environments.harbor.tasks import COLUMN, folder_of
 from rollwright.errors import ConfigError, RefusedFilesError, RewardError, WorkflowError
 from rollwright.experience.durable import durable
 from rollwright.inference.front.openai_front import OpenAIEpisode, OpenAIFront
@@ -30,6 +32,7 @@ from rollwright.workflows.turns import fill
 
 logger = getLogger("agents")
 
+TESTS_OF_TASK = "task"  #: Value of ``verifier`` for tasks that are folders with tests of their own.
 #: Port of the box's loopback at which the front answers; the tasks' own servers rarely use it.
 FRONT_PORT = 18123
 #: Runs a command with further directories at the beginning of ``PATH``.
@@ -67,6 +70,7 @@ class CommandAgentWorkflow(FrontWorkflow):
         verifier: script of this machine, or a directory with ``test.sh``, that scores the episode in place of ``reward_fn``. It runs in
             a box of its own, in a copy of the working directory, with its files and the row (``task.json``) in ``/tests``. Exit code
             0 scores the number in its last line of output, or 1; exit code 1, and a limit, score 0; other exit codes are errors.
+            ``task``: the tests of the task folder (``kind: harbor``), which also has the time limit and the limits of the box.
         programs: directories of this machine that contain programs, which the box can read: virtual environments, directories with
             ``node_modules``, or others, which are put into ``PATH`` themselves.
         timeout: time limit of the program, in seconds.
@@ -102,10 +106,15 @@ class CommandAgentWorkflow(FrontWorkflow):
                 "CommandAgentWorkflow: set reward_fn or workflow_kwargs.verifier, one of them; "
                 + ("neither is set." if reward_fn is None else "both are set.")
             )
+        if verifier == TESTS_OF_TASK and (limits or image):
+            raise ConfigError(
+                "CommandAgentWorkflow: verifier is 'task', so limits and image are those of the task's folder; leave them out."
+            )
         self.agent = CommandAgent.of(agent)
         self.reward_fn = None if reward_fn is None else AsyncRewardWrapper(reward_fn, reward_timeout)
         self.reward_timeout = reward_timeout
-        self.verifier = _existing(verifier, "verifier").resolve() if verifier else None
+        self.graded_by_task = verifier == TESTS_OF_TASK
+        self.verifier = _existing(verifier, "verifier").resolve() if verifier and not self.graded_by_task else None
         self.programs = programs_in([programs] if isinstance(programs, str) else programs)
         self.timeout = timeout
         self.limits = _box_limits(limits)
@@ -124,6 +133,12 @@ class CommandAgentWorkflow(FrontWorkflow):
 
     async def run_agent(self, episode: OpenAIEpisode, data: dict[str, Any]) -> float | None:
         """Run the program in a box of its own, and score what it did."""
+        if self.graded_by_task:
+            return await self._work_on_folder(episode, data)
+        if COLUMN in data:
+            raise WorkflowError(
+                f"the task is a folder with tests of its own: set workflow_kwargs.verifier to {TESTS_OF_TASK!r}."
+            )
         task = task_text(data)
         async with temporary_directory() as work:
             async with self._box({FRONT_PORT: self.front.socket}) as box:
@@ -141,6 +156,20 @@ class CommandAgentWorkflow(FrontWorkflow):
                 return await durable(f"{REWARD_CALLS}verifier").awaited(self._verify, self.verifier, work, data)
             return await self._score(episode, task, data, work, ended)
 
+    async def _work_on_folder(self, episode: OpenAIEpisode, data: dict[str, Any]) -> float | None:
+        """Run the program on each step of a task folder, whose tests score it."""
+        ports = {FRONT_PORT: self.front.socket}
+        async with TaskBox(folder_of(data), ports=ports, readable=self.programs.readable, recorded=False) as task:
+            async for attempt in task.steps():
+                ended = await self._run(task.box, episode, attempt.instruction, min(self.timeout, attempt.seconds))
+                attempt.timed_out = ended.excess == "time"
+                check_calls(episode, self.agent, ended)
+                if not episode.calls:
+                    return None  # the first prompt exceeded the context
+            others = {f"verifier_{name}": value for name, value in task.all_rewards.items()}
+            get_tracker("rollout").scalar(**others)
+            return task.reward
+
     @contextlib.asynccontextmanager
     async def _box(self, ports: Mapping[int, Path]) -> AsyncIterator[Box]:
         spec = BoxSpec(
@@ -157,13 +186,13 @@ class CommandAgentWorkflow(FrontWorkflow):
         finally:
             await box.stop()
 
-    async def _run(self, box: Box, episode: OpenAIEpisode, task: str) -> ExecResult:
+    async def _run(self, box: Box, episode: OpenAIEpisode, task: str, timeout: float | None = None) -> ExecResult:
         """Run the program until it ends or exceeds a limit: its own, or the context."""
         root_url = box.url(FRONT_PORT)
         values = {"base_url": f"{root_url}/v1", "root_url": root_url, "api_key": episode.api_key}
         values |= {"model": self.front.model_name, "task": task, "home": box.home}
         started = asyncio.get_running_loop().time()
-        running = asyncio.ensure_future(run_command(box, self.agent, values, self.programs, self.timeout))
+        running = asyncio.ensure_future(run_command(box, self.agent, values, self.programs, timeout or self.timeout))
         try:
             left = self.overflow_seconds
             while not running.done() and left >= 0:

@@ -12,6 +12,7 @@ from parts import Script, tool_tokenizer
 from tool_scripts import sampled
 
 from rollwright.config.generation import GenerationHyperparameters
+from rollwright.environments.harbor.tasks import harbor
 from rollwright.errors import ConfigError, RewardError, SandboxError, WorkflowError
 from rollwright.experience.normaliser import normalise
 from rollwright.processes.sandbox import check_sandbox
@@ -114,6 +115,25 @@ async def test_a_program_works_in_its_box_and_is_trained_on_its_calls(tokenizer,
     records = sample.recorder.records
     assert row.response_tokens[row.action_mask].tolist() == [token for record in records for token in record.output_ids]
     assert int(normalise(experiences, sample.recorder)["loss_mask"].sum()) == sum(len(r.output_ids) for r in records)
+
+
+async def test_a_task_folder_brings_its_files_and_tests(tokenizer, programs, tmp_path):
+    files = {
+        "task.toml": "",
+        "instruction.md": "Copy a.",
+        "environment/a.txt": "hello\n",
+        "tests/test.sh": "#!/bin/sh\ncmp a.txt b.txt && echo 0.5 > /logs/verifier/reward.txt\n",
+    }
+    for name, text in files.items():
+        (tmp_path / "t" / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / "t" / name).write_text(text)
+    (row,) = harbor(path=str(tmp_path / "t"))
+    engine = Script(tokenizer, "cp a.txt b.txt; ls /tests", "done")
+    sample, experiences = await run(workflow_of(tokenizer, programs, verifier="task"), engine, **row)
+    assert [each.reward for each in experiences] == [0.5]
+    assert len(sample.recorder.records) == 2
+    with pytest.raises(WorkflowError, match=r"set workflow_kwargs\.verifier to 'task'"):
+        await run(workflow_of(tokenizer, programs), Script(tokenizer, "done"), **row)
 
 
 async def test_each_episode_has_a_home_of_its_own_and_sees_nothing_else(tokenizer, programs):
