@@ -16,7 +16,9 @@ from pathlib import Path
 from typing import Any
 
 from rollwright.errors import SandboxError
+from rollwright.processes.jail_server import MOST_TASKS
 from rollwright.processes.jails import ENVIRONMENT, INSTEAD, SHARED_BYTES, Jail, SandboxLimits, server_command
+from rollwright.processes.pids_limit import pids_limited
 
 #: System calls that attackers and administrators use, but Python, its libraries and their threads do not.
 _REFUSED_CALLS = (
@@ -49,14 +51,9 @@ class Bubblewrap:
         bwrap = program()
         whole, no_processes = call_filters()
         with open_pipe(whole) as theirs:
-            command = [
-                bwrap,
-                *_surroundings(limits),
-                "--seccomp",
-                str(theirs),
-                "--",
-                *server_command(sys.executable),
-            ]
+            command, clean = pids_limited(
+                [bwrap, *_surroundings(limits), "--seccomp", str(theirs), "--", *server_command(sys.executable)], MOST_TASKS
+            )
             return Jail(
                 command,
                 limits,
@@ -64,6 +61,7 @@ class Bubblewrap:
                 filters=[] if limits.processes else [no_processes],
                 pass_fds=[theirs],
                 explain=why_bubblewrap_fails,
+                clean=clean,
             )
 
 

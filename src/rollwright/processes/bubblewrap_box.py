@@ -11,6 +11,7 @@ from pathlib import Path
 from rollwright.errors import SandboxError
 from rollwright.processes import bubblewrap
 from rollwright.processes.box import BoxSpec
+from rollwright.processes.pids_limit import pids_limited
 from rollwright.processes.server_box import SHARED_BYTES, ServerBox, ServerStart, box_server_command
 
 USER = 1000  # of programs: no root, for which some agents refuse to work
@@ -44,8 +45,9 @@ def _prepare(spec: BoxSpec) -> Iterator[ServerStart]:
         for port, path in sockets.items():
             command += ["--bind", str(Path(spec.ports[port]).resolve()), path]
         command += [*bubblewrap.closed(), "--seccomp", str(descriptors[0]), "--", *box_server_command(_moved(sys.executable))]
+        limited, clean = pids_limited(command, spec.limits.processes)
         yield ServerStart(
-            command,
+            limited,
             paths={path: path for path in spec.writable},
             environment=_environment(),
             server_paths=sockets,
@@ -53,6 +55,7 @@ def _prepare(spec: BoxSpec) -> Iterator[ServerStart]:
             roots=["/dev/shm"],
             kept=list(own),
             explain=bubblewrap.why_bubblewrap_fails,
+            clean=clean,
         )
 
 

@@ -36,7 +36,7 @@ from rollwright.processes.inside import (
     wake_descriptor,
 )
 
-_MOST_TASKS = 256  # threads and processes together
+MOST_TASKS = 256  # threads and processes together
 _MOST_FILES = 10_000
 _LOOK_SECONDS = 0.05
 _CHUNK = 65536
@@ -144,7 +144,7 @@ def _excess(limits: dict[str, Any], roots: list[str]) -> str:
     return first_excess(
         (
             (sum(not process.is_zombie for process in found) - 1, limits["processes"], "processes"),
-            (sum(process.tasks for process in found), _MOST_TASKS, "threads and processes"),
+            (sum(process.tasks for process in found), MOST_TASKS, "threads and processes"),
             (sum(process.memory for process in found), limits["memory_bytes"], "bytes of memory"),
             (files_in(roots)[0], _MOST_FILES, "files"),
         )
@@ -182,7 +182,7 @@ def _limit(limits: dict[str, Any], programs: list[bytes]) -> None:
         resource.RLIMIT_AS: limits["memory_bytes"],
     }
     if IS_ALONE:  # the kernel counts per user namespace; root is exempt
-        wanted[resource.RLIMIT_NPROC] = _MOST_TASKS
+        wanted[resource.RLIMIT_NPROC] = MOST_TASKS
     restrict(wanted, programs)
 
 
