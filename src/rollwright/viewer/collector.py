@@ -5,11 +5,13 @@ from __future__ import annotations
 import json
 import sqlite3
 from collections.abc import Callable, Mapping
+from functools import lru_cache
 from itertools import islice
 from typing import Any
 
 import msgspec
 import numpy as np
+import xxhash
 
 from rollwright.experience.journal.reading import step_of
 from rollwright.experience.journal.records import (
@@ -27,6 +29,7 @@ from rollwright.experience.journal.records import (
     Published,
     Resumed,
     Trained,
+    unpack_task,
 )
 
 #: Prefix of the names of durable calls that score a completion; not imported from ``rewards.wrapper``, which loads torch.
@@ -59,7 +62,7 @@ _BEGUN: dict[str, Any] = {
     "advantage": None,
     "advantages": None,
 }
-_COLUMNS = [*_BEGUN, "writer", "ordinal", "idx", "attempt", "is_eval", "version", "workflow", "began", "places"]
+_COLUMNS = [*_BEGUN, "writer", "ordinal", "idx", "attempt", "is_eval", "version", "task", "workflow", "began", "places"]
 _INSERT = f"INSERT INTO samples ({', '.join(_COLUMNS)}) VALUES (:{', :'.join(_COLUMNS)})"
 _TRAINED = """
 UPDATE samples SET step = ?, step_writer = ?, trained = ?, advantage = ?, advantages = ?, trained_places = ?, is_undone = ? WHERE id = ?
@@ -208,6 +211,7 @@ class Collector:
             "attempt": record.attempt,
             "is_eval": record.is_eval,
             "version": record.version,
+            "task": _identity(record.task) if record.is_eval and record.task is not None else None,
             "workflow": record.workflow,
             "began": record.time,
             "places": _packed(place),
@@ -447,6 +451,24 @@ def first_steps(connection: sqlite3.Connection) -> dict[int, int]:
     """Return the first step of each process; a resume undoes the steps that earlier processes made from there on."""
     made = connection.execute("SELECT writer, min(step) FROM steps GROUP BY writer").fetchall()
     return {**dict(made), **dict(connection.execute("SELECT writer, step + 1 FROM resumes").fetchall())}
+
+
+#: Keys that say when or for whom a task was drawn, not which task it is.
+_DRAWN = ("ordinal", "taskset")
+
+
+def identity_of_task(task: Mapping[str, Any]) -> str:
+    """Return what identifies a task in every run: its ``query_id``, or a digest of its content if that is missing or a mere number."""
+    name = task.get("query_id")
+    if isinstance(name, str) and name and not name.isdecimal():
+        return name
+    content = sorted((key, value) for key, value in task.items() if key not in _DRAWN)
+    return f"#{xxhash.xxh3_64_hexdigest(repr(content).encode('utf-8', 'replace'))}"
+
+
+@lru_cache(1024)  # the samples of a group share one task
+def _identity(packed: bytes) -> str:
+    return identity_of_task(unpack_task(packed))
 
 
 def _packed(place: int) -> bytes:

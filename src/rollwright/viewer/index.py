@@ -48,13 +48,14 @@ CREATE TABLE gaps (file INT, begin INT, end INT, writer INT, first INT, last INT
 CREATE TABLE arguments (writer INT, number INT, place INT, PRIMARY KEY (writer, number)) WITHOUT ROWID;
 CREATE TABLE running (writer INT, episode INT, state BLOB, PRIMARY KEY (writer, episode)) WITHOUT ROWID;
 CREATE TABLE samples (
-    id INTEGER PRIMARY KEY, writer INT, ordinal INT, idx INT, attempt INT, is_eval INT, version INT, workflow TEXT, status TEXT,
+    id INTEGER PRIMARY KEY, writer INT, ordinal INT, idx INT, attempt INT, is_eval INT, version INT, task TEXT, workflow TEXT, status TEXT,
     reason TEXT, reward REAL, rewards TEXT, prompt_tokens INT, tokens INT, length INT, rows INT, calls INT, tools INT, tool_names TEXT,
     first_version INT, last_version INT, model_seconds REAL, tool_seconds REAL, began REAL, ended REAL, truncated INT, places BLOB,
     step INT, step_writer INT, trained INT, advantage REAL, advantages TEXT, trained_places BLOB, is_undone INT DEFAULT 0, is_damaged INT DEFAULT 0
 );
 CREATE INDEX samples_of_group ON samples (ordinal, is_eval);
 CREATE INDEX samples_of_step ON samples (step) WHERE step IS NOT NULL;
+CREATE INDEX samples_of_evaluation ON samples (version, task) WHERE is_eval;
 CREATE INDEX samples_began ON samples (began);
 CREATE INDEX samples_undone ON samples (id) WHERE is_undone;
 CREATE TABLE groups (

@@ -25,6 +25,7 @@ from rollwright.tracking.logging import getLogger
 from rollwright.tracking.run_directory import MARKER, flattened, is_claimed
 from rollwright.viewer import reading, search
 from rollwright.viewer.curves import Curves, groups_of
+from rollwright.viewer.evaluations import last_evaluation
 from rollwright.viewer.index import Index
 from rollwright.viewer.samples import NOT_UNDONE, Samples
 from rollwright.viewer.timeline import timeline
@@ -580,6 +581,10 @@ class Run:
             for position, values in enumerate(zip(*columns.values(), strict=True)):
                 place = {"key": key, "step": row["step"], "row": number, "position": position}
                 yield {**place, **dict(zip(columns, values, strict=True))}
+
+    def last_evaluation(self) -> dict[str, float]:
+        """Return the mean reward of each task in the last evaluation, by the task's ``query_id``, or else a digest of the task."""
+        return last_evaluation(self._index) if self.has_journal else {}
 
     def last_samples(self, limit: int = 50, *, undone: bool = False) -> list[dict[str, Any]]:
         """List the newest samples, unfinished ones first, also before any training; ``undone`` includes those that a resume undid."""

@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 import math
-import statistics
-from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 from fastapi import APIRouter, Request
 from fastapi.responses import PlainTextResponse, Response
 
-from rollwright.tracking.readable import count, counted, number, seconds, share, visible
+from rollwright.tracking.readable import count, counted, number, seconds, visible
+from rollwright.viewer.evaluations import compare as compare_evaluations
 from rollwright.viewer.pages import (
     Pages,
     address,
@@ -155,7 +154,7 @@ def add_routes(router: APIRouter, pages: Pages) -> None:
             runs=[{"id": name, "url": url_of_run(name)} for name, _ in runs],
             curves=_curves(runs),
             differences=_differences([run for _, run in runs]),
-            held_out=held_out(runs),
+            held_out=compare_evaluations([(name, run.last_evaluation()) for name, run in runs]),
             address=address(request),
         )
 
@@ -267,46 +266,3 @@ def _differences(runs: Sequence[Run]) -> list[tuple[str, list[str]]]:
         return []
     keys = dict.fromkeys(key for other in runs[1:] for key, *_ in config_difference(runs[0], other))
     return [(key, [str(run.config.get(key, "unset")) for run in runs]) for key in sorted(keys)]
-
-
-def last_evaluation(run: Run) -> dict[str, float]:
-    """Return task -> mean reward of its samples in a run's last evaluation."""
-    samples = run.search(is_eval=True, status="accepted", order="-step", limit=20_000)["samples"]
-    by_version: defaultdict[int, defaultdict[str, list[float]]] = defaultdict(lambda: defaultdict(list))
-    for sample in samples:
-        if sample["reward"] is not None and "@v" in sample["group"]:
-            by_version[int(sample["group"].rpartition("@v")[2])][str(sample["ordinal"])].append(sample["reward"])
-    newest = by_version[max(by_version, default=0)]
-    return {task: statistics.fmean(rewards) for task, rewards in newest.items()}
-
-
-def held_out(runs: Sequence[tuple[str, Run]]) -> dict[str, Any]:
-    """Compare the last evaluation of each run with that of the first run, task by task."""
-    evaluations = [(label, found) for label, run in runs if (found := last_evaluation(run))]
-    rows: list[dict[str, Any]] = []
-    for label, found in evaluations:
-        first = evaluations[0][1]
-        common = sorted(first.keys() & found.keys())
-        row = {"run": label, "tasks": len(found), "mean": statistics.fmean(found.values())}
-        row.update(difference=None, interval=None, better=None, worse=None)
-        if rows and common:
-            differences = [found[task] - first[task] for task in common]
-            row.update(
-                tasks=len(common),
-                difference=statistics.fmean(differences),
-                interval=_interval(differences),
-                better=sum(each > 0 for each in differences),
-                worse=sum(each < 0 for each in differences),
-            )
-        rows.append(row)
-    note = f"last evaluation of each, {share(0.95)} interval of the mean difference over tasks" if rows else ""
-    return {"rows": rows, "note": note}
-
-
-def _interval(differences: Sequence[float]) -> str:
-    """Return the 95 % confidence interval of a mean of paired differences (normal approximation)."""
-    if len(differences) < 2:
-        return ""
-    half = 1.96 * statistics.stdev(differences) / math.sqrt(len(differences))
-    middle = statistics.fmean(differences)
-    return f"{number(middle - half)} to {number(middle + half)}"

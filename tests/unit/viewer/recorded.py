@@ -53,8 +53,8 @@ class Adds:
         return f"= {question[0]}"
 
 
-def run_config(root, model):
-    """Three steps of 4 groups of 4 samples, of the model in a directory."""
+def run_config(root, model, steps=STEPS):
+    """Steps of 4 groups of 4 samples, of the model in a directory."""
     return GRPOConfig(
         experiment_name="viewed",
         trial_name="run",
@@ -65,13 +65,13 @@ def run_config(root, model):
         rollout=RolloutConfig(max_failed_share=1.0),
         evaluator=EvaluatorConfig(every_steps=1, gconfig=GCONFIG),
         train_dataset=DatasetConfig(batch_size=4),
-        total_train_steps=STEPS,
+        total_train_steps=steps,
     )
 
 
-def record_run(root, model):
+def record_run(root, model, evaluated=TASKS[:2], steps=STEPS):
     """Carry out that run; returns its directory."""
-    tokenizer, config = load_tokenizer(model), run_config(root, model)
-    with PPOTrainer(config, TASKS, TASKS[:2]) as trainer:
+    tokenizer, config = load_tokenizer(model), run_config(root, model, steps)
+    with PPOTrainer(config, TASKS, evaluated) as trainer:
         trainer.train(workflow=Adds(tokenizer))
     return root / "runs" / "viewed" / "run"

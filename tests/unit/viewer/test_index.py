@@ -53,11 +53,12 @@ def write_sample(
     began: float = 0.0,
     is_eval: bool = False,
     version: int = 0,
+    task: dict[str, str] | None = None,
 ):
     """An episode of one call of three tokens."""
     number = journal.next_episode()
-    task = pack_value({"question": "?"})
-    journal.write(Begin(number, ordinal, index, 0, is_eval, version, "W", 1, task, "", began))
+    packed = pack_value(task or {"question": "?"})
+    journal.write(Begin(number, ordinal, index, 0, is_eval, version, "W", 1, packed, "", began))
     ids = b"".join(token.to_bytes(4, "little") for token in (5, 6, 7))
     journal.write(
         ModelCall(number, 0, 0, 0, -1, 0, ids, ids, bytes(12), 0, 1.0, "stop", None, 1, 0, began, began + 1, 1.0, 0.1)
