@@ -253,7 +253,7 @@ def test_requests_that_an_update_aborts_return_what_they_have(send):
     client.post("/pause_generation", json={"mode": "in_place"})
     with ThreadPoolExecutor(1) as pool:
         asked = pool.submit(client.post, "/generate", json={"input_ids": [7]})
-        while not client.get("/server_info").json()["stats"]["queued"] and not asked.done():
+        while not (stats := client.get("/server_info").json()["stats"])["queued"] + stats["waiting"] and not asked.done():
             time.sleep(0.01)
         send(names, abort_all_requests=True, weight_version="1")
         assert asked.result(60).json()["meta_info"]["finish_reason"]["type"] == "abort"
