@@ -164,11 +164,14 @@ class Box(Protocol):
         """
         ...
 
-    async def reset(self) -> None:
+    async def reset(self, keep: BoxProcess | None = None) -> None:
         """End everything that runs and empty the writable directories, so that another episode can use the box.
 
+        Args:
+            keep: a process of ``open`` that stays, without the processes that it started.
+
         Raises:
-            SandboxError: this kind of box cannot, or is gone; start another one.
+            SandboxError: this kind of box cannot, or is gone, or a program has ended or changed ``keep``; start another one.
         """
         ...
 

@@ -10,7 +10,7 @@ The first message has the settings: ``roots`` (writable directories), ``kept`` (
 * ``run`` a ``command`` in ``cwd`` with ``env`` for at most ``seconds``, ``pack`` a ``path`` to standard output, ``unpack`` standard input to a
   ``path``. The answer comes when the command has ended with everything that it started: ``exit``, ``excess`` (a limit) and ``seconds``.
 * ``kill`` the command ``of`` an earlier message.
-* ``reset``: kill everything and empty the roots.
+* ``reset``: kill everything and empty the roots. The process of the command ``keep`` of an earlier message stays, without what it started.
 
 Each command has a keeper: a fork of this process that becomes the parent of the command's orphans. A process without a living keeper is
 killed.
@@ -27,6 +27,7 @@ import signal
 import socket
 import sys
 import time
+from collections.abc import Collection
 from typing import Any
 
 from rollwright.processes.box_files import RefusedFileError, pack, unpack
@@ -43,6 +44,7 @@ from rollwright.processes.inside import (
     proportional_memory,
     reaped,
     restrict,
+    scheduling,
     set_dumpable,
     wake_descriptor,
 )
@@ -61,6 +63,7 @@ class RunningCommand:
     def __init__(self, number: int, seconds: float | None) -> None:
         self.number, self.excess, self.started = number, "", time.monotonic()
         self.deadline = self.started + (_FOREVER if seconds is None else seconds)
+        self.scheduling: tuple[Any, ...] | None = None  # of its process, when a reset kept it for the first time
 
 
 class BoxServer:
@@ -113,7 +116,7 @@ class BoxServer:
                 for command in [command for command in self._commands.values() if command.number == request["of"]]:
                     self._end(command, "stopped")
             elif request["op"] == "reset":
-                self._reset()
+                self._reset(request.get("keep"))
                 self._tell(number=number)
             else:
                 self._start(request, descriptors)
@@ -132,10 +135,29 @@ class BoxServer:
                 os._exit(127)
         self._commands[keeper] = RunningCommand(request["number"], request.get("seconds"))
 
-    def _reset(self) -> None:
-        self._kill_all()
+    def _reset(self, kept: int | None) -> None:
+        self._kill_all([] if kept is None else self._kept(kept))
         for root in self._settings["roots"]:
             empty(root, self._settings["kept"])
+
+    def _kept(self, number: int) -> list[int]:
+        """Return a command's keeper and process.
+
+        Raises:
+            OSError: it has ended, or a program has changed its process.
+        """
+        table = other_processes()
+        for keeper, command in self._commands.items():
+            if command.number == number and (started := [each for each, use in table.items() if use.parent == keeper]):
+                process = min(started, key=lambda each: table[each].started)  # the others are orphans
+                for each in (keeper, process):
+                    os.kill(each, signal.SIGCONT)
+                found = scheduling(process)
+                command.scheduling = command.scheduling or found
+                if command.scheduling != found:
+                    raise OSError("a program changed the priority or the processors of the process that was to be kept")
+                return [keeper, process]
+        raise OSError("the process that was to be kept has ended")
 
     # -- the end of commands -------------------------------------------------------------------------------------------
 
@@ -151,32 +173,40 @@ class BoxServer:
         command.excess = command.excess or excess
         self._kill([keeper for keeper, other in self._commands.items() if other is not command])
 
-    def _kill_all(self) -> None:
-        """Kill everything in the box, and wait until it has ended."""
-        for command in self._commands.values():
-            command.excess = command.excess or "stopped"
+    def _kill_all(self, kept: Collection[int] = ()) -> None:
+        """Kill everything in the box except some processes, and wait until it has ended.
+
+        Raises:
+            OSError: with processes to keep, others did not end.
+        """
+        for keeper, command in self._commands.items():
+            command.excess = command.excess or ("" if keeper in kept else "stopped")
         deadline = time.monotonic() + _SWEEP_SECONDS
-        self._kill([])
-        while (self._commands or self._strays([])) and time.monotonic() < deadline:
+        self._kill([], kept)
+        while self._commands.keys() - set(kept) or self._strays([], kept):
+            if time.monotonic() > deadline:
+                if kept:
+                    raise OSError("programs that could not be killed")
+                return
             time.sleep(0.001)
-            self._kill([])
+            self._kill([], kept)
             for keeper, status in reaped(os.WNOHANG).items():
                 self._finish(keeper, status)
 
-    def _kill(self, spared: list[int]) -> None:
-        """Kill all processes of the box, except some keepers and what is below them."""
-        if IS_ALONE and not spared:
+    def _kill(self, spared: list[int], kept: Collection[int] = ()) -> None:
+        """Kill all processes of the box, except some keepers and what is below them, and some processes alone."""
+        if IS_ALONE and not spared and not kept:
             with contextlib.suppress(ProcessLookupError):
                 os.kill(-1, signal.SIGKILL)  # in one step, so no fork escapes
             return
-        for process in self._strays(spared):
+        for process in self._strays(spared, kept):
             with contextlib.suppress(ProcessLookupError):
                 os.kill(process, signal.SIGKILL)
 
-    def _strays(self, keepers: list[int]) -> list[int]:
-        """Return the processes that are not below one of some keepers."""
+    def _strays(self, keepers: list[int], alone: Collection[int] = ()) -> list[int]:
+        """Return the processes that are not below one of some keepers, nor among those ``alone``."""
         table = other_processes()
-        kept = {*keepers, *below(table, keepers)}
+        kept = {*keepers, *below(table, keepers), *alone}
         own = table.keys() if IS_ALONE else below(table, [os.getpid()])
         return [process for process in own if process not in kept and not table[process].is_zombie]
 

@@ -217,6 +217,11 @@ class OpenProcess:
         self._outcome, self._kill, self._asked, self._streams = outcome, kill, asked, streams
         self._answer: dict[str, Any] | None = None
 
+    @property
+    def number(self) -> int:
+        """The number of the request that started it."""
+        return self._asked.number
+
     async def write(self, data: bytes) -> None:
         """See :class:`rollwright.processes.box.BoxProcess`."""
         try:

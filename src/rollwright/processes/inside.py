@@ -17,7 +17,7 @@ import sys
 import traceback
 import types
 from collections.abc import Callable, Collection, Iterable, Mapping
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 #: True in process 1 of a separate process namespace.
 IS_ALONE = os.getpid() == 1
@@ -56,6 +56,7 @@ class ProcessUse(NamedTuple):
     is_zombie: bool
     tasks: int  # threads
     memory: int  # resident bytes, shared pages included
+    started: int  # clock ticks after the machine's start
 
 
 def other_processes() -> dict[int, ProcessUse]:
@@ -66,8 +67,15 @@ def other_processes() -> dict[int, ProcessUse]:
             if name.isdigit() and name != own:
                 with open(f"/proc/{name}/stat") as file:
                     fields = file.read().rpartition(")")[2].split()
-                found[int(name)] = ProcessUse(int(fields[1]), fields[0] == "Z", int(fields[17]), int(fields[21]) * page)
+                found[int(name)] = ProcessUse(
+                    int(fields[1]), fields[0] == "Z", int(fields[17]), int(fields[21]) * page, int(fields[19])
+                )
     return found
+
+
+def scheduling(process: int) -> tuple[Any, ...]:
+    """Return what other processes of the same user can change of one that is not dumpable, besides its end; ``prlimit`` is refused."""
+    return os.sched_getscheduler(process), os.getpriority(os.PRIO_PROCESS, process), os.sched_getaffinity(process)
 
 
 def below(table: Mapping[int, ProcessUse], leaders: Iterable[int]) -> set[int]:

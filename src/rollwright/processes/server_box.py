@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from rollwright.errors import RefusedFilesError, SandboxError
-from rollwright.processes.box import BoxSpec, ExecResult
+from rollwright.processes.box import BoxProcess, BoxSpec, ExecResult
 from rollwright.processes.box_files import RefusedFileError, pack, unpack
 from rollwright.processes.box_streams import Asked, CommandStreams, KeptOutput, OpenProcess, ServerChannel
 from rollwright.processes.jails import bundle
@@ -195,9 +195,12 @@ class ServerBox:
         with process.stderr:  # type: ignore[union-attr]
             return process.stderr.read(_MOST_SAID).decode("utf-8", "replace").strip()  # type: ignore[union-attr]
 
-    async def reset(self) -> None:
+    async def reset(self, keep: BoxProcess | None = None) -> None:
         """See :class:`Box`."""
-        await self._outcome(await self._channel.ask({"op": "reset"}), _COPY_SECONDS)
+        if keep is not None and not isinstance(keep, OpenProcess):
+            raise SandboxError("reset: the process to keep is not one of this box.")
+        kept = {} if keep is None else {"keep": keep.number}
+        await self._outcome(await self._channel.ask({"op": "reset", **kept}), _COPY_SECONDS)
 
     async def _outcome(self, asked: Asked, seconds: float) -> dict[str, Any]:
         """Wait for the answer to a request, and end its command if nobody waits any longer."""

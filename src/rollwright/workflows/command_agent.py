@@ -6,9 +6,10 @@ import asyncio
 import contextlib
 import json
 import math
+import os
 import shutil
 import tempfile
-from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
 from dataclasses import fields
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -22,6 +23,7 @@ from rollwright.inference.front.openai_front import OpenAIEpisode, OpenAIFront
 from rollwright.processes.box import Box, BoxLimits, BoxSpec, ExecResult
 from rollwright.processes.boxes import make_box
 from rollwright.processes.sandbox import sandbox_name
+from rollwright.processes.warm_boxes import WarmBoxes
 from rollwright.rewards.wrapper import REWARD_CALLS, AsyncRewardWrapper
 from rollwright.tracking.logging import getLogger
 from rollwright.tracking.metrics import get_tracker
@@ -31,6 +33,9 @@ from rollwright.workflows.registry import WORKFLOWS
 from rollwright.workflows.turns import fill
 
 logger = getLogger("agents")
+
+#: Starts an agent's program with arguments, ``timeout``, ``stdin`` and ``env``; see ``WarmBox.exec``.
+Start = Callable[..., Awaitable[ExecResult]]
 
 TESTS_OF_TASK = "task"  #: Value of ``verifier`` for tasks that are folders with tests of their own.
 #: Port of the box's loopback at which the front answers; the tasks' own servers rarely use it.
@@ -47,7 +52,7 @@ class CommandAgentWorkflow(FrontWorkflow):
     """Runs a command-line agent, such as Claude Code or mini-swe-agent, in a box, and trains on its calls to the model.
 
     Each episode has a box of its own (``rollout.sandbox``), with an empty home directory and a working directory that holds the task's
-    files. The box has no network: the program reaches only the ``OpenAIFront`` that answers with the policy and records each call, in
+    files. If the agent names ``imports``, boxes are reset and used again, except those of task folders. The box has no network: the program reaches only the ``OpenAIFront`` that answers with the policy and records each call, in
     the program's own dialect. Whatever the program started ends with the box.
 
     A row of the dataset has the task's prompt, and may have these columns: ``files`` (path -> text), which are written into the working
@@ -80,6 +85,7 @@ class CommandAgentWorkflow(FrontWorkflow):
         front: an ``OpenAIFront`` to share. None creates one that ends with the workflow.
         overflow_reward: reward of an episode whose first prompt or reward failed because the conversation exceeded the context.
         overflow_seconds: time that a program gets to end after its conversation has exceeded the context.
+        boxes: number of boxes that an agent with ``imports`` has at most, each with a process that holds them. Further episodes wait.
     """
 
     def __init__(
@@ -98,7 +104,10 @@ class CommandAgentWorkflow(FrontWorkflow):
         front: OpenAIFront | None = None,
         overflow_reward: float = 0.0,
         overflow_seconds: float = 10.0,
+        boxes: int = 2 * (os.cpu_count() or 1),
     ) -> None:
+        if boxes < 1:
+            raise ConfigError(f"CommandAgentWorkflow: boxes is {boxes}; it is at least 1.")
         if timeout <= 0 or reward_timeout <= 0 or overflow_seconds < 0:
             raise ConfigError("CommandAgentWorkflow: timeout and reward_timeout are above 0, overflow_seconds is at least 0.")
         if (reward_fn is None) == (not verifier):
@@ -119,6 +128,8 @@ class CommandAgentWorkflow(FrontWorkflow):
         self.timeout = timeout
         self.limits = _box_limits(limits)
         self.image = image
+        self.boxes = boxes
+        self._warm: dict[str, WarmBoxes] = {}  # by the name of the sandbox
         self.overflow_seconds = overflow_seconds
         super().__init__(tokenizer, gconfig, model_name, front, overflow_reward)
         self.episode_settings = {
@@ -141,9 +152,9 @@ class CommandAgentWorkflow(FrontWorkflow):
             )
         task = task_text(data)
         async with temporary_directory() as work:
-            async with self._box({FRONT_PORT: self.front.socket}) as box:
+            async with self._agents_box() as (box, start):
                 await upload_files(box, data)
-                ended = await self._run(box, episode, task)
+                ended = await self._run(box, episode, task, start=start)
                 check_calls(episode, self.agent, ended)
                 if not episode.calls:
                     return None  # the first prompt exceeded the context
@@ -171,28 +182,53 @@ class CommandAgentWorkflow(FrontWorkflow):
             return task.reward
 
     @contextlib.asynccontextmanager
+    async def _agents_box(self) -> AsyncIterator[tuple[Box, Start | None]]:
+        """Lend a box for an episode's program, and the way to start it there if its imports are done."""
+        ports = {FRONT_PORT: self.front.socket}
+        if not self.agent.imports:
+            async with self._box(ports) as box:
+                yield box, None
+            return
+        kind, agent = sandbox_name(), self.agent
+        if kind not in self._warm:
+            self._warm[kind] = WarmBoxes(
+                lambda: make_box(kind, self._spec({FRONT_PORT: self.front.socket})),
+                self.programs.on_path,
+                agent.program,
+                agent.imports,
+                agent.fixed_variables,
+                self.boxes,
+            )
+        async with self._warm[kind].lent() as warm:
+            yield warm.box, warm.exec
+
+    @contextlib.asynccontextmanager
     async def _box(self, ports: Mapping[int, Path]) -> AsyncIterator[Box]:
-        spec = BoxSpec(
-            limits=self.limits,
-            ports=ports,
-            readable=self.programs.readable,
-            writable=(WORKDIR, HOME, "/tmp", "/logs", "/tests"),
-            image=self.image,
-        )
-        box = make_box(sandbox_name(), spec)
+        box = make_box(sandbox_name(), self._spec(ports))
         await box.start()
         try:
             yield box
         finally:
             await box.stop()
 
-    async def _run(self, box: Box, episode: OpenAIEpisode, task: str, timeout: float | None = None) -> ExecResult:
+    def _spec(self, ports: Mapping[int, Path]) -> BoxSpec:
+        return BoxSpec(
+            limits=self.limits,
+            ports=ports,
+            readable=self.programs.readable,
+            writable=(WORKDIR, HOME, "/tmp", "/logs", "/tests"),
+            image=self.image,
+        )
+
+    async def _run(
+        self, box: Box, episode: OpenAIEpisode, task: str, timeout: float | None = None, start: Start | None = None
+    ) -> ExecResult:
         """Run the program until it ends or exceeds a limit: its own, or the context."""
         root_url = box.url(FRONT_PORT)
         values = {"base_url": f"{root_url}/v1", "root_url": root_url, "api_key": episode.api_key}
         values |= {"model": self.front.model_name, "task": task, "home": box.home}
         started = asyncio.get_running_loop().time()
-        running = asyncio.ensure_future(run_command(box, self.agent, values, self.programs, timeout or self.timeout))
+        running = asyncio.ensure_future(run_command(box, self.agent, values, self.programs, timeout or self.timeout, start))
         try:
             left = self.overflow_seconds
             while not running.done() and left >= 0:
@@ -281,7 +317,12 @@ def programs_in(directories: Sequence[str]) -> Programs:
 
 
 async def run_command(
-    box: Box, agent: CommandAgent, values: Mapping[str, str], programs: Programs, timeout: float
+    box: Box,
+    agent: CommandAgent,
+    values: Mapping[str, str],
+    programs: Programs,
+    timeout: float,
+    start: Start | None = None,
 ) -> ExecResult:
     """Write an agent's files into the home directory of a box, and run it in the working directory.
 
@@ -291,12 +332,15 @@ async def run_command(
         values: values of the ``PLACEHOLDERS``.
         programs: what is put into ``PATH``.
         timeout: time limit in seconds.
+        start: starts the program with its imports done. None starts it as a command.
     """
     async with temporary_directory() as made:
         if write_files(made, agent.home_files(values)):
             await box.upload(made, box.home)
-    command = programs.on_path(agent.command_line(values))
-    return await box.exec(command, timeout=timeout, stdin=fill(agent.stdin, **values), env=agent.variables(values))
+    command, stdin, env = agent.command_line(values), fill(agent.stdin, **values), agent.variables(values)
+    if start is not None:
+        return await start(command[1:], timeout=timeout, stdin=stdin, env=env)
+    return await box.exec(programs.on_path(command), timeout=timeout, stdin=stdin, env=env)
 
 
 async def upload_files(box: Box, data: Mapping[str, Any]) -> None:

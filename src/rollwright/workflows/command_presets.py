@@ -47,6 +47,8 @@ class CommandAgent:
         files: files in the home directory: path -> content.
         stdin: standard input.
         side_conversations: recognise the program's calls that are not trained, such as those for titles.
+        imports: modules of a Python program that a process in the box imports once. It forks for each episode, whose program then starts
+            without its imports. Of the ``environment``, the values without placeholders are set during the imports.
         install: command that installs the program.
         remark: note for the documentation.
     """
@@ -56,6 +58,7 @@ class CommandAgent:
     files: Mapping[str, str] = field(default_factory=dict)
     stdin: str = ""
     side_conversations: Sequence[SideConversation | Mapping[str, Any]] = ()
+    imports: Sequence[str] = ()
     install: str = ""
     remark: str = ""
 
@@ -65,6 +68,8 @@ class CommandAgent:
             raise WorkflowError(
                 f"command-line agent {self.command!r}: its command has at least one word, and all values are strings (quote numbers)."
             )
+        if isinstance(self.imports, str) or not all(isinstance(name, str) for name in self.imports):
+            raise WorkflowError(f"command-line agent {self.program!r}: imports is {self.imports!r}; give a list of modules.")
         object.__setattr__(self, "side_conversations", side_conversations(self.side_conversations))
         if not any("{base_url}" in text or "{root_url}" in text for text in texts):
             raise WorkflowError(
@@ -80,6 +85,13 @@ class CommandAgent:
     def words(self) -> list[str]:
         """The command as a list of words, placeholders included."""
         return shlex.split(self.command) if isinstance(self.command, str) else list(self.command)
+
+    @property
+    def fixed_variables(self) -> dict[str, str]:
+        """The environment variables without placeholders."""
+        return {
+            name: text for name, text in self.environment.items() if not any(f"{{{each}}}" in text for each in PLACEHOLDERS)
+        }
 
     @property
     def program(self) -> str:
@@ -186,6 +198,11 @@ MINI_SWE_AGENT = CommandAgent(
         "MSWEA_MODEL_RETRY_STOP_AFTER_ATTEMPT": "1",
         "LITELLM_LOCAL_MODEL_COST_MAP": "True",
     },
+    imports=(
+        *("minisweagent.run.mini", "minisweagent.agents.interactive", "minisweagent.environments.local"),
+        *("minisweagent.models.litellm_model", "minisweagent.models.litellm_textbased_model", "httpcore"),
+        *("openai.resources", "openai.resources.beta", "openai.lib.streaming.chat"),  # which the first call would import
+    ),
     install="pip install mini-swe-agent 'mcp>=2'",
     remark="It has one tool and the shortest prompts (800 tokens), so it suits small models best.",
 )
