@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import re
 import time
 from pathlib import Path
 
@@ -156,6 +157,46 @@ async def test_each_episode_has_a_home_of_its_own_and_sees_nothing_else(tokenize
     assert keys[0] != keys[1]
 
 
+async def test_a_python_program_starts_with_its_imports_done_and_sees_nothing_else(tokenizer, programs):
+    """The box and the process that holds the imports stay; homes, files, keys and what was left are the episode's own."""
+    look = "ls -A $HOME /tmp; cat ~/.config; touch $HOME/left /tmp/left; setsid sleep 3600 > /dev/null 2>&1 & pgrep -c sleep; echo $KEY"
+    agent = {
+        "command": COMMAND,
+        "files": {".config": "key={api_key}"},
+        "environment": {"KEY": "{api_key}", "FIXED": "1"},
+        "imports": ["urllib.request", "json", "subprocess"],
+    }
+
+    async def is_copied(*_, workdir, **columns):
+        return float((workdir / "b.txt").read_text() == "hello\n")
+
+    workflow = workflow_of(tokenizer, programs, agent, reward_fn=is_copied, boxes=1)
+    seen = []
+    for _ in range(2):
+        engine = Script(tokenizer, look, "cat a.txt > b.txt", "done", context_length=8000)
+        sample = sampled(engine)
+        data = {"messages": [{"role": "user", "content": "Copy a."}], "files": {"a.txt": "hello\n"}}
+        (row,) = await workflow.arun_episode(sample, data)
+        assert row.reward == 1.0
+        seen.append(tokenizer.decode(sample.recorder.records[1].prompt_ids).split(look)[1])
+    workflow.front.close()
+    keys = [re.search(r"key=(rollwright-[\w-]{32})", text)[1] for text in seen]
+    assert keys[0] != keys[1]
+    assert seen[0].replace(keys[0], "KEY") == seen[1].replace(keys[1], "KEY")
+    assert "key=KEY1\nKEY\n" in seen[0].replace(keys[0], "KEY")
+    assert "left" not in seen[1]
+
+
+async def test_a_program_that_is_no_python_has_no_imports(tokenizer, programs):
+    agent = {"command": COMMAND.replace("asker", "ls"), "imports": ["json"]}
+    with pytest.raises(
+        WorkflowError, match=r"ls is no Python script, so it cannot be started .* or leave them out \(imports: \[\]\)"
+    ):
+        await run(workflow_of(tokenizer, programs, agent), Script(tokenizer))
+    with pytest.raises(WorkflowError, match="imports is 'json'; give a list of modules"):
+        CommandAgent.of({**agent, "imports": "json"})
+
+
 VERIFIER = """
 import json, pathlib, sys
 row = json.load(open("/tests/task.json"))
@@ -302,6 +343,7 @@ def test_agents_that_cannot_be_are_refused(given, said):
         ({"reward_fn": one, "programs": ["/no/such/place"]}, "programs names '/no/such/place'"),
         ({"reward_fn": one, "limits": {"memory": 1}}, "limits has memory; it may hold memory_bytes"),
         ({"reward_fn": one, "timeout": 0}, "above 0"),
+        ({"reward_fn": one, "boxes": 0}, "boxes is 0; it is at least 1"),
     ],
 )
 def test_settings_that_cannot_work_are_refused(tokenizer, arguments, said):
