@@ -95,3 +95,59 @@ def test_shell_commands_are_scored_by_the_tests_of_task_folders(request, run_exa
     assert max(step["actor/logprob_difference/max"] for step in steps) < 1e-3
     assert [record["step"] for record in run.steps("eval/reward")] == [0, 3]
     run.replay()
+
+
+SUMS = "stages.{}.evaluator.limit=16"
+#: Stages that evaluate on few tasks, whatever they are called.
+FEW = [f"stages.{stage}.dataset.limit=16" for stage in ("before", "after")]
+
+
+def check_steps(run, stage: str) -> list[dict]:
+    steps = run.steps("actor/grad_norm", stage)
+    assert len(steps) == 3
+    assert any(step["actor/grad_norm"] > 0.0 for step in steps)
+    assert max(step["actor/logprob_difference/max"] for step in steps) < 1e-3
+    assert {"before", "after"} <= set(run.evaluations)
+    return steps
+
+
+def test_an_adapter_is_trained_and_evaluated_with_its_base(run_example):
+    run = run_example(
+        "lora",
+        *("stages.warmup.evaluator.every_steps=10", SUMS.format("warmup"), "stages.warmup.stop_accuracy=0.1", *FEW),
+        *("stages.grpo.train_dataset.batch_size=16", "stages.grpo.total_train_steps=3"),
+        *("stages.grpo.evaluator.every_steps=3", SUMS.format("grpo")),
+    )
+    check_steps(run, "grpo")
+    saved = {path.name for path in (run.directory / "grpo/checkpoints/final").iterdir()}
+    assert {"adapter_config.json", "adapter_model.safetensors"} <= saved
+    assert "model.safetensors" not in saved
+
+
+def test_a_critic_is_trained_beside_the_policy_and_saved(run_example):
+    run = run_example(
+        "ppo_multi_turn",
+        *("stages.warmup.total_train_steps=60", "stages.warmup.evaluator.every_steps=60", "stages.warmup.evaluator.limit=16"),
+        *(*FEW, "stages.ppo.train_dataset.batch_size=16", "stages.ppo.total_train_steps=3", "stages.ppo.critic.warmup_steps=0"),
+        *("stages.ppo.evaluator.every_steps=3", "stages.ppo.evaluator.limit=16"),
+    )
+    steps = check_steps(run, "ppo")
+    assert all(step["critic/grad_norm"] > 0.0 for step in steps)
+    assert (run.directory / "ppo/checkpoints/final/critic/config.json").exists()
+
+
+def test_a_student_learns_from_a_teacher(run_example):
+    run = run_example(
+        "distillation",
+        *("stages.teacher.total_train_steps=12", "stages.teacher.evaluator.every_steps=12", SUMS.format("teacher")),
+        *("stages.warmup.total_train_steps=12", "stages.warmup.evaluator.every_steps=12", SUMS.format("warmup"), *FEW),
+        *(
+            "stages.teacher_after.dataset.limit=16",
+            "stages.distill.train_dataset.batch_size=16",
+            "stages.distill.total_train_steps=3",
+        ),
+        *("stages.distill.evaluator.every_steps=3", SUMS.format("distill")),
+    )
+    steps = check_steps(run, "distill")
+    assert all(step["actor/teacher/kl"] > 0.0 and step["actor/teacher/taught_share"] == 1.0 for step in steps)
+    assert "teacher_after" in run.evaluations
