@@ -64,6 +64,7 @@ from rollwright.data.selectors import Selector as Selector
 from rollwright.data.tokenizer import build_character_tokenizer as build_character_tokenizer
 from rollwright.data.tokenizer import build_word_tokenizer as build_word_tokenizer
 from rollwright.data.tokenizer import load_tokenizer as load_tokenizer
+from rollwright.environments.mcp_servers import McpServer as McpServer
 from rollwright.environments.retrieval import SEARCH_TOOLS as SEARCH_TOOLS
 from rollwright.environments.retrieval import RetrievalClient as RetrievalClient
 from rollwright.errors import ConfigError as ConfigError
@@ -154,6 +155,8 @@ from rollwright.workflows.step_wise import StepWiseRewardWorkflow as StepWiseRew
 from rollwright.workflows.task import Task as Task
 from rollwright.workflows.task import Workflow as Workflow
 from rollwright.workflows.tool_calling import ToolCallingWorkflow as ToolCallingWorkflow
+from rollwright.workflows.tools import ToolResult as ToolResult
+from rollwright.workflows.tools import Tools as Tools
 from rollwright.workflows.tool_integrated import ToolIntegratedWorkflow as ToolIntegratedWorkflow
 from rollwright.workflows.turns import Turns as Turns
 from rollwright.workflows.vision_rlvr import VisionRLVRWorkflow as VisionRLVRWorkflow

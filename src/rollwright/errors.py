@@ -43,6 +43,10 @@ class SandboxError(RollwrightError):
     """What a model writes cannot be run, because the sandbox is missing, does not start or is gone."""
 
 
+class ToolError(RollwrightError):
+    """What a tool works with, such as its server, cannot be reached or is gone: the sample counts as failed, and the model is not told."""
+
+
 class RefusedFilesError(SandboxError):
     """Files are not copied into or out of a box, because of what the box's programs made of them; the box itself works."""
 

@@ -47,6 +47,7 @@ _PIP_NAMES = {
     "math_verify": "'rollwright[math]'",
     "agentscope": "'rollwright[agentscope]'",
     "reasoning_gym": "'rollwright[reasoning-gym]'",
+    "mcp": "'rollwright[mcp]'",
 }
 
 Entry = TypeVar("Entry")

@@ -13,12 +13,11 @@ from pathlib import Path
 from typing import Any
 
 from rollwright.processes.box import BoxLimits, BoxSpec
-from rollwright.processes.boxes import make_box
+from rollwright.processes.boxes import make_box, programs_in
 from rollwright.workflows.command_agent import (
     FRONT_PORT,
     HOME,
     WORKDIR,
-    programs_in,
     run_command,
     temporary_directory,
     upload_files,

@@ -18,7 +18,8 @@ from rollwright.tracking.metrics import get_tracker
 from rollwright.workflows.model_wrapper import ModelWrapper
 from rollwright.workflows.registry import WORKFLOWS
 from rollwright.workflows.task import Task, TaskReward, Workflow, with_reward
-from rollwright.workflows.tool_calling import ToolCallingWorkflow, ToolFunctions
+from rollwright.workflows.tool_calling import ToolCallingWorkflow
+from rollwright.workflows.tools import Tool, Tools
 
 MAX_ITERATIONS = 8
 #: Larger than any model's context, so that AgentScope never compresses the history, which would change sampled tokens. The engine
@@ -40,7 +41,7 @@ class AgentScopeReactMathWorkflow(Workflow):
     Needs the extra ``agentscope`` and ``rollout.openai_front: true``. The reward function (default ``math_boxed_reward``) scores
     the agent's result, or empty text if the agent returns none. ``workflow_args`` may hold:
 
-    * ``tools``: functions, their import paths, or ``execute_python`` (the default);
+    * ``tools``: functions and MCP servers, as :class:`Tools` takes them; by default ``execute_python``;
     * ``structured`` (true): the agent returns its result through AgentScope's tool for structured output. With false, its last text is
       the result;
     * ``max_iters`` (8): maximum number of rounds of reasoning and acting;
@@ -57,7 +58,7 @@ class AgentScopeReactMathWorkflow(Workflow):
         self.arguments = task.arguments(
             tools=["execute_python"], tool_timeout=30.0, structured=True, max_iters=MAX_ITERATIONS, system_prompt=None
         )
-        self.tools = ToolFunctions(self.arguments["tools"], self.arguments["tool_timeout"])
+        self.tools = Tools(self.arguments["tools"], self.arguments["tool_timeout"])
         self.reward = TaskReward(task, "AgentScopeReactMathWorkflow", self.default_reward_fn)
 
     async def run_async(self) -> list[Experience]:
@@ -70,7 +71,8 @@ class AgentScopeReactMathWorkflow(Workflow):
                 "taskset with prompt_type plaintext."
             )
         await asyncio.to_thread(_require_agentscope)  # the import takes seconds, during which other samples must continue
-        result, completed = await self._reply(system_prompt, question["content"])
+        async with self.tools:
+            result, completed = await self._reply(system_prompt, question["content"])
         experiences = self.model.extract_experience_from_history()
         if not experiences:
             raise WorkflowError(f"the agent ended on task {self.task.task_id!r} without asking the model.")
@@ -93,8 +95,7 @@ class AgentScopeReactMathWorkflow(Workflow):
         from agentscope.credential import OpenAICredential
         from agentscope.message import UserMsg
         from agentscope.model import OpenAIChatModel
-        from agentscope.permission import PermissionBehavior, PermissionDecision
-        from agentscope.tool import FunctionTool, Toolkit
+        from agentscope.tool import Toolkit
 
         episode = self.model.openai_episode  # applies the task's generation arguments, which the agent does not send
         model = OpenAIChatModel(
@@ -109,12 +110,11 @@ class AgentScopeReactMathWorkflow(Workflow):
                 "http_client": openai.DefaultAsyncHttpxClient(verify=False, trust_env=False, timeout=None),
             },
         )
-        allow = PermissionDecision(behavior=PermissionBehavior.ALLOW, message="a tool of the task")
         agent = Agent(
             "solver",
             system_prompt,
             model,
-            toolkit=Toolkit(tools=[FunctionTool(tool, permission=allow) for tool in self.tools.guarded()]),
+            toolkit=Toolkit(tools=[self._agentscope_tool(tool) for tool in self.tools.offered]),
             react_config=ReActConfig(max_iters=self.arguments["max_iters"], interruption_raise_cancelled_error=True),
             injection_config=InjectionConfig(inject_runtime_state=False),
         )
@@ -131,6 +131,23 @@ class AgentScopeReactMathWorkflow(Workflow):
         if not self.arguments["structured"]:
             return "".join(block.text for block in reply.content if block.type == "text"), completed
         return (reply.structured_output or {}).get("result"), completed
+
+    def _agentscope_tool(self, tool: Tool) -> Any:
+        """Return a tool in AgentScope's form."""
+        from agentscope.permission import PermissionBehavior, PermissionDecision
+        from agentscope.tool import FunctionTool
+
+        async def call(**arguments: Any) -> str:
+            return (await self.tools.call(tool.name, arguments)).text
+
+        function = tool.schema["function"]
+        return FunctionTool(
+            call,
+            name=tool.name,
+            description=function["description"],
+            input_schema=function["parameters"],
+            permission=PermissionDecision(behavior=PermissionBehavior.ALLOW, message="a tool of the task"),
+        )
 
 
 def _require_agentscope() -> None:

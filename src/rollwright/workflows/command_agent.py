@@ -10,9 +10,8 @@ import os
 import shutil
 import tempfile
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
-from dataclasses import fields
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 from rollwright.config.generation import GenerationHyperparameters
 from rollwright.environments.harbor.task_box import TaskBox
@@ -21,7 +20,7 @@ from rollwright.errors import ConfigError, RefusedFilesError, RewardError, Workf
 from rollwright.experience.durable import durable
 from rollwright.inference.front.openai_front import OpenAIEpisode, OpenAIFront
 from rollwright.processes.box import Box, BoxLimits, BoxSpec, ExecResult
-from rollwright.processes.boxes import make_box
+from rollwright.processes.boxes import Programs, box_limits, make_box, programs_in
 from rollwright.processes.sandbox import sandbox_name
 from rollwright.processes.warm_boxes import WarmBoxes
 from rollwright.rewards.wrapper import REWARD_CALLS, AsyncRewardWrapper
@@ -40,8 +39,6 @@ Start = Callable[..., Awaitable[ExecResult]]
 TESTS_OF_TASK = "task"  #: Value of ``verifier`` for tasks that are folders with tests of their own.
 #: Port of the box's loopback at which the front answers; the tasks' own servers rarely use it.
 FRONT_PORT = 18123
-#: Runs a command with further directories at the beginning of ``PATH``.
-_WITH_PATH = 'PATH="$0:$PATH" exec "$@"'
 WORKDIR, HOME = "/app", "/home/agent"
 _LOOK_SECONDS = 0.2  # between looks at whether the conversation has outgrown the context
 _TOLD = 2000  # characters of a program's output in messages
@@ -124,9 +121,9 @@ class CommandAgentWorkflow(FrontWorkflow):
         self.reward_timeout = reward_timeout
         self.graded_by_task = verifier == TESTS_OF_TASK
         self.verifier = _existing(verifier, "verifier").resolve() if verifier and not self.graded_by_task else None
-        self.programs = programs_in([programs] if isinstance(programs, str) else programs)
+        self.programs = programs_in(programs, own=(WORKDIR, HOME))
         self.timeout = timeout
-        self.limits = _box_limits(limits)
+        self.limits = box_limits(limits)
         self.image = image
         self.boxes = boxes
         self._warm: dict[str, WarmBoxes] = {}  # by the name of the sandbox
@@ -276,46 +273,6 @@ class CommandAgentWorkflow(FrontWorkflow):
 # -- what goes into a box, and how the program is run --------------------------------------------------------------------
 
 
-class Programs(NamedTuple):
-    """Programs of this machine, as a box needs them.
-
-    Attributes:
-        readable: path in the box -> directory of this machine.
-        directories: those of their executables.
-    """
-
-    readable: dict[str, Path]
-    directories: list[str]
-
-    def on_path(self, command: Sequence[str]) -> list[str]:
-        """Return the command, run with the programs in its ``PATH``."""
-        return ["sh", "-c", _WITH_PATH, ":".join(self.directories), *command] if self.directories else list(command)
-
-
-def programs_in(directories: Sequence[str]) -> Programs:
-    """Find the programs of virtual environments, directories with ``node_modules``, and directories of executables.
-
-    Raises:
-        ConfigError: a directory does not exist, or is in the place of a directory of the box.
-    """
-    readable: dict[str, Path] = {}
-    entries: list[str] = []
-    for each in directories:
-        root = _existing(each, "programs")
-        if any(root.is_relative_to(place) for place in (WORKDIR, HOME)):
-            raise ConfigError(
-                f"CommandAgentWorkflow: programs names {root}, but {WORKDIR} and {HOME} are the episode's own in a box."
-            )
-        readable |= {str(root): root.resolve(), str(root.resolve()): root.resolve()}  # scripts may name either
-        inside = [place for place in (root / "node_modules" / ".bin", root / "bin") if place.is_dir()]
-        entries += map(str, inside or [root])
-        if (root / "pyvenv.cfg").exists():
-            base = (root / "bin" / "python").resolve().parents[1]  # has the standard library
-            if not base.is_relative_to("/usr"):
-                readable[str(base)] = base
-    return Programs(readable, entries)
-
-
 async def run_command(
     box: Box,
     agent: CommandAgent,
@@ -421,15 +378,6 @@ def _existing(path: str, what: str) -> Path:
     if not found.exists():
         raise ConfigError(f"CommandAgentWorkflow: {what} names {path!r}, and there is no {found} on this machine.")
     return found
-
-
-def _box_limits(limits: BoxLimits | Mapping[str, int] | None) -> BoxLimits:
-    known = [each.name for each in fields(BoxLimits)]
-    if isinstance(limits, BoxLimits):
-        return limits
-    if unknown := sorted(set(limits or {}) - set(known)):
-        raise ConfigError(f"CommandAgentWorkflow: limits has {', '.join(unknown)}; it may hold {', '.join(known)}.")
-    return BoxLimits(**(limits or {}))
 
 
 # -- what came of it -----------------------------------------------------------------------------------------------------

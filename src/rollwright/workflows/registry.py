@@ -6,6 +6,7 @@ import inspect
 from collections.abc import Callable
 from typing import Any
 
+from rollwright.environments.mcp_servers import McpServer
 from rollwright.errors import WorkflowError
 from rollwright.registry import Registry, why_not_called
 
@@ -36,33 +37,36 @@ WORKFLOWS: Registry[Any] = Registry(
     },
 )
 
-#: Functions that workflows take by name: tools, feedback, prompts, filters. An import path needs no registration.
-FUNCTIONS: Registry[Callable[..., Any]] = Registry(
+#: Functions that workflows take by name: tools, feedback, prompts, filters; and MCP servers, which are tools too. An import path needs no
+#: registration.
+FUNCTIONS: Registry[Any] = Registry(
     "function",
     WorkflowError,
     variable="FUNCTIONS",
     entry_points="rollwright.functions",
     built_in={"execute_python": "rollwright.workflows.tool_calling.execute_python"},
     marks=("uses_sandbox",),
+    accepts=lambda entry: callable(entry) or isinstance(entry, McpServer),
 )
 
 
-def resolve_function(function: Any, what: str) -> Callable[..., Any]:
+def resolve_function(function: Any, what: str, *others: type) -> Callable[..., Any]:
     """Resolve a function, its registered name or its import path to the function.
 
     Args:
         function: the function, name or path.
         what: its purpose, for messages.
+        others: classes whose instances may stand in the place of a function.
 
     Raises:
         WorkflowError: the function cannot be found or is not callable.
     """
     if isinstance(function, str):
         try:
-            return FUNCTIONS.get(function)
+            function = FUNCTIONS.get(function)
         except WorkflowError as error:
             raise WorkflowError(f"{what}: {error}") from error
-    if not callable(function):
+    if not callable(function) and not isinstance(function, others):
         raise WorkflowError(f"{what} is {function!r}, which cannot be called: give a function, its name or its import path.")
     return function
 

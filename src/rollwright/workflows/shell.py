@@ -17,7 +17,7 @@ from rollwright.processes.box import ExecResult
 from rollwright.tracking.metrics import get_tracker
 from rollwright.workflows.registry import WORKFLOWS
 from rollwright.workflows.task import ResettableWorkflow, Task, with_reward
-from rollwright.workflows.tool_calling import shortened
+from rollwright.workflows.tools import shortened
 
 SYSTEM_PROMPT = (
     "You work in a Linux shell. Write one command, or a short script, in a code block:\n```sh\nls\n```\nIts output is shown to you. "

@@ -18,7 +18,7 @@ from rollwright.experience.durable import EPISODE
 from rollwright.experience.journal.episodes import read_episodes
 from rollwright.experience.journal.writing import EpisodeWriter, Journal
 from rollwright.rewards.wrapper import AsyncRewardWrapper
-from rollwright.workflows.tool_calling import ToolFunctions
+from rollwright.workflows.tools import Tools
 
 
 class Episodes:
@@ -168,7 +168,7 @@ async def test_rewards_and_tools_are_answered_from_the_journal(episodes):
         return f"{words} {next(count)}"
 
     async def run():
-        reward, tools = AsyncRewardWrapper(judge), ToolFunctions([search])
+        reward, tools = AsyncRewardWrapper(judge), Tools([search])
         return [
             await reward("p", "c", [1], [2], answer=3),
             await tools.call("search", '{"words": "towns"}'),
@@ -190,7 +190,7 @@ async def test_a_pure_tool_is_called_again(episodes):
         return str(next(count))
 
     async def run():
-        return (await ToolFunctions([tick]).call("tick", "{}")).text
+        return (await Tools([tick]).call("tick", "{}")).text
 
     assert (await episodes.first(run), await episodes.again(run)) == ("0", "1")
 
@@ -208,7 +208,7 @@ async def test_arguments_that_a_journal_cannot_hold_are_told_apart(episodes):
 
     assert await episodes.first(run) == [0, 1, 2, 3, 4]
     assert await episodes.again(run) == [0, 1, 2, 3, 4]
-    tools = ToolFunctions([shown_number])
+    tools = Tools([shown_number])
     assert (await episodes._as(EpisodeWriter(None), lambda: tools.call("shown_number", f'{{"number": {1 << 64}}}'))).ok
 
 

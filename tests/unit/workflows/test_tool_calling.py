@@ -14,7 +14,7 @@ from rollwright.errors import ConfigError, WorkflowError
 from rollwright.experience.normaliser import normalise
 from rollwright.processes.sandbox import sandboxed
 from rollwright.workflows.task_runner import TaskRunner
-from rollwright.workflows.tool_calling import ToolFunctions
+from rollwright.workflows.tools import Tools
 
 ADD = '<tool_call>{"name": "add", "arguments": {"a": 1, "b": 2}}</tool_call>'
 
@@ -59,7 +59,7 @@ async def run(script, row, **arguments):
 
 
 async def test_a_half_of_a_surrogate_pair_in_a_tool_s_text_is_replaced():
-    tools = ToolFunctions([fails, repeat])
+    tools = Tools([fails, repeat])
     arguments = '{"x": "a\\ud83d"}'
     assert (await tools.call("repeat", arguments)).text == "a?"
     assert (await tools.call("fails", arguments)).text == "ValueError: no a?"
@@ -111,8 +111,8 @@ async def test_what_goes_wrong_in_a_call_is_text():
         over.wait(60)
         return "late"
 
-    tools = ToolFunctions([add, slow], timeout=0.05)
-    assert (await ToolFunctions([add]).call("add", '{"a": 1, "b": 5}')).text == "6"
+    tools = Tools([add, slow], timeout=0.05)
+    assert (await Tools([add]).call("add", '{"a": 1, "b": 5}')).text == "6"
     for name, arguments, said in [
         ("sub", "{}", "There is no tool 'sub'; there are add, slow."),
         ("add", "{1", "no JSON"),
@@ -127,14 +127,14 @@ async def test_what_goes_wrong_in_a_call_is_text():
 
 
 async def test_python_of_the_model_runs_in_the_sandbox(bubblewrap):
-    call = functools.partial(ToolFunctions(["execute_python"]).call, "execute_python")
+    call = functools.partial(Tools(["execute_python"]).call, "execute_python")
     assert (await call('{"code": "print(6*7)"}')).text == "42"
     assert "Permission" in (await call('{"code": "import os; os.fork()"}')).text
 
 
 async def test_a_sandbox_that_is_missing_is_no_answer_for_the_model():
     with sandboxed("nowhere"), pytest.raises(ConfigError, match="there is no sandbox 'nowhere'"):
-        await ToolFunctions(["execute_python"]).call("execute_python", '{"code": "print(6*7)"}')
+        await Tools(["execute_python"]).call("execute_python", '{"code": "print(6*7)"}')
 
 
 def test_tools_that_cannot_be_offered_are_refused():
@@ -142,7 +142,7 @@ def test_tools_that_cannot_be_offered_are_refused():
         """Nobody knows what x is."""
 
     with pytest.raises(WorkflowError, match="two tools are called 'add'"):
-        ToolFunctions([add, add])
+        Tools([add, add])
     with pytest.raises(WorkflowError, match="type hint"):
-        ToolFunctions([untyped])
-    assert ToolFunctions([add]).schemas[0]["function"]["parameters"]["required"] == ["a", "b"]
+        Tools([untyped])
+    assert Tools([add]).schemas[0]["function"]["parameters"]["required"] == ["a", "b"]

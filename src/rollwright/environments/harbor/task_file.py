@@ -52,7 +52,7 @@ class Healthcheck(TomlTable):
     retries: int = Field(default=3, ge=1)
 
 
-class McpServer(TomlTable):
+class McpServerTable(TomlTable):
     """An MCP server that is offered to the agent."""
 
     name: str
@@ -89,7 +89,7 @@ class EnvironmentTable(NetworkTable):
     workdir: str | None = None
     skills_dir: str | None = None
     healthcheck: Healthcheck | None = None
-    mcp_servers: tuple[McpServer, ...] = ()
+    mcp_servers: tuple[McpServerTable, ...] = ()
 
     @field_validator("memory", "storage")
     @classmethod
