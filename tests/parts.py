@@ -11,6 +11,9 @@ from pathlib import Path
 from typing import Any
 
 from rollwright.data.tokenizer import build_character_tokenizer
+from rollwright.experience.durable import EPISODE
+from rollwright.experience.journal.episodes import read_episodes
+from rollwright.experience.journal.writing import EpisodeWriter, Journal
 from rollwright.inference.engine import InferenceEngine
 from rollwright.inference.request import ModelRequest, ModelResponse
 
@@ -152,3 +155,31 @@ class Script(FixedEngine):
     def logprobs(self, tokens: list[int]) -> list[float]:
         """Log-probabilities of an answer."""
         return [-0.25] * len(tokens)
+
+
+class JournalledEpisodes:
+    """Runs a function as an episode, and again from its journal."""
+
+    def __init__(self, directory) -> None:
+        self.directory = directory
+
+    async def first(self, run):
+        journal = Journal(self.directory)
+        episode = EpisodeWriter(journal)
+        facts = {"attempt": 0, "is_eval": False, "version": 0, "workflow": "W", "samples_asked": 1}
+        episode.begin(ordinal=0, index=0, task=b"\x80", task_error="", **facts)
+        result = await self._as(episode, run)
+        episode.end("accepted")
+        journal.close()
+        return result
+
+    async def again(self, run):
+        (past,) = read_episodes(self.directory)
+        return await self._as(EpisodeWriter(None, past), run)
+
+    async def _as(self, episode, run):
+        async def within():
+            EPISODE.set(episode)
+            return await run()
+
+        return await asyncio.create_task(within())

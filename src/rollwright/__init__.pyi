@@ -155,9 +155,9 @@ from rollwright.workflows.step_wise import StepWiseRewardWorkflow as StepWiseRew
 from rollwright.workflows.task import Task as Task
 from rollwright.workflows.task import Workflow as Workflow
 from rollwright.workflows.tool_calling import ToolCallingWorkflow as ToolCallingWorkflow
+from rollwright.workflows.tool_integrated import ToolIntegratedWorkflow as ToolIntegratedWorkflow
 from rollwright.workflows.tools import ToolResult as ToolResult
 from rollwright.workflows.tools import Tools as Tools
-from rollwright.workflows.tool_integrated import ToolIntegratedWorkflow as ToolIntegratedWorkflow
 from rollwright.workflows.turns import Turns as Turns
 from rollwright.workflows.vision_rlvr import VisionRLVRWorkflow as VisionRLVRWorkflow
 from rollwright.workflows.webshop import WebShopWorkflow as WebShopWorkflow

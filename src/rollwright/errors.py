@@ -43,7 +43,7 @@ class SandboxError(RollwrightError):
     """What a model writes cannot be run, because the sandbox is missing, does not start or is gone."""
 
 
-class ToolError(RollwrightError):
+class LostToolError(RollwrightError):
     """What a tool works with, such as its server, cannot be reached or is gone: the sample counts as failed, and the model is not told."""
 
 

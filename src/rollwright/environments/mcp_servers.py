@@ -30,7 +30,7 @@ from urllib.parse import urlsplit
 
 from pydantic import TypeAdapter
 
-from rollwright.errors import ConfigError, SandboxError, ToolError
+from rollwright.errors import ConfigError, LostToolError, SandboxError
 from rollwright.processes.box import Box, BoxProcess, BoxSpec
 from rollwright.processes.boxes import box_limits, make_box, programs_in
 from rollwright.processes.sandbox import sandbox_name
@@ -45,6 +45,7 @@ _WITH_ERRORS = f'exec "$0" "$@" 2>{ERRORS}'
 _MOST_LINE = 1 << 24  # bytes of a message
 _STOP_SECONDS = 15.0  # for a session to end; the process gets 2 s of them
 _CONNECT_SECONDS = 30.0
+_PING_SECONDS = 5.0
 _TOLD = 2000  # characters of a server's standard error in messages
 _OF_COMMAND = ("environment", "directory", "programs", "network", "limits", "image")
 _NAME = re.compile(r"[^A-Za-z0-9_-]")
@@ -153,7 +154,7 @@ class McpServer:
 class McpSession:
     """A session with a server. It begins with the first call of a method, and is used from one event loop.
 
-    Methods raise ``ToolError`` if the server cannot be reached or has ended, and ``SandboxError`` if there is no box for it. A lost session
+    Methods raise ``LostToolError`` if the server cannot be reached or has ended, and ``SandboxError`` if there is no box for it. A lost session
     stays lost.
     """
 
@@ -192,7 +193,7 @@ class McpSession:
         """Return the tools: ``name``, ``description``, ``inputSchema`` and ``annotations``, as the protocol names them.
 
         Raises:
-            ToolError: see above; or the server lacks a tool that ``McpServer.tools`` names.
+            LostToolError: see above; or the server lacks a tool that ``McpServer.tools`` names.
         """
         await self.start()
         found: list[dict[str, Any]] = []
@@ -202,10 +203,10 @@ class McpSession:
             try:
                 async with asyncio.timeout(self.server.start_timeout):
                     answer = await self._answer(lambda page=page: self._session.list_tools(params=_paged(**page)))
-            except (ToolError, SandboxError):
+            except (LostToolError, SandboxError):
                 raise
             except Exception as error:
-                raise ToolError(
+                raise LostToolError(
                     f"the MCP server {self.server} does not list its tools: {error or 'no answer in time'}"
                 ) from error
             found += answer["tools"]
@@ -214,7 +215,7 @@ class McpSession:
                 break
         if missing := [name for name in self.server.tools if name not in {tool["name"] for tool in found}]:
             names = [tool["name"] for tool in found]
-            raise ToolError(f"the MCP server {self.server} has no tool {missing[0]!r}; {nearest(missing[0], names)}")
+            raise LostToolError(f"the MCP server {self.server} has no tool {missing[0]!r}; {nearest(missing[0], names)}")
         return [tool for tool in found if not self.server.tools or tool["name"] in self.server.tools]
 
     async def call(self, name: str, arguments: Mapping[str, Any]) -> tuple[str, bool]:
@@ -222,11 +223,26 @@ class McpSession:
         await self.start()
         try:
             answer = await self._answer(lambda: self._session.call_tool(name, dict(arguments)))
-        except (ToolError, SandboxError):
+        except (LostToolError, SandboxError):
             raise
         except Exception as error:  # the protocol's errors, and results that do not fit the tool's own schema
+            await self.check()
             return str(error) or type(error).__name__, False
         return _text(answer), not answer.get("isError")
+
+    async def check(self) -> None:
+        """Raise if the server is gone. A server over HTTP is asked; one that is only busy need not answer."""
+        if self._lost:
+            raise await self._failure("is gone")
+        if self.server.command:
+            return  # the end of its process is noticed
+        try:
+            async with asyncio.timeout(_PING_SECONDS):
+                await self._answer(lambda: self._session.send_ping())
+        except (LostToolError, SandboxError):
+            raise
+        except Exception as error:
+            logger.debug("the MCP server %s answered a ping with %r", self.server, error)
 
     async def stop(self) -> None:
         """End the session and the server. Idempotent."""
@@ -269,9 +285,9 @@ class McpSession:
             reason = reason.exceptions[0]
         if isinstance(reason, ConfigError | SandboxError):
             return reason
-        why = self._lost if isinstance(reason, ToolError) or reason is None else f"{type(reason).__name__}: {reason}"
+        why = self._lost if isinstance(reason, LostToolError) or reason is None else f"{type(reason).__name__}: {reason}"
         said = f" It said: {self._said}" if self._said else ""
-        return ToolError(f"the MCP server {self.server} {what}: {why or 'it has ended'}.{said}")
+        return LostToolError(f"the MCP server {self.server} {what}: {why or 'it has ended'}.{said}")
 
     # -- the task that opens and closes the session ----------------------------------------------------------------------
 
@@ -345,7 +361,7 @@ class McpSession:
                     *lines, rest = (rest + chunk).split(b"\n")
                     if len(rest) > _MOST_LINE:
                         self._lost = f"it sent a message of more than {_MOST_LINE} bytes"
-                        raise ToolError(self._lost)
+                        raise LostToolError(self._lost)
                     for line in filter(bytes.strip, lines):
                         try:
                             message = _messages().validate_json(line)
@@ -356,7 +372,7 @@ class McpSession:
                             continue
                         await received.send(SessionMessage(message))
                 self._lost = self._lost or "it has ended"
-                raise ToolError(self._lost)
+                raise LostToolError(self._lost)
 
         async def write() -> None:
             async with to_send:

@@ -10,7 +10,7 @@ from typing import Any
 
 from rollwright.config.generation import GenerationHyperparameters
 from rollwright.data.tokenizer import load_tokenizer
-from rollwright.errors import PromptTooLongError, RewardError, SandboxError, ToolError, WorkflowError
+from rollwright.errors import LostToolError, PromptTooLongError, RewardError, SandboxError, WorkflowError
 from rollwright.experience.experience import Experience
 from rollwright.inference.engine import InferenceEngine
 from rollwright.inference.front.openai_front import OpenAIEpisode, OpenAIFront
@@ -67,7 +67,7 @@ class FrontWorkflow(RolloutWorkflow):
             try:
                 reward = await self.run_agent(episode, data)
             except Exception as error:
-                if not episode.recorder.outgrew_context or isinstance(error, RewardError | SandboxError | ToolError):
+                if not episode.recorder.outgrew_context or isinstance(error, RewardError | SandboxError | LostToolError):
                     raise
                 logger.warning("an agent's conversation outgrew the context, and it ended with %s", type(error).__name__)
                 reward = None

@@ -7,7 +7,7 @@
         result = await tools.call("search", '{"words": "towns"}')              # result.text goes to the model
 
 Failures of a tool (an unknown name, invalid JSON, an exception, a time limit, an error of the server) are text that the model reads.
-``ToolError``, ``SandboxError`` and ``ConfigError`` are raised, because the model cannot fix these: the sample counts as failed.
+``LostToolError``, ``SandboxError`` and ``ConfigError`` are raised, because the model cannot fix these: the sample counts as failed.
 """
 
 from __future__ import annotations
@@ -15,12 +15,12 @@ from __future__ import annotations
 import asyncio
 import inspect
 import json
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Self
 
 from rollwright.environments.mcp_servers import McpServer, McpSession, tool_name
-from rollwright.errors import ConfigError, SandboxError, ToolError, WorkflowError
+from rollwright.errors import ConfigError, LostToolError, SandboxError, WorkflowError
 from rollwright.experience.durable import Durable, durable, kept_calls
 from rollwright.inference.engine import run_concurrently
 from rollwright.registry import why_not_called
@@ -46,14 +46,14 @@ class Tool:
         schema: in the form of OpenAI's chat API, ``{"type": "function", "function": {…}}``.
         run: called with the model's arguments as keywords; plain or async. It returns a ``ToolResult``, text, or what JSON can hold.
         journal: how calls are recorded.
-        prepare: awaited before a call, outside of its time limit.
+        session: of the MCP server whose tool it is.
     """
 
     name: str
     schema: dict[str, Any]
     run: Callable[..., Any]
     journal: Durable
-    prepare: Callable[[], Awaitable[None]] | None = None
+    session: McpSession | None = None
 
 
 class Tools:
@@ -88,7 +88,7 @@ class Tools:
         """Start the servers and list their tools. If the journal has the list, a server starts with the first new call.
 
         Raises:
-            ToolError: a server cannot be reached.
+            LostToolError: a server cannot be reached.
             WorkflowError: two tools share a name, or the object has been entered before.
         """
         if self._is_open:
@@ -108,7 +108,7 @@ class Tools:
         """End the servers.
 
         Raises:
-            ToolError: a server was lost during a call, and the caller, such as an agent framework, did not let the error through.
+            LostToolError: a server was lost during a call, and the caller, such as an agent framework, did not let the error through.
         """
         await self._stop()
         if error is None and self._failure is not None:
@@ -164,22 +164,24 @@ class Tools:
             return ToolResult(f"The arguments do not fit {name}: {why}.", False)
         try:
             return ToolResult(*await tool.journal.awaited(self._run, name, values))
-        except (ConfigError, SandboxError, ToolError) as error:  # the model cannot fix these
+        except (ConfigError, SandboxError, LostToolError) as error:  # the model cannot fix these
             self._failure = error
             raise
 
     async def _run(self, name: str, values: dict[str, Any]) -> tuple[str, bool]:
         """Run a tool, and return the text that the model reads and whether the call succeeded."""
         tool = self._tools[name]
-        if tool.prepare is not None:
-            await tool.prepare()
+        if tool.session is not None:
+            await tool.session.start()  # outside of the call's time limit
         try:
             async with asyncio.timeout(self.timeout):
                 is_async = inspect.iscoroutinefunction(tool.run)
                 result = await (tool.run(**values) if is_async else asyncio.to_thread(tool.run, **values))
         except TimeoutError:
+            if tool.session is not None:
+                await tool.session.check()
             return f"{name} took longer than {self.timeout:g} seconds.", False
-        except (ConfigError, SandboxError, ToolError):
+        except (ConfigError, SandboxError, LostToolError):
             raise
         except Exception as error:
             return _unicode(f"{type(error).__name__}: {error}"), False
@@ -231,7 +233,7 @@ def _server_tool(session: McpSession, listed: Mapping[str, Any]) -> Tool:
         {"type": "function", "function": function},
         run,
         Durable(f"tool {name}", server.durable or kind),
-        session.start,
+        session,
     )
 
 

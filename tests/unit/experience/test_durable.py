@@ -11,47 +11,18 @@ import sys
 import time
 
 import pytest
+from parts import JournalledEpisodes
 
 from rollwright import durable
 from rollwright.errors import ReplayError, WorkflowError
-from rollwright.experience.durable import EPISODE
-from rollwright.experience.journal.episodes import read_episodes
-from rollwright.experience.journal.writing import EpisodeWriter, Journal
+from rollwright.experience.journal.writing import EpisodeWriter
 from rollwright.rewards.wrapper import AsyncRewardWrapper
 from rollwright.workflows.tools import Tools
 
 
-class Episodes:
-    """Runs a function as an episode, and again from its journal."""
-
-    def __init__(self, directory) -> None:
-        self.directory = directory
-
-    async def first(self, run):
-        journal = Journal(self.directory)
-        episode = EpisodeWriter(journal)
-        facts = {"attempt": 0, "is_eval": False, "version": 0, "workflow": "W", "samples_asked": 1}
-        episode.begin(ordinal=0, index=0, task=b"\x80", task_error="", **facts)
-        result = await self._as(episode, run)
-        episode.end("accepted")
-        journal.close()
-        return result
-
-    async def again(self, run):
-        (past,) = read_episodes(self.directory)
-        return await self._as(EpisodeWriter(None, past), run)
-
-    async def _as(self, episode, run):
-        async def within():
-            EPISODE.set(episode)
-            return await run()
-
-        return await asyncio.create_task(within())
-
-
 @pytest.fixture
-def episodes(tmp_path) -> Episodes:
-    return Episodes(tmp_path)
+def episodes(tmp_path) -> JournalledEpisodes:
+    return JournalledEpisodes(tmp_path)
 
 
 async def test_clocks_and_random_numbers_are_what_they_were(episodes):
