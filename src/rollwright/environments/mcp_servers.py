@@ -92,7 +92,9 @@ class McpServer:
 
     def __post_init__(self) -> None:
         if bool(self.command) == bool(self.url):
-            raise ConfigError(f"an MCP server has a command or a url, one of them; {'both' if self.url else 'neither'} is set.")
+            raise ConfigError(
+                f"an MCP server has a command or a url, one of them; {'both are' if self.url else 'neither is'} set."
+            )
         unread = ["headers"] if self.command and self.headers else []
         if self.url:
             unread = [name for name in _OF_COMMAND if getattr(self, name)]
