@@ -46,6 +46,7 @@ _MOST_LINE = 1 << 24  # bytes of a message
 _STOP_SECONDS = 15.0  # for a session to end; the process gets 2 s of them
 _CONNECT_SECONDS = 30.0
 _PING_SECONDS = 5.0
+_ENDED = "it has ended"
 _TOLD = 2000  # characters of a server's standard error in messages
 _OF_COMMAND = ("environment", "directory", "programs", "network", "limits", "image")
 _NAME = re.compile(r"[^A-Za-z0-9_-]")
@@ -114,7 +115,10 @@ class McpServer:
             self._spec()
 
     def __str__(self) -> str:
-        return self.url or (self.command if isinstance(self.command, str) else shlex.join(self.command))
+        address = urlsplit(self.url)  # without what may be a secret
+        if self.url:
+            return f"{address.scheme}://{address.netloc.rpartition('@')[2]}{address.path}"
+        return self.command if isinstance(self.command, str) else shlex.join(self.command)
 
     @classmethod
     def of(cls, given: Mapping[str, Any]) -> McpServer:
@@ -257,8 +261,10 @@ class McpSession:
             owner.cancel()  # it waits for the handshake
         await asyncio.wait({owner}, timeout=_STOP_SECONDS)
         owner.cancel()
-        await asyncio.wait({owner})
-        if not owner.cancelled() and (error := owner.exception()) is not None:
+        await asyncio.wait({owner}, timeout=_STOP_SECONDS)
+        if not owner.done():
+            logger.error("the session with the MCP server %s does not end", self.server)
+        elif not owner.cancelled() and (error := owner.exception()) is not None:
             logger.debug("the session with the MCP server %s ended with %s", self.server, error)
 
     async def _answer(self, request: Callable[[], Awaitable[Any]]) -> dict[str, Any]:
@@ -287,9 +293,10 @@ class McpSession:
             reason = reason.exceptions[0]
         if isinstance(reason, ConfigError | SandboxError):
             return reason
-        why = self._lost if isinstance(reason, LostToolError) or reason is None else f"{type(reason).__name__}: {reason}"
+        is_known = self._lost not in ("", _ENDED) or reason is None or isinstance(reason, LostToolError)
+        why = (self._lost or _ENDED) if is_known else f"{type(reason).__name__}: {reason}"
         said = f" It said: {self._said}" if self._said else ""
-        return LostToolError(f"the MCP server {self.server} {what}: {why or 'it has ended'}.{said}")
+        return LostToolError(f"the MCP server {self.server} {what}: {why}.{said}")
 
     # -- the task that opens and closes the session ----------------------------------------------------------------------
 
@@ -303,7 +310,7 @@ class McpSession:
             try:
                 await self._closing.wait()
             finally:
-                self._lost = self._lost or "it has ended"  # before the SDK answers open requests with an error of its own
+                self._lost = self._lost or _ENDED  # before the SDK answers open requests with an error of its own
 
     @contextlib.asynccontextmanager
     async def _streams_of_http(self) -> AsyncIterator[tuple[Any, Any]]:
@@ -373,7 +380,7 @@ class McpSession:
                             )
                             continue
                         await received.send(SessionMessage(message))
-                self._lost = self._lost or "it has ended"
+                self._lost = self._lost or _ENDED
                 raise LostToolError(self._lost)
 
         async def write() -> None:
