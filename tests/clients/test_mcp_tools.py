@@ -184,7 +184,7 @@ async def test_a_server_that_is_gone_is_no_answer_for_the_model():
     [
         ({"command": "python3 nothing.py"}, r"did not start: it has ended with exit code 2\. It said: .*can't open file"),
         ({"command": "no-such-program"}, "exit code 127.*not found"),
-        ({"command": "sleep 100", "start_timeout": 0.5}, "did not start: gave no answer within 0.5 seconds"),
+        ({"command": "sleep 100", "start_timeout": 0.5}, "did not start: it gave no answer within 0.5 seconds"),
         ({"url": f"http://127.0.0.1:{quiet_ports(1)[0]}/mcp"}, "did not start: ConnectError"),
     ],
 )

@@ -189,8 +189,8 @@ class McpSession:
                 await self.stop()
                 raise
             if not ready.done():
-                self._lost = self._lost or f"gave no answer within {self.server.start_timeout:g} seconds"
                 if not self._owner.done():
+                    self._lost = self._lost or f"it gave no answer within {self.server.start_timeout:g} seconds"
                     await self.stop()
                 raise await self._failure("did not start")
             self._session = ready.result()
