@@ -175,6 +175,7 @@ class EvalConfig(EpisodesConfig, RunConfig):
     gconfig: GenerationHyperparameters = field(default_factory=GenerationHyperparameters)
     greedy: bool = key(True, "One greedy completion of each task.")
     samples: int = key(0, "Completions of each task at gconfig.temperature, whose mean is reported.", ge=0)
+    journal: JournalConfig = field(default_factory=JournalConfig)
 
 
 @dataclass

@@ -7,6 +7,7 @@ small configs and records every key that is read.
 from __future__ import annotations
 
 from dataclasses import fields
+from typing import Any
 
 from rollwright.config.experiment import BaseExperimentConfig, DPOConfig, EvalConfig, PPOConfig, RunConfig, SFTConfig
 from rollwright.config.faults import unread
@@ -55,6 +56,11 @@ def _why_greedy(section: GenerationHyperparameters) -> str:
 def runs_episodes(config: SFTConfig) -> bool:
     """Return True if supervised training evaluates the model by episodes of held-out tasks."""
     return bool(config.workflow and config.valid_dataset is not None)
+
+
+def _without_journal(kind: type[PPOConfig | EvalConfig]) -> Any:
+    keys = [f"journal.{each.name}" for each in fields(JournalConfig) if each.name != "enabled"]
+    return unread(kind, keys, lambda config: not config.journal.enabled, "journal.enabled is false")
 
 
 _GENERATION = (
@@ -253,12 +259,7 @@ _POLICY = (
         lambda config: config.store.order != "priority",
         "store.order is not priority",
     ),
-    unread(
-        PPOConfig,
-        [f"journal.{each.name}" for each in fields(JournalConfig) if each.name != "enabled"],
-        lambda config: not config.journal.enabled,
-        "journal.enabled is false",
-    ),
+    _without_journal(PPOConfig),
     unread(
         PPOConfig,
         [f"eval_tasksets.*.{name}" for name in ("ratio", "selector", "selector_args")],
@@ -296,6 +297,13 @@ _EVALUATIONS = (
         always,
         "an evaluation's scores go to summary.json",
     ),
+    unread(
+        EvalConfig,
+        ["journal.keep", "journal.on_divergence"],
+        always,
+        "an evaluation that was interrupted begins anew, and keeps all of its samples",
+    ),
+    _without_journal(EvalConfig),
     unread(EvalConfig, ["gconfig.n_samples"], always, "`samples` sets how often a task is sampled"),
     unread(
         EvalConfig,

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from rollwright.config.experiment import EvalConfig, NewModelConfig, PPOConfig
-from rollwright.config.loading import Stage
+from rollwright.config.loading import Stage, save_config
 from rollwright.config.plan import in_words
 from rollwright.config.secrets import copy_without_secrets, secrets_of
 from rollwright.errors import CheckpointError, ConfigError, TrainingError
@@ -92,6 +92,8 @@ def _carry_out_stages(stages: Sequence[Stage], placement: Placement, source_path
                 rank_processes.announce_stage(stage.name)
             started = time.monotonic()
             part = directory if len(stages) == 1 else directory.stage(stage.name)
+            if _has_page(stage):  # written now, so that a stage that fails at once is in the list of runs
+                save_config(stage.config, part.path / "config.yaml")
             try:
                 results = _CARRY_OUT[stage.kind](stage, part)
             except placement.reopens_after as error:
@@ -105,6 +107,11 @@ def _carry_out_stages(stages: Sequence[Stage], placement: Placement, source_path
         write_summary(directory.summary_file, summary)
         directory.finish()
     print_summary(summary, directory)
+
+
+def _has_page(stage: Stage) -> bool:
+    """Return True if the viewer shows a stage itself; a benchmark has a page for each checkpoint."""
+    return stage.kind != "model" and getattr(stage.config, "mode", "both") != "bench"
 
 
 def _still_done(stages: Sequence[Stage], done: dict[str, Any], directory: RunDirectory) -> dict[str, Any]:
@@ -286,7 +293,7 @@ def _evaluate(stage: Stage, directory: RunDirectory) -> dict[str, Any]:
     from rollwright.trainers.loops.evaluation import evaluate_model
 
     config: EvalConfig = stage.config
-    scores = evaluate_model(config, directory.rollouts)
+    scores = evaluate_model(config, directory)
     said = ", ".join(f"{name} {value:.3f}" for name, value in measures_of(scores).items())
     logging.console().print(f"{said} over {scores['tasks']} tasks", highlight=False)
     return {"label": config.label or stage.name, **scores}

@@ -13,17 +13,41 @@ from rollwright.viewer.index import Index
 #: Mean reward of each task at the newest version. Of several evaluations of a task by one model, the one with the most samples counts.
 _LAST = """
 WITH last AS (
-    SELECT task, ordinal, writer, reward FROM samples
+    SELECT id, task, ordinal, version, reward FROM samples
     WHERE is_eval AND NOT is_undone AND status = 'accepted' AND reward IS NOT NULL AND task IS NOT NULL
         AND version = (SELECT max(version) FROM samples WHERE is_eval AND NOT is_undone AND status = 'accepted')
-), each AS (SELECT task, avg(reward) AS reward, count(*) AS samples, max(writer) AS writer, ordinal FROM last GROUP BY task, ordinal)
-SELECT task, reward, max(samples * 1000000 + ordinal) FROM each GROUP BY task
+), each AS (
+    SELECT task, ordinal, version, avg(reward) AS reward, count(*) AS samples, min(id) AS first FROM last GROUP BY task, ordinal
+)
+SELECT task, ordinal, version, reward, samples, first, max(samples * 1000000 + ordinal) FROM each GROUP BY task
 """
 
 
 def last_evaluation(index: Index) -> dict[str, float]:
     """Return the mean reward of each task in a run's last evaluation, by the task's identity (see ``collector.identity_of_task``)."""
     return {row["task"]: row["reward"] for row in index.rows(_LAST)}
+
+
+def held_out_tasks(index: Index, limit: int) -> dict[str, Any]:
+    """List the tasks of a run's last evaluation, those with the lowest reward first; see ``Run.held_out``."""
+    rows = sorted(index.rows(_LAST), key=lambda row: (row["reward"], row["ordinal"]))
+    shown = [
+        {
+            "task": row["task"] if not row["task"].startswith("#") else f"task {row['ordinal']}",
+            "reward": row["reward"],
+            "samples": row["samples"],
+            "group": f"eval:{row['ordinal']}@v{row['version']}",
+            "answer": _answer(index, row["first"]),
+        }
+        for row in rows[:limit]
+    ]
+    mean = statistics.fmean(row["reward"] for row in rows) if rows else None
+    return {"tasks": shown, "total": len(rows), "version": rows[0]["version"] if rows else None, "mean": mean}
+
+
+def _answer(index: Index, sample: int) -> str:
+    found = index.rows("SELECT substr(said, 1, 120) FROM texts WHERE id = ?", sample)
+    return found[0][0] if found else ""
 
 
 def compare(evaluations: Sequence[tuple[str, Mapping[str, float]]]) -> dict[str, Any]:

@@ -50,7 +50,7 @@ def write_report(places: Sequence[str | Path], file: Path, samples: int = 40) ->
         styles = "\n".join(pages.static[name].decode() for name in _STYLES)
         html = pages.render(
             "report.html",
-            title=entry["id"],
+            title=entry["name"],
             run=entry,
             written=time.time(),
             policy=f"default-src 'none'; script-src {_hash(scripts)}; style-src {_hash(styles)}; img-src data:; base-uri 'none'; "

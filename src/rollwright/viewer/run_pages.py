@@ -185,10 +185,21 @@ def overview(run: Run, info: Mapping[str, Any]) -> dict[str, Any]:
     took = info["updated"] - info["began"] if info["updated"] and info["began"] else None
     so_far = " so far" if info["state"] == "running" else ""
     about = " · ".join(filter(None, [info["kind"], f"{seconds(took)}{so_far}" if took else None]))
+    tiles += [{"name": name, "value": number(value), "more": ""} for name, value in run.scores().items()]
     steady = [chart for _, charts in curves for chart in charts if _is_steady(chart)]
     curves = [(title, [chart for chart in charts if chart not in steady]) for title, charts in curves]
     facts = [(chart["title"], f"{chart['last']} {chart['unit']}".strip()) for chart in steady]
-    return {"curves": curves, "steady": facts, "tiles": tiles, "signs": run.diagnosis(), "about": about}
+    if info["kind"] == "eval":
+        tiles = tiles[1:]  # it makes no steps
+    return {
+        "curves": curves,
+        "steady": facts,
+        "tiles": tiles,
+        "signs": run.diagnosis(),
+        "about": about,
+        "ending": run.ending(),
+        "held_out": run.held_out(),
+    }
 
 
 def _is_steady(chart: Mapping[str, Any]) -> bool:

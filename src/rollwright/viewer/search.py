@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import inspect
 import math
 import re
 import sqlite3
@@ -262,6 +263,36 @@ _ASKED_RANGES = ("step", "reward", "tokens", "version")
 _FLAGS: dict[str | None, bool] = {"0": False, "1": True}
 #: Parameters of an address that the search accepts.
 ASKED = ("text", "regex", "where", *_ASKED_RANGES, "status", "tool", "tag", "eval", "truncated", "undone", "order")
+
+
+_ARGUMENTS = frozenset(
+    name for name, each in inspect.signature(search).parameters.items() if each.kind is inspect.Parameter.KEYWORD_ONLY
+)
+
+
+def as_arguments(query: Mapping[str, Any]) -> dict[str, Any]:
+    """Convert the names and values of addresses among the arguments of ``Run.search``: ``eval=1``, ``step="5-20"``, ``truncated="0"``.
+
+    Raises:
+        DataError: a name is unknown, or a range is invalid.
+    """
+    given = dict(query)
+    if "eval" in given:
+        given["is_eval"] = given.pop("eval")
+    if unknown := sorted(given.keys() - _ARGUMENTS):
+        raise DataError(f"samples are not found by {unknown[0]!r}: choose from eval, {', '.join(sorted(_ARGUMENTS))}.")
+    for name in ("is_eval", "truncated", "undone"):
+        if given.get(name) is not None:
+            given[name] = bool(_FLAGS.get(str(given[name]), given[name]))
+    if str(given.get("regex")) in ("1", "True"):  # an address has the pattern in ``text``
+        given["regex"] = given.pop("text", None)
+    for name in (*_ASKED_RANGES, "length", "advantage"):
+        if isinstance(given.get(name), str):
+            try:
+                given[name] = span(given[name])
+            except ValueError as error:
+                raise DataError(f"{name}: {error}") from None
+    return given
 
 
 def filters(query: Mapping[str, str]) -> dict[str, Any]:

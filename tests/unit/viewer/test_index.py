@@ -87,7 +87,7 @@ def whole(copied_run):
     """The index of a whole run, built at once."""
     with Run(copied_run) as run:
         run.refresh()
-        yield contents(run._index)
+        yield contents(run.index)
 
 
 def test_it_is_the_same_when_it_is_built_byte_by_byte(copied_run, whole, tmp_path):
@@ -122,7 +122,7 @@ def test_several_processes_build_one_index(copied_run, whole):
         thread.start()
     for thread in threads:
         thread.join()
-    assert contents(runs[0]._index) == contents(runs[2]._index) == whole
+    assert contents(runs[0].index) == contents(runs[2].index) == whole
     for run in runs:
         run.close()
 
@@ -133,14 +133,14 @@ def test_one_that_is_damaged_or_of_another_version_is_built_anew(copied_run, who
     with Run(copied_run) as run:
         run.refresh()
         run.refresh()
-        assert contents(run._index) == whole
+        assert contents(run.index) == whole
     monkeypatch.setattr(module, "VERSION", 99)
     with Run(copied_run) as run:
         run.refresh()
-        assert contents(run._index) == whole
+        assert contents(run.index) == whole
         path.unlink()  # while it is open
         run.refresh()
-        assert contents(run._index) == whole
+        assert contents(run.index) == whole
 
 
 def test_one_with_tables_of_before_is_built_anew_by_who_reads(copied_run, whole):
@@ -152,19 +152,19 @@ def test_one_with_tables_of_before_is_built_anew_by_who_reads(copied_run, whole)
         assert run.search()["samples"] == []  # nothing is indexed yet; no error
         assert run.steps()
         run.refresh()
-        assert contents(run._index) == whole
+        assert contents(run.index) == whole
         assert path.stat().st_mode & 0o077 == 0
 
 
 def test_a_page_that_is_damaged_ends_the_index_and_not_who_follows(copied_run, whole):
     with Run(copied_run) as run:
         run.refresh()
-        index = run._index
+        index = run.index
         with pytest.raises(sqlite3.DatabaseError, match="malformed"), index.reading():
             raise sqlite3.DatabaseError("database disk image is malformed")
         run.refresh()
         run.refresh()
-        assert contents(run._index) == whole
+        assert contents(run.index) == whole
 
 
 def test_a_journal_that_cannot_be_written_has_its_index_elsewhere(copied_run, whole, monkeypatch, tmp_path):
@@ -173,7 +173,7 @@ def test_a_journal_that_cannot_be_written_has_its_index_elsewhere(copied_run, wh
     (copied_run / "journal" / "index.sqlite").unlink()
     with Run(copied_run) as run:
         run.refresh()
-        assert contents(run._index) == whole
+        assert contents(run.index) == whole
     assert not (copied_run / "journal" / "index.sqlite").exists()
     (made,) = (tmp_path / "cache").rglob("*.sqlite")
     assert made.stat().st_mode & 0o077 == 0

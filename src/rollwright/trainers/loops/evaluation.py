@@ -3,18 +3,22 @@
 from __future__ import annotations
 
 import math
+import time
 from collections.abc import Sequence
 from contextlib import AbstractContextManager
-from pathlib import Path
 from typing import Any
 
 from rollwright.config.experiment import EvalConfig
 from rollwright.config.generation import GenerationHyperparameters
+from rollwright.config.secrets import hidden_texts
 from rollwright.errors import ConfigError, RolloutError
+from rollwright.experience.journal.records import Resumed
+from rollwright.experience.journal.writing import Journal
 from rollwright.experience.trajectory import Trajectory, sampled_tokens
 from rollwright.rollout.engines import RolloutEngine
 from rollwright.tracking.progress import progress_bar
 from rollwright.tracking.rollout_dumps import RolloutDumper
+from rollwright.tracking.run_directory import RunDirectory
 from rollwright.trainers.drawn_tasks import evaluating
 from rollwright.trainers.loops.reporting import EvaluationResult, sample_means
 
@@ -77,12 +81,13 @@ def scores_of(rewards: Sequence[Sequence[float]], pass_at: Sequence[int], pass_r
     return scores
 
 
-def evaluate_model(config: EvalConfig, rollouts: Path | None = None) -> dict[str, Any]:
+def evaluate_model(config: EvalConfig, directory: RunDirectory | None = None) -> dict[str, Any]:
     """Evaluate a model, or a LoRA adapter over the base that it names, on a split with the built-in engine.
 
     Args:
         config: the model, the split and the workflow.
-        rollouts: directory for readable samples, ``stats_logger.dump_rollouts`` for each score. If None, no samples are written.
+        directory: receives the journal and readable samples (``stats_logger.dump_rollouts`` for each score). If None, nothing
+            is written.
 
     Returns:
         Mean rewards ``greedy`` and ``mean@<samples>`` as configured, the number of ``tasks``, and a few ``completions`` (``prompt``,
@@ -100,15 +105,23 @@ def evaluate_model(config: EvalConfig, rollouts: Path | None = None) -> dict[str
     runs = {"greedy": config.gconfig.new(greedy=True, n_samples=1)} if config.greedy else {}
     if config.samples:
         runs[f"mean@{config.samples}"] = config.gconfig.new(n_samples=config.samples)
-    dumper = RolloutDumper(rollouts, tokenizer, config.stats_logger.dump_rollouts) if rollouts else None
+    dumper = None
     scores: dict[str, Any] = {"tasks": len(tasks)}
     rollout = make_local_engine(config, config.path, tokenizer)
+    if directory is not None:
+        rollout.journal = _journal_of(config, directory)
+        dumper = RolloutDumper(
+            directory.rollouts, tokenizer, config.stats_logger.dump_rollouts, for_programs=rollout.journal is None
+        )
     rollout.initialize()
     try:
         for name, gconfig in runs.items():
             kwargs = workflow_arguments(config, config.workflow, config.workflow_kwargs, tokenizer, gconfig)
+            # Each score has its own ordinals in the journal. The sampled one keeps 0, 1, …, from which its seeds derive.
+            first = len(tasks) if name == "greedy" and len(runs) > 1 else 0
+            rows = [{**task, "ordinal": ordinal} for ordinal, task in enumerate(tasks, first)]
             with _bar(rollout, len(tasks) * gconfig.n_samples, name):
-                result = evaluate(rollout, tasks, config.workflow, kwargs, gconfig)
+                result = evaluate(rollout, rows, config.workflow, kwargs, gconfig)
             scores[name] = result.reward
             if dumper is not None:
                 dumper.dump(0, result.trajectory, name=name)
@@ -116,6 +129,16 @@ def evaluate_model(config: EvalConfig, rollouts: Path | None = None) -> dict[str
     finally:
         rollout.destroy()
     return scores
+
+
+def _journal_of(config: EvalConfig, directory: RunDirectory) -> Journal | None:
+    """Open the journal of an evaluation. The samples of an earlier attempt, which is not continued, are marked as undone."""
+    if not config.journal.enabled:
+        return None
+    journal = Journal(directory.journal, config.journal, hidden_texts(config))
+    if directory.has_journal:
+        journal.write(Resumed(step=0, version=-1, frontier=0, episodes=0, tokens=0, time=time.time()))
+    return journal
 
 
 def _bar(rollout: RolloutEngine, samples: int, name: str) -> AbstractContextManager[Any]:

@@ -15,6 +15,7 @@ import torch
 
 from rollwright.atomic import write_json
 from rollwright.config.experiment import PPOConfig
+from rollwright.config.loading import save_config
 from rollwright.config.rules import validate
 from rollwright.data.tokenizer import load_tokenizer
 from rollwright.errors import ConfigError
@@ -74,7 +75,7 @@ def bench(config: PPOConfig, directory: RunDirectory) -> dict[str, Any]:
     logger.info("evaluating %d checkpoints: %s", len(benchmarks), ", ".join(each.label for each in benchmarks))
     for each in benchmarks:
         with logging.console().status(f"evaluating {each.label}"):
-            each.scores = _scores(config, each.path, directory)
+            each.scores = _scores(config, each.path, directory.stage(part_name(each.label)))
         for taskset, scores in each.scores.items():
             logger.info("%s on %s: %s", each.label, taskset, ", ".join(f"{k} {v:.3f}" for k, v in scores.items()))
     results = [dataclasses.asdict(each) for each in benchmarks]
@@ -131,6 +132,11 @@ def last_step(final: Path) -> int | None:
         return None
 
 
+def part_name(label: str) -> str:
+    """Return the directory of a checkpoint's journal, inside that of the benchmark: ``grpo-step-000010``."""
+    return re.sub(r"[^\w.+@=-]+", "-", label.replace("checkpoints/", "")).strip("-.") or "checkpoint"
+
+
 # -- scores ------------------------------------------------------------------------------------------------------------
 
 
@@ -140,6 +146,7 @@ def _scores(config: PPOConfig, path: str, directory: RunDirectory) -> dict[str, 
     tokenizer = load_tokenizer(config.tokenizer_path or path, config.actor.trust_remote_code)
     refuse_missing_chat_template(config, tokenizer)
     gconfig = config.evaluator.gconfig.new(n_samples=config.bench.samples)
+    save_config(config, directory.path / "config.yaml")
     scores, by_name = {}, defaultdict(list)
     with (
         TaskServices(
@@ -152,8 +159,11 @@ def _scores(config: PPOConfig, path: str, directory: RunDirectory) -> dict[str, 
         rows, workflow, kwargs = held_out_tasks(config, tokenizer, services, group_size=config.bench.samples)
         for row in rows:
             by_name[row["taskset"] if config.eval_tasksets else "valid"].append(row)
+        first = 0  # each taskset has its own ordinals in the journal
         for name, tasks in by_name.items():
-            result = evaluate(rollout, tasks[: config.evaluator.limit], workflow, kwargs, gconfig)
+            tasks = [{**task, "ordinal": ordinal} for ordinal, task in enumerate(tasks[: config.evaluator.limit], first)]
+            first += len(tasks)
+            result = evaluate(rollout, tasks, workflow, kwargs, gconfig)
             scores[name] = {
                 **scores_of(_rewards_by_task(result.trajectory), config.bench.pass_at, config.bench.pass_reward),
                 "tasks": float(result.tasks),

@@ -36,7 +36,7 @@ _SAMPLE = re.compile(r"(eval:)?(\d+)(?:/(\d+))?(?:@v(\d+))?(?:@(\d+))?")
 
 
 def journaled_directory(run: str | Path) -> Path:
-    """Return the directory that holds the journal: that of the run, or of the only stage that has a journal.
+    """Return the directory that holds the journal: that of the run, of the only stage that trained on one, or of the only stage that has one.
 
     Raises:
         ConfigError: this is not a run's directory, there is no journal, or several stages have one.
@@ -46,8 +46,9 @@ def journaled_directory(run: str | Path) -> Path:
         raise ConfigError(f"{run} is not a directory: give that of a run, such as runs/quickstart/trial/grpo.")
     candidates = [run, *sorted(path for path in run.glob("*") if path.is_dir())]
     found = [path for path in candidates if journal_files(path / "journal")]
-    if len(found) == 1:
-        return found[0]
+    trained = [path for path in found if (path / "metrics.jsonl").exists()]
+    if len(trained) == 1 or len(found) == 1:
+        return (trained if len(trained) == 1 else found)[0]
     if not found:
         raise ConfigError(f"{run} has no journal: give the directory of a run that kept one (journal.enabled).")
     raise ConfigError(f"{run} has the journals of several stages: give one of {', '.join(map(str, found))}.")
@@ -80,14 +81,20 @@ def load_run_config(directory: Path) -> PPOConfig:
     """Load the config of a run or stage, without its secrets.
 
     Raises:
-        ConfigError: the directory has no config, or belongs to a service.
+        ConfigError: the directory has no config, or belongs to a service or to an evaluation stage.
     """
     if (directory / SERVICE_FILE).exists():
         raise ConfigError(f"{directory} is that of a service: its runs have no workflow that could run again.")
     file = directory / "config.yaml"
     if not file.exists():
         raise ConfigError(f"{file} is missing: the run wrote it when it began; give the run directory as it was left.")
-    hidden = [f"{path}=null" for path in _hidden_keys(yaml.safe_load(file.read_text(encoding="utf-8")), ())]
+    written = yaml.safe_load(file.read_text(encoding="utf-8"))
+    if "actor" not in written:
+        raise ConfigError(
+            f"{directory} is an evaluation stage, whose samples are not replayed: rollwright view shows them, and evaluations of a stage "
+            "that trains can be replayed (eval:ORDINAL)."
+        )
+    hidden = [f"{path}=null" for path in _hidden_keys(written, ())]
     return load_expr_config([str(file), *hidden], GRPOConfig)[0]
 
 

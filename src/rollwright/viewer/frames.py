@@ -1,0 +1,58 @@
+"""A run's samples, tokens, metrics and publications as pandas tables."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import TYPE_CHECKING, Any
+
+from rollwright.errors import DataError
+
+if TYPE_CHECKING:
+    from rollwright.viewer.run import Run
+
+FRAMES = ("samples", "tokens", "metrics", "publications")
+#: Columns of the frame ``tokens``: name in a row -> name in the frame.
+_TOKEN_COLUMNS = {
+    "ids": "token",
+    "texts": "text",
+    "mask": "trained",
+    "logprobs": "logprob",
+    "versions": "version",
+    "advantages": "advantage",
+    "trainer_logprobs": "trainer_logprob",
+    "entropies": "entropy",
+    "teacher_logprobs": "teacher_logprob",
+    "values": "value",
+}
+
+
+def frame(run: Run, what: str, query: Mapping[str, Any]) -> Any:
+    """Return a pandas ``DataFrame``; see ``Run.frame``."""
+    if what not in FRAMES:
+        raise DataError(f"there is no frame of {what!r}: choose from {', '.join(FRAMES)}.")
+    try:
+        import pandas
+    except ModuleNotFoundError:
+        said = "frames need pandas: pip install pandas; run.steps(), run.search() and run.sample() do not."
+        raise DataError(said) from None
+    if what == "metrics":
+        series = {name: pandas.Series(dict(run.curves.points(name))) for name in run.curves.names()}
+        return pandas.DataFrame(series).rename_axis("step")
+    if what == "publications":
+        return pandas.json_normalize(run.publications(**query))
+    answer = run.search(**{"limit": -1, **query})
+    if answer["is_cut"]:
+        raise DataError(f"the pattern takes too long: {answer['scanned']} samples were looked through; add filters.")
+    found = answer["samples"]
+    if what == "samples":
+        return pandas.DataFrame(found).drop(columns=["snippet", "preview"], errors="ignore")
+    return pandas.DataFrame([token for sample in found for token in _tokens_of(run, sample["key"])])
+
+
+def _tokens_of(run: Run, key: str) -> Iterator[dict[str, Any]]:
+    """Yield the lines of the frame ``tokens``: one for each token of a sample's rows."""
+    for number, row in enumerate(run.token_rows(key)):
+        columns = {name: row[column] or [None] * len(row["ids"]) for column, name in _TOKEN_COLUMNS.items()}
+        for position, values in enumerate(zip(*columns.values(), strict=True)):
+            place = {"key": key, "step": row["step"], "row": number, "position": position}
+            yield {**place, **dict(zip(columns, values, strict=True))}
