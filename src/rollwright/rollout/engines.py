@@ -178,6 +178,7 @@ class RolloutEngine(InferenceEngine):
     rollout_batch = _executors(RolloutExecutor.rollout_batch)
     prepare_batch = _executors(RolloutExecutor.prepare_batch)
     counters = _executors(RolloutExecutor.counters)
+    training_counts = _executors(RolloutExecutor.training_counts)
     state_dict = _executors(RolloutExecutor.state_dict)
     load_state_dict = _executors(RolloutExecutor.load_state_dict)
 

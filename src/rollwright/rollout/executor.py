@@ -422,6 +422,13 @@ class RolloutExecutor:
             "slow_loop_reports": self._thread.monitor.reports,
         }
 
+    def training_counts(self) -> dict[str, int]:
+        """Count how samples and groups of training tasks have ended so far: ``samples/<end>`` and ``groups/<end>`` (docs/rollout.md)."""
+        counts = dict(self._scheduler.of_training)  # a copy, because the event loop goes on counting
+        ends = [f"samples/{end}" for end in ("accepted", "rejected", "failed", "retried", "cut")]
+        ends += [f"groups/{end}" for end in ("accepted", "rejected", "failed")]
+        return {**dict.fromkeys(ends, 0), **counts}
+
     @property
     def stopped_by(self) -> BaseException | None:
         """The error that stopped rollout for good (too many failures, or an internal fault), or None if rollout can continue."""
@@ -591,7 +598,7 @@ class RolloutExecutor:
 
     def _sample_ended(self, group: Group, sample: SampleEngine, outcome: Outcome, is_cut: bool) -> None:
         scheduler, name, diverged = self._scheduler, sample.name, sample.episode.diverged
-        scheduler.leave(is_cut)
+        scheduler.leave(group, is_cut)
         journal = self._episodes.journal
         if not is_cut and diverged is not None and journal is not None and journal.config.on_divergence == "fail":
             sample.episode.end("cut", str(diverged)[:2000])

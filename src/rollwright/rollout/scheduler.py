@@ -151,6 +151,9 @@ class GroupScheduler:
         self.failures = FailureLog(config.max_failed_share)
         self.samples: Counter[str] = Counter()
         self.groups: Counter[str] = Counter()
+        self.of_training: Counter[str] = (
+            Counter()
+        )  # both without evaluation, as ``samples/failed`` and ``groups/dropped/stale``
         self.tasks: dict[int, Group] = {}
         self.reasons: dict[int, str] = {}
         self.ended: deque[tuple[Group, str]] = deque()
@@ -223,10 +226,19 @@ class GroupScheduler:
 
     # -- samples out ---------------------------------------------------------------------------------------------------
 
-    def leave(self, is_cut: bool) -> None:
+    def leave(self, group: Group, is_cut: bool) -> None:
         """Release the place of a sample that has ended; ``is_cut`` is True if its group was over before the sample ended."""
         self._running_samples -= 1
-        self.samples["cut"] += is_cut
+        if is_cut:
+            self._count_sample("cut", group)
+
+    def _count_sample(self, end: str, group: Group) -> None:
+        self.samples[end] += 1
+        self.of_training[f"samples/{end}"] += not group.is_eval
+
+    def _count_group(self, end: str, group: Group) -> None:
+        self.groups[end] += 1
+        self.of_training[f"groups/{end}"] += not group.is_eval
 
     def repeat(self, group: Group, name: SampleName) -> None:
         """Run a sample again from the beginning, as the same attempt."""
@@ -240,19 +252,19 @@ class GroupScheduler:
         """
         if isinstance(ended, Failure):
             if ended.is_final:
-                self.samples["failed"] += 1
+                self._count_sample("failed", group)
                 self._give_up(group, ended, f"sample {name.index} failed: {ended.cause}")
             else:
-                self.samples["retried"] += 1
+                self._count_sample("retried", group)
                 self._waiting.appendleft((group, name.index, name.attempt + 1))
             return
         self.failures.note(failed=False)
         if ended is None:
-            self.samples["rejected"] += 1
+            self._count_sample("rejected", group)
             reason = f"sample {name.index} was rejected by its workflow (it returned None)"
             self._end(group, GroupState.DROPPED, "rejected", reason)
             return
-        self.samples["accepted"] += 1
+        self._count_sample("accepted", group)
         further = group.add(name.index, ended)
         self._waiting.extendleft((group, index, group.first_attempt(index)) for index in reversed(further))
         if group.samples >= group.size:
@@ -271,7 +283,7 @@ class GroupScheduler:
             self.drop(group, policy, f"refused by {policy}")
             return
         self._move(group, GroupState.READY)
-        self.groups["accepted"] += 1
+        self._count_group("accepted", group)
         if group.batch is not None:
             group.batch.missing -= 1
         else:
@@ -295,7 +307,7 @@ class GroupScheduler:
         self._ready.pop(group, None)
         group.reason = reason
         group.rows = []
-        self.groups[count] += 1
+        self._count_group(count, group)
         if group.batch is not None:
             group.batch.missing -= 1
         else:

@@ -35,7 +35,8 @@ GROUPS: tuple[tuple[str, tuple[str, ...]], ...] = (
     ("Advantage", ("actor/advantage", "actor/groups_without")),
     ("Critic", ("critic/",)),
     ("Staleness", ("actor/staleness", "version")),
-    ("Throughput", ("tokens_per_second", "samples", "groups")),
+    ("How samples ended", ("samples/", "groups/")),
+    ("Throughput", ("tokens_per_second", "samples")),
     ("Seconds", ("seconds/",)),
     ("Memory", ("memory/",)),
 )

@@ -20,7 +20,7 @@ from rollwright.atomic import read_json
 from rollwright.config.loading import is_as_written
 from rollwright.errors import DataError, JournalError
 from rollwright.experience.journal.reading import journal_files
-from rollwright.tracking.learning_signs import signs_of
+from rollwright.tracking.curve_signs import signs_of
 from rollwright.tracking.logging import getLogger
 from rollwright.tracking.run_directory import MARKER, flattened, is_claimed
 from rollwright.viewer import reading, search

@@ -64,7 +64,7 @@ class World:
         """Report the end of a sample that was started."""
         (sample,) = [each for each in self.samples if each[0] is group and each[1] == index]
         self.samples.remove(sample)
-        self.scheduler.leave(is_cut=group.is_over)
+        self.scheduler.leave(group, is_cut=group.is_over)
         if not group.is_over:
             name = SampleName(group.ordinal, index, sample[2])
             self.scheduler.end_sample(group, name, rows_of(self.scheduler.version, reward) if ended == "rows" else ended)
@@ -135,7 +135,7 @@ def test_a_sample_that_is_repeated_keeps_its_attempt_and_loses_its_past():
     world = World()
     (group,) = world.arrive(0)
     group.past = {0: "recorded"}
-    world.scheduler.leave(is_cut=False)
+    world.scheduler.leave(group, is_cut=False)
     world.scheduler.repeat(group, SampleName(0, 0, 2))
     assert world.start() == [0]
     assert world.samples[-1][2] == 2

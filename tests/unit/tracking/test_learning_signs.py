@@ -1,12 +1,16 @@
 """A run that cannot learn says so: by its settings at the start, and by steps in which nothing was learned."""
 
+from random import Random
+
 import pytest
 
 from rollwright.config.experiment import GRPOConfig, SFTConfig
 from rollwright.config.generation import GenerationHyperparameters
 from rollwright.config.sections import OptimizerConfig
 from rollwright.config.tasksets import TasksetConfig
-from rollwright.tracking.learning_signs import STEPS_WITHOUT_LEARNING, LearningWatch, reasons_not_to_learn, signs_of
+from rollwright.tracking.curve_signs import STEPS_WITHOUT_LEARNING, signs_of
+from rollwright.tracking.decline import decline_of
+from rollwright.tracking.learning_signs import LearningWatch, reasons_not_to_learn
 
 
 def changed(**keys):
@@ -128,13 +132,21 @@ CURVES = {
         {"eval/reward": [(0, 0.5), (5, 0.8), (10, 0.6)], "reward": [(5, 0.8), (10, 0.95)]}, "warn", "fell from 0.8 (step 5) to 0.6",
     ),
     "waits_for_samples": ({"seconds/generate": flat(6.0), "seconds/train": flat(4.0)}, "info", "60% of a step is sampling"),
+    "decline": (
+        {"reward": [*flat(0.4, 6), *((step, 0.0) for step in range(7, 13))], "actor/kl": [*flat(0.01, 6), *((step, 0.4) for step in range(7, 13))]},
+        "bad", "fell from 0.4 (step 2) to 0, beginning with step 7. Since then: KL to the reference 0.01 → 0.4",
+    ),
+    "samples_failed": ({"samples/failed": flat(1.0), "samples/accepted": flat(9.0)}, "bad", "10% of samples failed in the last steps (10)"),
+    "samples_rejected": ({"samples/rejected": flat(4.0), "samples/accepted": flat(4.0)}, "warn", "rejected 50% of samples"),
+    "groups_dropped": ({"groups/dropped/stale": flat(6.0), "groups/accepted": flat(2.0)}, "warn", "75% of complete groups were dropped"),
 }  # fmt: skip
 
 
 @pytest.mark.parametrize("rule", CURVES)
 def test_curves_say_what_is_wrong(rule):
     curves, level, words = CURVES[rule]
-    (sign,) = signs_of(lambda name: curves.get(name, []), {"rollout.max_head_offpolicyness": 0})
+    config = {"rollout.max_head_offpolicyness": 0, "rollout.addresses": ["gpu:30000"]}
+    (sign,) = signs_of(lambda name: curves.get(name, []), config)
     assert (sign.rule, sign.level) == (rule, level)
     assert words in sign.message
     assert sign.step == max(step for points in curves.values() for step, _ in points)
@@ -157,3 +169,48 @@ def test_tasks_that_are_too_easy_are_told_from_those_that_are_too_hard():
     (sign,) = signs_of(lambda name: curves.get(name, []), {})
     assert "too easy" in sign.message
     assert sign.setting == "train_dataset"
+
+
+def test_what_was_solved_once_is_not_too_hard():
+    """A collapse: every group has the reward 0, which it had not before."""
+    reward = [*flat(0.27, 6), *((step, 0.0) for step in range(7, 25))]
+    curves = {"reward": reward, "actor/groups_without_variance": [*flat(0.3, 6), *((step, 1.0) for step in range(7, 25))]}
+    curves |= {
+        "eval/reward": [(4, 0.41), (8, 0.02), (12, 0.0), (24, 0.0)],
+        "response_tokens": [(s, 12.0 if v else 1.0) for s, v in reward],
+    }
+    found = {sign.rule: sign for sign in signs_of(lambda name: curves.get(name, []), {"actor.optimizer.lr": 8e-3})}
+    assert list(found) == ["decline", "one_reward_only"]
+    decline = found["decline"]
+    assert (decline.began, decline.samples) == (7, "step=7-24&eval=0&order=tokens")
+    for words in ("held-out reward fell from 0.41 (step 4) to 0", "tokens a sample 12 → 1", "Lower actor.optimizer.lr (0.008)"):
+        assert words in decline.message
+    assert "too hard" not in found["one_reward_only"].message
+    hopeless = {"reward": flat(0.0, 20), "actor/groups_without_variance": flat(1.0, 20)}
+    (sign,) = signs_of(lambda name: hopeless.get(name, []), {})
+    assert "too hard" in sign.message
+
+
+@pytest.mark.parametrize(
+    "curve", [[0.1, 0.3, 0.15, 0.25, 0.1], [0.2] * 30, [value / 30 for value in range(30)], [0.5, 0.0], []]
+)
+def test_noise_and_learning_are_no_decline(curve):
+    assert decline_of(list(enumerate(curve, 1))) is None
+
+
+@pytest.mark.parametrize(("length", "begins"), [(20, 9), (60, 31), (200, 101), (400, 150)])
+def test_a_decline_begins_where_the_curve_left_its_best(length, begins):
+    random = Random(length)
+    curve = [(step, (0.8 if step < begins else 0.3) + random.uniform(-0.05, 0.05)) for step in range(1, length + 1)]
+    found = decline_of(curve)
+    assert found is not None
+    assert abs(found.began - begins) <= 1
+    assert found.share == pytest.approx(0.62, abs=0.08)
+
+
+def test_alternating_steps_of_the_built_in_engine_are_no_finding():
+    """It computes where the trainer does, so nothing would be gained by sampling at the same time."""
+    curves = {"seconds/generate": flat(6.0), "seconds/train": flat(4.0)}
+    assert (
+        signs_of(lambda name: curves.get(name, []), {"rollout.max_head_offpolicyness": 0, "rollout.backend": "builtin"}) == []
+    )

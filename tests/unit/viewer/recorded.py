@@ -25,10 +25,16 @@ STEPS = 3
 
 
 class Adds:
-    """Asks, calls a tool, asks again; the first attempt of one sample fails."""
+    """Asks, calls a tool, asks again; the first attempt of one sample fails.
 
-    def __init__(self, tokenizer) -> None:
+    Args:
+        tokenizer: the model's.
+        good_until: version of the weights from which on every answer gets 0.
+    """
+
+    def __init__(self, tokenizer, good_until=1_000) -> None:
         self.tokenizer = tokenizer
+        self.good_until = good_until
         self.failed = False
 
     async def arun_episode(self, engine, data):
@@ -45,7 +51,8 @@ class Adds:
                 told = self.tokenizer.encode(self.look_up(data["question"]))
                 ids += told
                 mask += [0] * len(told)
-        return {"input_ids": ids, "loss_mask": mask, "reward": float(sum(ids) % 3)}
+        reward = float(sum(ids) % 3) if max(answer.output_versions) < self.good_until else 0.0
+        return {"input_ids": ids, "loss_mask": mask, "reward": reward}
 
     @staticmethod
     @durable("calculator")
@@ -69,9 +76,9 @@ def run_config(root, model, steps=STEPS):
     )
 
 
-def record_run(root, model, evaluated=TASKS[:2], steps=STEPS):
+def record_run(root, model, evaluated=TASKS[:2], steps=STEPS, good_until=1_000):
     """Carry out that run; returns its directory."""
     tokenizer, config = load_tokenizer(model), run_config(root, model, steps)
     with PPOTrainer(config, TASKS, evaluated) as trainer:
-        trainer.train(workflow=Adds(tokenizer))
+        trainer.train(workflow=Adds(tokenizer, good_until))
     return root / "runs" / "viewed" / "run"

@@ -6,10 +6,11 @@ import itertools
 import json
 import subprocess
 import sys
+from urllib.parse import parse_qsl
 
 import numpy as np
 import pytest
-from recorded import STEPS
+from recorded import STEPS, record_run
 
 import rollwright
 from rollwright.errors import DataError, JournalError
@@ -195,12 +196,42 @@ def test_tokens_are_written_once(recorded_run):
     assert [path.suffix for path in sorted((recorded_run / "rollouts").glob("step-*"))] == [".txt"] * STEPS
 
 
+def test_metrics_have_how_samples_ended(run, recorded_run):
+    counts = {name: dict(run.curves.points(name)) for name in run.curves.names() if name.startswith(("samples/", "groups/"))}
+    assert counts["samples/accepted"] == dict.fromkeys((1, 2, 3), 16.0)  # without evaluation
+    assert counts["groups/accepted"] == dict.fromkeys((1, 2, 3), 4.0)
+    assert sum(counts["samples/retried"].values()) == run.search(status="failed")["total"] == 1
+    assert set(counts["groups/failed"].values()) == {0.0}
+
+
+def test_a_collapse_is_told_with_its_beginning_and_the_samples_that_show_it(tmp_path, tiny_model):
+    with rollwright.Run(record_run(tmp_path, tiny_model, steps=12, good_until=6)) as run:
+        run.refresh()
+        signs = {sign["rule"]: sign for sign in run.diagnosis()}
+        decline = signs["decline"]
+        assert (decline["level"], decline["began"]) == ("bad", 7)  # the samples of step 7 are of version 6
+        assert decline["message"].startswith("The reward fell from ")
+        assert "actor.optimizer.lr (0.001)" in decline["message"]
+        assert not any("too hard" in sign["message"] for sign in signs.values())
+        assert "waits_for_samples" not in signs
+        found = run.search(**search.filters(dict(parse_qsl(decline["samples"]))), limit=200)
+        assert {sample["step"] for sample in found["samples"]} == set(range(7, 13))
+        assert {sample["reward"] for sample in found["samples"]} == {0.0}
+
+
 def test_frames_are_for_notebooks(run):
     samples, tokens = run.frame("samples"), run.frame("tokens", step=1)
     assert samples[samples.step.notna()].groupby("step").size().tolist() == [16] * STEPS
     assert (tokens[tokens.trained].trainer_logprob - tokens[tokens.trained].logprob).abs().max() < 1e-4
     assert "reward" in run.frame("metrics").columns
     assert len(run.frame("publications")) == STEPS
+    assert len(run.frame("samples", eval=1)) == 2 * STEPS
+    assert run.frame("samples", eval=0, step="1-2", order="-reward").step.isin([1, 2]).all()
+    assert len(run.frame("samples", text="4.4", regex=1)) == len(run.frame("samples", regex="4.4")) > 0
+    with pytest.raises(DataError, match="not found by 'colour': choose from eval"):
+        run.frame("samples", colour="red")
+    with pytest.raises(DataError, match="step: 'x' is no number"):
+        run.frame("samples", step="x")
     with pytest.raises(DataError, match="choose from samples"):
         run.frame("groups")
 

@@ -151,6 +151,7 @@ def report_step(
     version: int,
     sampling: Sequence[str],
     publication: Publication | None = None,
+    ended: Mapping[str, float] | None = None,
 ) -> float:
     """Log, journal and display a step, and return the mean reward of the batch's samples.
 
@@ -162,6 +163,7 @@ def report_step(
         version: version of the weights after the step.
         sampling: phases of a step in which tokens are sampled; their seconds give the sampling rate.
         publication: transfer of ``version`` to the engines. None if the version was not published.
+        ended: how samples and groups ended since the last step, by name of the metric.
     """
     rewards = sample_means(batch, batch["rewards"])
     sampled = float(sampled_tokens(batch).sum())
@@ -184,6 +186,7 @@ def report_step(
         **{f"seconds/{name}": value for name, value in seconds.items()},
         **{name if name.startswith("critic/") else f"actor/{name}": value for name, value in stats.items()},
         **{f"workflow/{name}": value for name, value in workflow_metrics(batch).items()},
+        **(ended or {}),
         **run.tracker.export(reset=True),
     }
     run.metrics.log(step, metrics)

@@ -87,6 +87,10 @@ class PolicyTrainer(Trainer):
         """
         return True
 
+    def ended_since_last_step(self) -> dict[str, float]:
+        """Count how samples and groups of training tasks ended since the last step; empty if they are sampled by other processes."""
+        return {}
+
     def make_step(self, run: StageRun, stop: StopSignal) -> float | None:
         """Take a batch, train on it, publish the weights."""
         with run.timer.phase(self.waiting):
@@ -105,7 +109,8 @@ class PolicyTrainer(Trainer):
             else:
                 self.ranks.call("skip_publication")
         publication = self.actor.publication if self.is_published else None
-        reward = report_step(run, self.step, batch, stats, self.actor.version, self.sampling_phases, publication)
+        version, ended = self.actor.version, self.ended_since_last_step()
+        reward = report_step(run, self.step, batch, stats, version, self.sampling_phases, publication, ended)
         self.learning.after_step(stats, reward)
         if self.samples_with_own_weights() and "logprob_difference/mean" in stats:
             rollout, differences = self.config.rollout, (stats["logprob_difference/mean"], stats["logprob_difference/max"])
@@ -162,6 +167,7 @@ class PPOTrainer(PolicyTrainer):
             size = len(train_dataset)
         self.spec = FinetuneSpec(config.total_train_epochs, size, dataset.batch_size, config.total_train_steps)
         self._taken: deque[Trajectory] = deque()  # sampled batches, trained in later steps
+        self._counted: dict[str, int] = {}  # ends of samples and groups that were reported
 
     # -- from start to end ---------------------------------------------------------------------------------------------
 
@@ -314,6 +320,11 @@ class PPOTrainer(PolicyTrainer):
                 for _ in range(wanted)
             )
         return self._taken.popleft()
+
+    def ended_since_last_step(self) -> dict[str, float]:
+        """See ``PolicyTrainer.ended_since_last_step``."""
+        before, self._counted = self._counted, self.rollout.training_counts()
+        return {name: float(count - before.get(name, 0)) for name, count in self._counted.items()}
 
     # -- evaluation ----------------------------------------------------------------------------------------------------
 
