@@ -3,17 +3,43 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import cached_property
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol
 
 from rollwright.atomic import read_json
 from rollwright.tracking.run_directory import MARKER
+from rollwright.viewer.curves import Curves
+from rollwright.viewer.index import Index
+from rollwright.viewer.samples import Samples
 
-if TYPE_CHECKING:
-    from rollwright.viewer.run import Run
+
+class RunFiles(Protocol):
+    """What is asked of a ``Run``; see there."""
+
+    path: Path
+    curves: Curves
+    config_problem: str
+
+    @property
+    def root(self) -> Path: ...
+    @property
+    def config(self) -> dict[str, Any]: ...
+    @property
+    def results(self) -> dict[str, Any]: ...
+    @property
+    def state(self) -> str: ...
+    @property
+    def is_running(self) -> bool: ...
+    @property
+    def has_journal(self) -> bool: ...
+    @cached_property
+    def index(self) -> Index: ...
+    @property
+    def samples(self) -> Samples: ...
 
 
-def missing_parts(run: Run) -> list[dict[str, Any]]:
+def missing_parts(run: RunFiles) -> list[dict[str, Any]]:
     """List damaged, truncated or missing parts of the run's files, including the journal; empty if all are intact.
 
     Returns:
@@ -44,7 +70,7 @@ def missing_parts(run: Run) -> list[dict[str, Any]]:
     return [*found, *_missing_in_journal(run)]
 
 
-def _missing_in_journal(run: Run) -> list[dict[str, Any]]:
+def _missing_in_journal(run: RunFiles) -> list[dict[str, Any]]:
     """List damaged bytes, truncated ends and missing files with their steps, and steps missing from the journal or the metrics."""
     journal = run.path / "journal"
     if not journal.is_dir():
@@ -54,13 +80,13 @@ def _missing_in_journal(run: Run) -> list[dict[str, Any]]:
     if not run.has_journal:
         return [_lacks(run, journal, "it is empty: its samples are unknown")]
     found = []
-    for gap in run.index.missing(is_running=run.is_running, is_finished=run.info()["state"] == "finished"):
+    for gap in run.index.missing(is_running=run.is_running, is_finished=run.state == "finished"):
         said = str(gap).partition(": " if gap.note else ", ")[2]
         found.append(_lacks(run, gap.path, said, gap.begin, gap.end, gap.steps))
     return [*found, *_unlike(run)]
 
 
-def _unlike(run: Run) -> list[dict[str, Any]]:
+def _unlike(run: RunFiles) -> list[dict[str, Any]]:
     """List the steps that only the journal or only the metrics have; both should have every step."""
     if run.is_running or not run.index.progress()["is_complete"]:
         return []
@@ -77,13 +103,13 @@ def _unlike(run: Run) -> list[dict[str, Any]]:
     return found
 
 
-def has_checksums(run: Run) -> bool:
+def has_checksums(run: RunFiles) -> bool:
     """Return True if the run wrote checksums; version 0.1.0 did not."""
     marker = run.root / MARKER
     return marker.exists() and '"checksum"' in marker.read_text(encoding="utf-8", errors="replace")
 
 
-def _last_known_step(run: Run) -> int:
+def _last_known_step(run: RunFiles) -> int:
     """Return the last step according to the recovery checkpoints and the stage's results, or 0."""
     made = [int(path.name.rpartition("_")[2]) for path in run.path.glob("recover/step_*") if path.name[5:].isdecimal()]
     steps = run.results.get("steps")
@@ -91,7 +117,7 @@ def _last_known_step(run: Run) -> int:
 
 
 def _lacks(
-    run: Run,
+    run: RunFiles,
     path: Path,
     message: str,
     begin: int | None = None,

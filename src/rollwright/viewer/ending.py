@@ -6,42 +6,41 @@ import calendar
 import os
 import re
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
-
-if TYPE_CHECKING:
-    from rollwright.viewer.run import Run
+from typing import Any
 
 _LOG_LINES = 25
 _LOG_BYTES = 32_000  # of the end of a log
 _FAILURE_BYTES = 400_000  # of the end of failure.log
-_FAILED_SAMPLES, _REASON = 8, 200
+_REASON = 200
 _ENTRY = re.compile(r"^--- (\d{4}-\d\d-\d\d \d\d:\d\d:\d\d) (.*)$", re.MULTILINE)
 _CHAINED = ("The above exception was the direct cause", "During handling of the above exception")
 
 
-def ending_of(run: Run) -> dict[str, Any] | None:
-    """Return why a run stopped, or None if it goes on or has finished.
+def ending_of(path: Path, root: Path, last_step: float, failed: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    """Return why a run stopped.
+
+    Args:
+        path: directory of the run or stage.
+        root: directory of the whole run.
+        last_step: Unix time of the last step; 0 if there was none.
+        failed: the latest failed samples.
 
     Returns:
         ``cause`` (class and message of the error; empty if none was recorded), ``traceback``, ``when`` and ``command`` of the failed
         process, ``is_older`` (True if steps were made after that error), ``failed`` (the latest failed samples) and ``log`` (last lines).
     """
-    if run.state != "stopped":
-        return None
-    found = next(filter(None, (_last_failure(place / "logs" / "failure.log") for place in (run.path, run.root))), {})
-    last = max((when for _, when in run.curves.times), default=0.0)
-    failed = run.search(status="failed", order="-began", limit=_FAILED_SAMPLES)["samples"] if run.has_journal else []
+    found = next(filter(None, (_last_failure(place / "logs" / "failure.log") for place in (path, root))), {})
     return {
         "cause": "",
         "traceback": "",
         "when": "",
         "command": "",
         **found,
-        "is_older": bool(found) and last > _latest(found["when"]),
+        "is_older": bool(found) and last_step > _latest(found["when"]),
         "failed": [{"key": each["key"], "reason": _shortened(each["reason"])} for each in failed],
-        "log": _last_lines(run.path / "logs" / "run.log") or _last_lines(run.root / "logs" / "run.log"),
+        "log": _last_lines(path / "logs" / "run.log") or _last_lines(root / "logs" / "run.log"),
     }
 
 

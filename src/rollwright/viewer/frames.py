@@ -3,12 +3,21 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol
 
 from rollwright.errors import DataError
+from rollwright.viewer.curves import Curves
 
-if TYPE_CHECKING:
-    from rollwright.viewer.run import Run
+
+class Tables(Protocol):
+    """What is asked of a ``Run``; see there."""
+
+    curves: Curves
+
+    def search(self, **query: Any) -> dict[str, Any]: ...
+    def publications(self, *, undone: bool = False) -> list[dict[str, Any]]: ...
+    def token_rows(self, key: str) -> list[dict[str, Any]]: ...
+
 
 FRAMES = ("samples", "tokens", "metrics", "publications")
 #: Columns of the frame ``tokens``: name in a row -> name in the frame.
@@ -26,7 +35,7 @@ _TOKEN_COLUMNS = {
 }
 
 
-def frame(run: Run, what: str, query: Mapping[str, Any]) -> Any:
+def frame(run: Tables, what: str, query: Mapping[str, Any]) -> Any:
     """Return a pandas ``DataFrame``; see ``Run.frame``."""
     if what not in FRAMES:
         raise DataError(f"there is no frame of {what!r}: choose from {', '.join(FRAMES)}.")
@@ -49,7 +58,7 @@ def frame(run: Run, what: str, query: Mapping[str, Any]) -> Any:
     return pandas.DataFrame([token for sample in found for token in _tokens_of(run, sample["key"])])
 
 
-def _tokens_of(run: Run, key: str) -> Iterator[dict[str, Any]]:
+def _tokens_of(run: Tables, key: str) -> Iterator[dict[str, Any]]:
     """Yield the lines of the frame ``tokens``: one for each token of a sample's rows."""
     for number, row in enumerate(run.token_rows(key)):
         columns = {name: row[column] or [None] * len(row["ids"]) for column, name in _TOKEN_COLUMNS.items()}

@@ -39,6 +39,7 @@ logger = getLogger("viewer")
 
 _POINTS_OF_SPARKLINE = 40
 _FOLLOWED_EVERY = 1.0  # seconds between two looks at the files
+_FAILED = 8  # failed samples that are named where a run died
 _COMPARED = 16  # most better samples of its group to compare a sample with
 _WORKED_FOR = 0.5  # seconds of a transaction; readers see its rows afterwards
 
@@ -142,7 +143,11 @@ class Run:
 
     def ending(self) -> dict[str, Any] | None:
         """Say why the run stopped: ``cause``, ``traceback``, ``failed`` samples and the last lines of the ``log``; None if it did not."""
-        return ending_of(self)
+        if self.state != "stopped":
+            return None
+        last = max((when for _, when in self.curves.times), default=0.0)
+        failed = self.search(status="failed", order="-began", limit=_FAILED)["samples"] if self.has_journal else []
+        return ending_of(self.path, self.root, last, failed)
 
     @property
     def kind(self) -> str:
@@ -300,10 +305,25 @@ class Run:
     def step(self, step: int, bins: int = 20) -> dict[str, Any]:
         """Return a step: reward ``bins``, ``groups`` with their samples, ``counts`` of outcomes, ``publication``, ``phases``, ``evaluations``.
 
+        A step that the metrics have and the journal lacks (it was damaged, or ``journal.keep`` removed it) has no groups; ``is_lost`` is True.
+
         Raises:
-            DataError: the step is not in the index.
+            DataError: there is no such step.
         """
-        return self.samples.step(step, bins)
+        try:
+            return {**self.samples.step(step, bins), "is_lost": False}
+        except DataError:
+            measured = {name: dict(self.curves.points(name)) for name in self.curves.names()}
+            if not any(step in points for points in measured.values()):
+                raise
+        phases = {
+            name.removeprefix("seconds/"): points[step]
+            for name, points in measured.items()
+            if name.startswith("seconds/") and step in points
+        }
+        counts = {"drawn": 0, "trained": 0, "dropped": {}, "without_variance": 0}
+        nothing = {"bins": [], "groups": [], "publication": None, "evaluations": []}
+        return {"step": step, **nothing, "counts": counts, "phases": phases, "is_lost": True}
 
     def group(self, key: str | int, *, undone: bool = False) -> dict[str, Any]:
         """Return a group: its samples, task and prefix tree.

@@ -179,6 +179,7 @@ def step_context(run: Run, found: Mapping[str, Any], url: str, request: Request)
     from_the_worst = {"list": urlencode({"step": found["step"], "eval": 0, "order": "reward"}), "at": 0}
     return {
         "step": {"step": found["step"], "about": f"{len(rewards)} samples in {len(found['groups'])} groups"},
+        "is_lost": found["is_lost"],
         "histogram": histogram(bins, [f"{here}?{urlencode({'reward': each})}" for each in spans], index),
         "chosen": f"reward {asked}" if chosen else "",
         "counts": rows,
