@@ -234,7 +234,7 @@ _RULES: tuple[Callable[[Points, Mapping[str, Any]], Iterator[Sign]], ...] = (
     _skipped,
     _above(
         "truncated", 0.3, "truncated", "warn", "gconfig.max_new_tokens",
-        "{value:.0%} of samples are cut by a length limit: raise gconfig.max_new_tokens, or make answers shorter.",
+        "{value:.0%} of samples are truncated by a length limit: raise gconfig.max_new_tokens, or make answers shorter.",
     ),
     _above(
         "actor/logprob_difference/mean", 0.02, "engine_mismatch", "warn", "rollout.dtype",

@@ -118,5 +118,5 @@ _CAUSES: tuple[tuple[str, str, Callable[[float, float], bool], str, str], ...] =
     ("actor/entropy", "entropy", _rose(0.1), "raise actor.kl_ctl", ""),
     ("response_tokens", "tokens a sample", _fell, "look at the shortest answers", "tokens"),
     ("response_tokens", "tokens a sample", _rose(1.0, 1.6), "look at the longest answers", "-tokens"),
-    ("truncated", "cut by a length limit", _rose(0.1), "raise gconfig.max_new_tokens", "-tokens"),
+    ("truncated", "truncated", _rose(0.1), "raise gconfig.max_new_tokens", "-tokens"),
 )

@@ -57,6 +57,20 @@ def signed(value: Any) -> str:
     return f"+{number(value)}" if isinstance(value, int | float) and value > 0 else number(value)
 
 
+#: Smaller advantages are rounding errors of the group's mean.
+_NO_ADVANTAGE = 1e-6
+
+
+def without_noise(value: float | None, largest: float = 1.0) -> float | None:
+    """Return an advantage, or 0 if it is below a millionth of the largest one (at least of 1)."""
+    return 0.0 if value is not None and abs(value) < _NO_ADVANTAGE * max(1.0, largest) else value
+
+
+def advantage(value: float | None) -> str:
+    """Format an advantage with its sign; rounding errors are 0."""
+    return signed(without_noise(value))
+
+
 def count(value: int) -> str:
     """Format an integer with thousands separators."""
     return f"{value:,}"
@@ -161,6 +175,7 @@ def _minus(text: str) -> str:
 FILTERS: Mapping[str, Any] = {
     "number": number,
     "signed": signed,
+    "advantage": advantage,
     "count": count,
     "share": share,
     "size": size,

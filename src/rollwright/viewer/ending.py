@@ -13,7 +13,7 @@ from typing import Any
 _LOG_LINES = 25
 _LOG_BYTES = 32_000  # of the end of a log
 _FAILURE_BYTES = 400_000  # of the end of failure.log
-_REASON = 200
+_REASON, _HEAD = 200, 80
 _ENTRY = re.compile(r"^--- (\d{4}-\d\d-\d\d \d\d:\d\d:\d\d) (.*)$", re.MULTILINE)
 _CHAINED = ("The above exception was the direct cause", "During handling of the above exception")
 
@@ -46,7 +46,9 @@ def ending_of(path: Path, root: Path, last_step: float, failed: Sequence[Mapping
 
 def _shortened(reason: str) -> str:
     line = " ".join(reason.split())
-    return line if len(line) <= _REASON else f"{line[: _REASON - 1]}…"
+    return (
+        line if len(line) <= _REASON else f"{line[:_HEAD]} … {line[_HEAD - _REASON :]}"
+    )  # the cause is at the end of a traceback
 
 
 def _last_failure(file: Path) -> dict[str, str] | None:

@@ -17,6 +17,7 @@ import jinja2
 from fastapi import Request
 from fastapi.responses import HTMLResponse, Response
 
+from rollwright.errors import DataError
 from rollwright.tracking.readable import FILTERS, visible
 from rollwright.viewer.run import Run
 from rollwright.viewer.runs import Runs
@@ -77,6 +78,22 @@ class Pages:
         """Render a page with an error message."""
         return self.page("error.html", status=status, title=title, message=message, crumbs=[{"text": title, "url": None}])
 
+    def indexing(self, request: Request) -> HTMLResponse | None:
+        """Render the progress of a run's index, for an address that it may still find; None if the index is complete.
+
+        The page is replaced by the one that was asked for as soon as the index has it.
+        """
+        name = request.path_params.get("name")
+        try:
+            run = None if name is None else self.runs.get(id_of(name))
+        except DataError:
+            return None
+        if run is None or not run.has_journal or (progress := run.progress())["is_complete"]:
+            return None
+        read = progress["bytes"] / max(1, progress["of_bytes"])
+        context = self.of_run(str(name), run, "", title="Reading the journal")
+        return self.page("indexing.html", status=202, **context, read=read, samples=progress["samples"])
+
     def of_run(
         self, name: str, run: Run, tab: str, *places: tuple[str, str], title: str = "", is_followed: bool = True
     ) -> dict[str, Any]:
@@ -95,6 +112,8 @@ class Pages:
         crumbs = [{"text": entry["id"], "url": url if title else None}]
         crumbs += [{"text": text, "url": url + address} for text, address in places]
         crumbs += [{"text": title, "url": None}] if title else []
+        progress = run.progress()
+        entry["indexed"] = 1.0 if progress["is_complete"] else min(0.99, progress["bytes"] / max(1, progress["of_bytes"]))
         context = {"run": entry, "tab": tab, "crumbs": crumbs, "title": f"{title or 'Run'} · {entry['id']}"}
         if is_followed:
             context.update(stamp=run.stamp, stamp_url=f"{url}/stamp")

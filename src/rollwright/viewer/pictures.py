@@ -5,8 +5,9 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
+from unicodedata import east_asian_width
 
-from rollwright.tracking.readable import clock, number, seconds, share, signed, stopwatch
+from rollwright.tracking.readable import clock, number, seconds, share, signed, stopwatch, without_noise
 
 SHADES = 6  # classes of a value from low to high: q0 to q6
 SIGNED_SHADES = 5  # classes n5 to n1, z, p1 to p5
@@ -103,8 +104,10 @@ def range_box(step: Mapping[str, Any], low: float, high: float, width: int = 120
 
 # -- the prefix tree -----------------------------------------------------------------------------------------------------
 
+_CHARACTER = 6.9  # pixels of a character in a box
+_BROAD = "mwMW@%—…<>|"  # characters that are half as broad again
 _LEAF_HEIGHT, _NODE_HEIGHT = 30, 22
-_TREE_WIDTH, _END_WIDTH = 1000, 210
+_TREE_WIDTH, _END_WIDTH = 1000, 250
 
 
 def prefix_tree(tree: Mapping[str, Any], href_of: Mapping[str, str]) -> dict[str, Any]:
@@ -113,6 +116,8 @@ def prefix_tree(tree: Mapping[str, Any], href_of: Mapping[str, str]) -> dict[str
     children: dict[Any, list[dict[str, Any]]] = {}
     for node in nodes:
         children.setdefault(node["parent"], []).append(node)
+    largest = max((abs(node["advantage"]) for node in nodes if node["advantage"] is not None), default=0.0)
+    nodes = [{**node, "advantage": without_noise(node["advantage"], largest)} for node in nodes]
     largest = max((abs(node["advantage"]) for node in nodes if node["advantage"] is not None), default=0.0)
     scale = (_TREE_WIDTH - _END_WIDTH) / max(tree["width"], 1)
     drawn: dict[Any, dict[str, Any]] = {}
@@ -191,11 +196,15 @@ def _end_of(node: Mapping[str, Any], keys: Sequence[str]) -> str:
 
 
 def _fitting(text: str, width: float) -> str:
-    fits = int((width - 12) / 6.6)
-    text = " ".join(text.split())
-    if fits < 4 or not text:
+    """Return as much of a text as a box of this width holds; characters are measured generously, because fonts differ."""
+    text, room, used = " ".join(text.split()), width - 12, 0.0
+    if room < 4 * _CHARACTER or not text:
         return ""
-    return text if len(text) <= fits else text[: fits - 1] + "…"
+    for at, character in enumerate(text):
+        used += _CHARACTER * (2.0 if east_asian_width(character) in "WF" else 1.5 if character in _BROAD else 1.0)
+        if used > room:
+            return text[: max(1, at - 1)] + "…"
+    return text
 
 
 # -- swimlanes -----------------------------------------------------------------------------------------------------------

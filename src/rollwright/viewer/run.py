@@ -130,6 +130,7 @@ class Run:
             "eval": self._held_out(),
             "sparkline": [value for _, value in points],
             "curve": curve,
+            "loss": self.curves.last("loss"),
             "has_journal": self.has_journal,
             "samples": self.index.progress()["samples"] if self._has_index() else None,
         }
@@ -293,12 +294,18 @@ class Run:
             undone: include steps that a resume undid and that have not been repeated yet (marked ``is_undone``).
         """
         indexed = {row["step"]: row for row in self.samples.steps(undone=undone)} if self.has_journal else {}
-        rewards, counts = (dict(self.curves.points(name)) for name in ("reward", "samples"))
+        rewards, counts, held_out = (dict(self.curves.points(name)) for name in ("reward", "samples", "eval/reward"))
+        seconds: dict[int, float] = {}
+        for name in self.curves.names():
+            if name.startswith("seconds/"):
+                for step, value in self.curves.points(name):
+                    seconds[step] = seconds.get(step, 0.0) + value
         times = dict(reversed(self.curves.times))
         unknown = dict.fromkeys(("groups", "reward_min", "reward_max", "tokens", "dropped", "without_variance", "version"))
         steps = []
         for step in sorted({*indexed, *rewards}):
             shown = {"step": step, "reward": rewards.get(step), "samples": counts.get(step), "time": times.get(step)}
+            shown |= {"seconds": seconds.get(step), "eval": held_out.get(step)}
             steps.append({**unknown, **shown, "is_undone": False, **indexed.get(step, {})})
         return steps[offset : None if limit is None else offset + limit]
 

@@ -8,7 +8,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from rollwright.inference.server.tool_calls import tool_convention
-from rollwright.tracking.readable import as_json, as_text, clipped, number, seconds, signed, visible
+from rollwright.tracking.readable import as_json, as_text, clipped, number, seconds, signed, visible, without_noise
 from rollwright.viewer.pictures import lanes_of_sample, shade, signed_shade
 
 #: Tokens and table lines that a page shows before "Show all".
@@ -140,7 +140,7 @@ def tokens(
         value = values[index] if overlay in columns and overlay != "trained" else None
         shown.append({"text": _token_text(row["texts"][index]), "shade": shade_of, "value": _short(value), "from": mark})
     facts = [["id", row["ids"][:end]], ["text", [visible(text) for text in row["texts"][:end]]]]
-    facts += [[_NAMES[name], [_rounded(value) for value in column[:end]]] for name, column in columns.items()]
+    facts += [[_NAMES[name], [_fact(value) for value in column[:end]]] for name, column in columns.items()]
     return {
         "tokens": shown,
         "facts": facts,
@@ -158,14 +158,15 @@ def _columns(row: Mapping[str, Any]) -> dict[str, list[Any]]:
     """Return overlay -> value of each token, for the overlays that the run recorded."""
     mask = row["mask"]
 
-    engine, trainer = row.get("logprobs"), row.get("trainer_logprobs")
+    engine, trainer, advantages = row.get("logprobs"), row.get("trainer_logprobs"), row.get("advantages")
+    largest = max((abs(value) for value in advantages or () if value is not None), default=0.0)
     versions = [None if version < 0 else version for version in row.get("versions") or []]
     difference = None
     if engine and trainer:
         difference = [None if a is None or b is None else a - b for a, b in zip(engine, trainer, strict=True)]
     found = {
         "trained": [int(is_sampled) for is_sampled in mask],
-        "advantage": row.get("advantages"),
+        "advantage": advantages and [without_noise(value, largest) for value in advantages],
         "logprob": engine,
         "trainer": trainer,
         "difference": difference,
@@ -209,17 +210,20 @@ def _shades(overlay: str, values: Sequence[Any], mask: Sequence[bool]) -> tuple[
 
 
 def _token_text(text: str) -> str:
+    if text and not text.strip(" "):
+        return "␣" * len(text)
     return visible(text).replace("\n", "↵\n").replace("\t", "⇥\t") or "·"
 
 
 def _short(value: Any) -> str:
     if value is None:
         return ""
-    return f"{value:.2f}".replace("-", "−") if isinstance(value, float) else str(value)
+    return number(value)
 
 
-def _rounded(value: Any) -> Any:
-    return round(value, 5) if isinstance(value, float) and math.isfinite(value) else None if isinstance(value, float) else value
+def _fact(value: Any) -> Any:
+    """Format a number of the line about a token; None, which is not shown, if it is not finite."""
+    return (number(value) if math.isfinite(value) else None) if isinstance(value, float) else value
 
 
 def table(row: Mapping[str, Any], limit: int | None = LINES_SHOWN) -> dict[str, Any]:

@@ -123,7 +123,7 @@ def make_app(places: Sequence[str | Path], settings: ServiceSettings | None = No
         if isinstance(error, HTTPException):
             return pages.error(error.status_code, "Not found" if error.status_code == 404 else "Refused", str(error.detail))
         if isinstance(error, DataError):
-            return pages.error(404, "Not found", str(error))
+            return pages.indexing(request) or pages.error(404, "Not found", str(error))
         logger.warning("%s: %s", request.url.path, error)
         if isinstance(error, sqlite3.Error):
             said = f"The index beside the journal cannot be read now ({error}). Load this page again; an index that is damaged is built anew."

@@ -11,7 +11,7 @@ from fastapi import APIRouter, Request
 from fastapi.responses import Response
 
 from rollwright.errors import DataError
-from rollwright.tracking.readable import as_json, clipped, count, counted, number, seconds, signed
+from rollwright.tracking.readable import advantage, as_json, clipped, count, counted, number, seconds
 from rollwright.viewer import sample_view
 from rollwright.viewer.pages import Pages, address, as_file, key_in_address, number_in, pager, wants_file, wants_undone, without
 from rollwright.viewer.pictures import histogram, prefix_tree, shade
@@ -126,7 +126,7 @@ def _about(sample: Mapping[str, Any]) -> str:
     parts = [
         f"step {sample['step']}" if sample["step"] is not None else "",
         f"{sample['tokens'] or 0:,} tokens",
-        f"advantage {signed(sample['advantage'])}" if sample["advantage"] is not None else "",
+        f"advantage {advantage(sample['advantage'])}" if sample["advantage"] is not None else "",
         counted(sample["tools"], "tool call") if sample["tools"] else "",
         seconds(sample["ended"] - sample["began"]) if sample["ended"] and sample["began"] else "",
         sample["reason"],

@@ -121,7 +121,7 @@ CURVES = {
     "one_reward_only": ({"actor/groups_without_variance": flat(0.92), "reward": flat(0.02)}, "bad", "92% of groups"),
     "nothing_learned": ({"actor/advantage/abs_mean": flat(0.0)}, "bad", "last 5 had an advantage"),
     "skipped_steps": ({"actor/skipped_steps": [*flat(0.0), (13, 1.0)]}, "bad", "actor.optimizer.lr"),
-    "truncated": ({"truncated": flat(0.4)}, "warn", "40% of samples are cut"),
+    "truncated": ({"truncated": flat(0.4)}, "warn", "40% of samples are truncated"),
     "engine_mismatch": ({"actor/logprob_difference/mean": flat(0.05)}, "warn", "0.050 nats"),
     "clipped": ({"actor/clip_share": flat(0.5)}, "warn", "50% of tokens"),
     "far_from_reference": ({"actor/kl": flat(3.0)}, "warn", "actor.kl_ctl"),

@@ -8,13 +8,19 @@
   let zoomOf = "";
   const colour = (name) => getComputedStyle(document.documentElement).getPropertyValue(name).trim();
 
-  function short(value) {
+  // As ``number`` in tracking/readable.py; an axis has room for large numbers in thousands and millions only.
+  function number(value) {
     if (value === null || value === undefined) return "–";
     const size = Math.abs(value);
-    if (size >= 1e6) return (value / 1e6).toPrecision(3) + "M";
-    if (size >= 1e4) return (value / 1e3).toPrecision(3) + "k";
-    if (size >= 100 || Number.isInteger(value)) return String(Math.round(value));
-    return size !== 0 && size < 0.001 ? value.toExponential(1) : String(+value.toPrecision(3));
+    if (size >= 1000) return minus(Math.round(value).toLocaleString("en-US"));
+    if (size && size < 1e-3) return minus(value.toExponential(1).replace(/e([+-])(\d)$/, "e$10$2"));
+    return minus(String(size < 1 ? +value.toPrecision(4) : +value.toFixed(2)));
+  }
+  const minus = (text) => text.replace(/^-/, "−");
+  function short(value) {
+    const size = Math.abs(value ?? 0);
+    if (size >= 1e6) return minus((value / 1e6).toPrecision(3) + "M");
+    return size >= 1e4 ? minus((value / 1e3).toPrecision(3) + "k") : number(value);
   }
 
   // Steps are whole numbers, so are the ticks below them.
@@ -60,7 +66,7 @@
     const axis = { stroke: colour("--muted"), font: "11px system-ui, sans-serif", grid: { stroke: colour("--line"), width: 1 }, ticks: { show: false } };
     const says = (at) => {
       const lines = weight ? 2 : 1;
-      const values = chart.series.map((each, index) => (chart.series.length > 1 ? `${index + 1}: ` : "") + short(columns[lines * index + lines][at]));
+      const values = chart.series.map((each, index) => (chart.series.length > 1 ? `${index + 1}: ` : "") + number(columns[lines * index + lines][at]));
       return `step ${columns[0][at]} · ${values.join("  ")}`;
     };
     const options = {

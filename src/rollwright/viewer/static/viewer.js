@@ -159,17 +159,29 @@
   });
 
   // -- following a run that writes ----------------------------------------------------------------------------------
-  const isBusy = () => document.hidden || document.querySelector("details[open], dialog[open], .htmx-request") ||
-    document.activeElement?.matches("input, select, textarea, .tokens") || String(getSelection());
+  // Why the page is not replaced now, in words; empty if it may be.
+  function pause() {
+    if (document.hidden || document.querySelector(".htmx-request")) return "waits";
+    if (document.querySelector("details[open], dialog[open]")) return "paused while something is open";
+    if (document.activeElement?.matches(".tokens")) return "paused while the tokens have the focus";
+    if (document.activeElement?.matches("input, select, textarea")) return "paused while a field has the focus";
+    return String(getSelection()) ? "paused while text is selected" : "";
+  }
+  function say(text) {
+    for (const live of document.querySelectorAll("[data-live]")) if (live.textContent !== text) live.textContent = text;
+  }
   async function follow() {
-    const { stamp, stampUrl } = page().dataset;
-    if (!stampUrl || isBusy()) return;
-    const answer = await fetch(stampUrl).catch(() => null); // the viewer was ended
-    if (!answer?.ok || (await answer.text()) === stamp || page().dataset.stamp !== stamp || isBusy()) return;
+    const { stamp, stampUrl } = page().dataset, paused = pause();
+    say(paused && paused !== "waits" ? paused : "follows the run");
+    if (!stampUrl || paused) return;
+    const answer = await fetch(stampUrl).catch(() => null);
+    if (!answer) return say("stopped: the viewer does not answer");
+    if (!answer.ok) return say(`stopped: the viewer answered ${answer.status}`);
+    if ((await answer.text()) === stamp || page().dataset.stamp !== stamp || pause()) return;
     // Meanwhile the reader may have gone on: nothing is asked in the reader's place, and a page that is old is not put in.
     const here = location.href, shown = page();
     const html = await fetch(here).then((page) => (page.ok ? page.text() : "")).catch(() => "");
-    if (!html || location.href !== here || page() !== shown || isBusy()) return;
+    if (!html || location.href !== here || page() !== shown || pause()) return;
     const chosen = [...document.querySelectorAll("[data-open]")].indexOf(document.activeElement);
     window.htmx.swap("#page", html, { swapStyle: "outerHTML", swapDelay: 0, settleDelay: 0 }, { select: "#page" });
     if (chosen >= 0) document.querySelectorAll("[data-open]")[chosen]?.focus({ preventScroll: true });
