@@ -14,7 +14,7 @@ from rollwright.cli.check import _looked_at
 from rollwright.viewer.server import make_app
 
 #: Parameters of links that show the same samples in another way.
-OTHER_WAYS = ("format=", "sort=", "overlay=", "view=table", "view=requests")
+OTHER_WAYS = ("format=", "sort=", "overlay=", "view=", "offset=", "reward=", "start=")
 
 
 def damage(run: Path, how: str) -> None:
