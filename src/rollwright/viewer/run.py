@@ -580,8 +580,10 @@ def find_part(path: Path) -> Path:
 
 
 def is_part(path: Path) -> bool:
-    """Return True if a directory holds metrics, episodes or at least the config of a run, stage or process."""
-    return any((path / name).exists() for name in ("metrics.jsonl", "config.yaml")) or bool(journal_files(path / "journal"))
+    """Return True if a directory holds metrics or episodes of a run, stage or process, or is a stage that failed before it wrote any."""
+    if (path / "metrics.jsonl").exists() or journal_files(path / "journal"):
+        return True
+    return (path / "config.yaml").exists() and any((place / MARKER).exists() for place in (path, path.parent))
 
 
 def _read_json(path: Path) -> dict[str, Any]:
