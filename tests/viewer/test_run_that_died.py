@@ -60,7 +60,7 @@ def pages(died) -> Any:
 def test_the_page_says_why_the_run_died(pages, died):
     page = html.unescape(pages.get("/run/quickstart~trial~grpo").text)
     assert "It stopped with an error" in page
-    cause, _, rest = page.partition('<p class="cause">')[2].partition("</p>")
+    cause, _, rest = page.partition('<p class="cause" tabindex="0">')[2].partition("</p>")
     assert cause.startswith("rollwright.errors.RolloutError: ")
     assert 'KeyError: "no score for' in cause
     assert "in breaks" in rest.partition("<pre")[2].partition("</pre>")[0]  # the traceback of the reward function
