@@ -30,6 +30,7 @@ from rollwright.viewer.ending import ending_of
 from rollwright.viewer.evaluations import held_out_tasks, last_evaluation
 from rollwright.viewer.frames import frame
 from rollwright.viewer.index import Index
+from rollwright.viewer.run_parts import find_part
 from rollwright.viewer.samples import NOT_UNDONE, Samples
 from rollwright.viewer.timeline import timeline
 from rollwright.viewer.tokens import Vocabulary, find_vocabulary
@@ -553,37 +554,6 @@ class Run:
         where = "" if undone else f"WHERE {NOT_UNDONE} "
         ended = self.samples.listed(f"{where}ORDER BY samples.id DESC LIMIT ?", limit)
         return [*self.samples.running(undone=undone), *ended][:limit]
-
-
-def find_part(path: Path) -> Path:
-    """Return ``path`` if it is a run, stage or process itself, or else its only stage or process that trained on samples.
-
-    If there are none or several, the only one with a journal, or else the only one with metrics, is returned.
-
-    Raises:
-        DataError: there is no candidate, or there are several.
-    """
-    if not path.is_dir():
-        raise DataError(f"{path} is no directory: give that of a run, such as runs/quickstart/trial.")
-    if is_part(path):
-        return path
-    parts = [child for child in sorted(path.iterdir()) if child.is_dir() and is_part(child)]
-    journaled = [part for part in parts if journal_files(part / "journal")]
-    trained = [part for part in journaled if (part / "metrics.jsonl").exists()]
-    measured = [part for part in parts if (part / "metrics.jsonl").exists()]
-    for some in (trained, journaled, measured, parts):
-        if len(some) == 1:
-            return some[0]
-    if not parts:
-        raise DataError(f"{path} is no run: it has neither metrics.jsonl nor a journal.")
-    raise DataError(f"{path} has several stages or processes: give one of {', '.join(map(str, journaled or parts))}.")
-
-
-def is_part(path: Path) -> bool:
-    """Return True if a directory holds metrics or episodes of a run, stage or process, or is a stage that failed before it wrote any."""
-    if (path / "metrics.jsonl").exists() or journal_files(path / "journal"):
-        return True
-    return (path / "config.yaml").exists() and any((place / MARKER).exists() for place in (path, path.parent))
 
 
 def _read_json(path: Path) -> dict[str, Any]:

@@ -9,7 +9,8 @@ from typing import Any
 
 from rollwright.errors import DataError
 from rollwright.tracking.logging import getLogger
-from rollwright.viewer.run import Run, is_part
+from rollwright.viewer.run import Run
+from rollwright.viewer.run_parts import is_part
 
 logger = getLogger("viewer")
 
