@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import functools
 import gc
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -174,11 +175,27 @@ def bubblewrap() -> str:
 
 def usable_sandbox(name: str) -> str:
     """The name of a sandbox that works here; the test is skipped where it does not."""
-    from rollwright.errors import SandboxError
     from rollwright.processes.sandbox import check_sandbox
 
+    return _usable(check_sandbox, name)
+
+
+def usable_box(name: str) -> str:
+    """The name of a box that works here; the test is skipped where it does not."""
+    from rollwright.processes.boxes import check_box
+
+    return _usable(check_box, name)
+
+
+@functools.cache
+def _usable(check: Callable[[str], None], kind: str) -> str:
+    """The name of a kind that works here. ROLLWRIGHT_TEST_IMAGE names the image of containers."""
+    from rollwright.errors import SandboxError
+
+    image = os.environ.get("ROLLWRIGHT_TEST_IMAGE", "") if kind in ("docker", "podman") else ""
+    name = f"{kind}:{image}" if image else kind
     try:
-        check_sandbox(name)
+        check(name)
     except SandboxError as error:
         pytest.skip(str(error))
     return name

@@ -318,6 +318,7 @@ class BoxServer:
             resource.RLIMIT_CORE: 0,
             resource.RLIMIT_FSIZE: self._limits["disk_bytes"],
             resource.RLIMIT_NOFILE: _OPEN_FILES,
+            resource.RLIMIT_MSGQUEUE: 0,  # memory that outlives its process, and that nobody counts
         }
         if IS_ALONE:  # the kernel counts per user namespace; root is exempt
             limits[resource.RLIMIT_NPROC] = self._limits["processes"] + 8

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import fields
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import fields, replace
 from pathlib import Path
 from typing import NamedTuple
 
 from rollwright.errors import ConfigError, SandboxError
 from rollwright.processes.box import Box, BoxLimits, BoxSpec
+from rollwright.processes.containers import CONTAINERS, check_container
 from rollwright.registry import Registry
 
 #: Runs a command with further directories at the beginning of ``PATH``.
@@ -19,22 +22,60 @@ BOXES: Registry[Callable[[BoxSpec], Box]] = Registry(
     "box",
     SandboxError,
     variable="BOXES",
-    built_in={"bubblewrap": "rollwright.processes.bubblewrap_box:make_bubblewrap_box"},
+    built_in={
+        "bubblewrap": "rollwright.processes.bubblewrap_box:make_bubblewrap_box",
+        "docker": "rollwright.processes.container_box:make_docker_box",
+        "podman": "rollwright.processes.container_box:make_podman_box",
+        "unsafe": "rollwright.processes.plain_box:make_plain_box",
+    },
 )
+
+UNSAFE_FOLDERS = "task folders write to paths such as /logs, which in an unsafe box are those of this machine: use bubblewrap, docker or podman."
 
 
 def make_box(name: str, spec: BoxSpec) -> Box:
     """Return a box that has not been started.
 
     Args:
-        name: ``bubblewrap``; a name registered with ``@BOXES.register``; or an import path of a function or class that is called with the
-            spec.
+        name: ``bubblewrap``, ``docker``, ``podman`` or ``unsafe``; a name registered with ``@BOXES.register``; or an import path of a
+            function or class that is called with the spec. ``NAME:IMAGE`` sets the image of a spec that has none.
         spec: what the box contains.
 
     Raises:
         SandboxError: there is no box of that name, or it cannot be as the spec says.
     """
+    kind, _, image = name.partition(":")
+    if name not in BOXES and kind in BOXES and image:
+        return BOXES.build(kind, replace(spec, image=spec.image or image))
     return BOXES.build(name, spec)
+
+
+def check_box(name: str, image: str | None = "") -> None:
+    """Start a box and stop it, so that missing requirements are reported before the first episode.
+
+    Args:
+        name: as in ``make_box``.
+        image: image of the box; empty for the default one. None for task folders, each with its own: docker or podman has to answer.
+
+    Raises:
+        SandboxError: there is no such box, or it does not start; the message says what to do.
+    """
+    kind = name.partition(":")[0]
+    if kind == "unsafe" and image is None:
+        raise SandboxError(UNSAFE_FOLDERS)
+    if kind in CONTAINERS and image is None:
+        check_container(kind)
+        return
+
+    async def start_and_stop() -> None:
+        box = make_box(name, BoxSpec(image=image or ""))
+        try:
+            await box.start()
+        finally:
+            await box.stop()
+
+    with ThreadPoolExecutor(1) as thread:  # the caller's thread may have an event loop that runs
+        thread.submit(asyncio.run, start_and_stop()).result()
 
 
 # -- what a config says about a box --------------------------------------------------------------------------------------

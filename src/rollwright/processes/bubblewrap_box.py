@@ -12,9 +12,8 @@ from rollwright.errors import SandboxError
 from rollwright.processes import bubblewrap
 from rollwright.processes.box import BoxSpec
 from rollwright.processes.pids_limit import pids_limited
-from rollwright.processes.server_box import SHARED_BYTES, ServerBox, ServerStart, box_server_command
+from rollwright.processes.server_box import SHARED_BYTES, USER, ServerBox, ServerStart, box_server_command, user_files
 
-USER = 1000  # of programs: no root, for which some agents refuse to work
 _SOCKETS, _PYTHON = "/run/rollwright", "/opt/rollwright"
 
 
@@ -81,11 +80,7 @@ def _own_paths(network: bool) -> dict[str, str]:
 
 def _etc(spec: BoxSpec) -> Mapping[str, str]:
     """Return the files of ``/etc`` that name the user and this machine."""
-    shell = "/bin/bash" if os.path.exists("/bin/bash") else "/bin/sh"
-    files = {
-        "/etc/passwd": f"agent:x:{USER}:{USER}:agent:{spec.writable[1]}:{shell}\n",
-        "/etc/group": f"agent:x:{USER}:\n",
-    }
+    files = user_files(spec, "/bin/bash" if os.path.exists("/bin/bash") else "/bin/sh")
     if not spec.network:
         files |= {
             "/etc/hosts": "127.0.0.1 localhost box\n",

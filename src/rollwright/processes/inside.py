@@ -116,17 +116,34 @@ def first_excess(measures: Iterable[tuple[int, int, str]]) -> str:
 def empty(directory: str, kept: Collection[str] = ()) -> None:
     """Remove everything in a directory except the ``kept`` paths and the directories that they are in."""
     with os.scandir(directory) as entries:
-        for entry in entries:
+        for entry in list(entries):
             if entry.path in kept:
                 continue
             if not entry.is_dir(follow_symlinks=False):
                 os.unlink(entry.path)
-                continue
-            with contextlib.suppress(PermissionError):  # a program may have taken its own rights away
-                os.chmod(entry.path, 0o700)
-            empty(entry.path, kept)
-            if not any(path.startswith(f"{entry.path}/") for path in kept):
-                os.rmdir(entry.path)
+            elif any(path.startswith(f"{entry.path}/") for path in kept):
+                empty(entry.path, kept)
+            else:
+                _remove(entry.path)
+
+
+def _remove(directory: str) -> None:
+    """Remove a directory. Directories in it are moved beside it first, because a program can nest them deeper than a path can be long."""
+    waiting, beside = [directory], os.path.dirname(directory)
+    while waiting:
+        place = waiting.pop()
+        with contextlib.suppress(PermissionError):  # a program may have taken its own rights away
+            os.chmod(place, 0o700)
+        with os.scandir(place) as entries:
+            for entry in list(entries):
+                if not entry.is_dir(follow_symlinks=False):
+                    os.unlink(entry.path)
+                    continue
+                with contextlib.suppress(PermissionError):
+                    os.chmod(entry.path, 0o700)
+                waiting.append(os.path.join(beside, os.urandom(16).hex()))
+                os.rename(entry.path, waiting[-1])
+        os.rmdir(place)
 
 
 # ------------------------------------------------------------------ in processes that run untrusted programs

@@ -10,15 +10,11 @@ from __future__ import annotations
 import asyncio
 import atexit
 import contextlib
-import functools
 import os
 import queue
-import shutil
-import subprocess
 import sys
 import tempfile
 import threading
-import uuid
 from collections.abc import Iterator
 from concurrent.futures import Future
 from contextvars import ContextVar
@@ -26,17 +22,9 @@ from dataclasses import replace
 from weakref import WeakKeyDictionary
 
 from rollwright.errors import ConfigError, SandboxError
-from rollwright.processes.bubblewrap import Bubblewrap, call_filters
-from rollwright.processes.jails import (
-    ENVIRONMENT,
-    GRACE_SECONDS,
-    SHARED_BYTES,
-    Jail,
-    Sandbox,
-    SandboxLimits,
-    SandboxResult,
-    server_command,
-)
+from rollwright.processes.bubblewrap import Bubblewrap
+from rollwright.processes.containers import CONTAINERS, Container
+from rollwright.processes.jails import Jail, Sandbox, SandboxLimits, SandboxResult, server_command
 
 __all__ = ["SandboxLimits", "SandboxResult", "check_sandbox", "run_python", "sandbox_name", "sandboxed"]
 
@@ -107,46 +95,6 @@ async def run_python(
                 raise
 
 
-class Container:
-    """A Docker or Podman container. Its image must be available locally and contain Python.
-
-    Args:
-        program: ``docker`` or ``podman``.
-        image: name of the image. If empty, ``python:3.12-slim`` is used.
-    """
-
-    def __init__(self, program: str, image: str) -> None:
-        self.program, self.image = program, image or "python:3.12-slim"
-
-    def start(self, limits: SandboxLimits) -> Jail:
-        """See :class:`Sandbox`."""
-        program = shutil.which(self.program)
-        if program is None:
-            raise SandboxError(f"{self.program} is not installed: install it, or set rollout.sandbox to bubblewrap.")
-        name = f"rollwright-{uuid.uuid4().hex[:12]}"
-        memory = f"{(limits.processes + 1) * limits.memory_bytes + limits.disk_bytes + 2**26}"
-        command = [
-            *(program, "run", "--rm", "--interactive", "--pull=never", f"--name={name}", "--read-only", "--user=65534:65534"),
-            *("--cap-drop=ALL", "--security-opt=no-new-privileges", "--ipc=private", "--pids-limit=256", "--workdir=/tmp"),
-            *(f"--network={'bridge' if limits.network else 'none'}", f"--memory={memory}", f"--memory-swap={memory}"),
-            *(f"--shm-size={SHARED_BYTES}", f"--tmpfs=/tmp:size={limits.disk_bytes},mode=1777"),
-            *(f"--env={key}={value}" for key, value in ENVIRONMENT.items() if key != "PATH"),
-            *(["--read-only-tmpfs=false"] if self.program == "podman" else []),  # otherwise podman adds writable directories
-            *(self.image, *server_command("python3")),
-        ]
-        remove = functools.partial(subprocess.run, [program, "rm", "--force", name], capture_output=True)
-        return Jail(
-            command,
-            limits,
-            ["/tmp", "/dev/shm"],
-            filters=call_filters()[: 1 if limits.processes else 2],
-            patience=GRACE_SECONDS,  # a client that is killed while it starts leaves the container running
-            environment=os.environ,  # for the client, which finds its daemon and images by it; scripts get only the --env variables
-            explain=lambda said: f"{self.program} says {said!r}; does '{self.program} run --rm {self.image} python3 -V' work?",
-            clean=remove,
-        )
-
-
 class PlainProcess:
     """No sandbox: a process that limits its time, memory and file sizes, but can access files outside its temporary directory."""
 
@@ -163,7 +111,7 @@ def make_sandbox(name: str) -> Sandbox:
         ConfigError: there is no sandbox of that name.
     """
     kind, _, image = name.partition(":")
-    if kind in ("docker", "podman"):
+    if kind in CONTAINERS:
         return Container(kind, image)
     if name in ("bubblewrap", "unsafe"):
         return Bubblewrap() if name == "bubblewrap" else PlainProcess()

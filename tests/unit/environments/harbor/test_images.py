@@ -9,7 +9,6 @@ from folders import read
 from rollwright.environments.harbor import images
 from rollwright.environments.harbor.images import box_kind, image_files
 from rollwright.errors import DataError, SandboxError
-from rollwright.processes.boxes import BOXES
 
 DOCKER = """#!/bin/sh
 echo "$@" >> LOG
@@ -37,8 +36,6 @@ def docker(tmp_path, monkeypatch):
     program.chmod(program.stat().st_mode | stat.S_IXUSR)
     monkeypatch.setenv("PATH", f"{directory}:/usr/bin:/bin")
     images.working_container.cache_clear()
-    for name in images.CONTAINERS:
-        monkeypatch.setitem(BOXES.built_in, name, "builtins:dict")
     yield lambda: (tmp_path / "log").read_text().splitlines()
     images.working_container.cache_clear()
 
@@ -93,7 +90,7 @@ def test_a_build_has_the_tasks_limit(docker, tmp_path):
         asyncio.run(box_kind(folder, "docker"))
 
 
-@pytest.mark.parametrize("sandbox", ["bubblewrap", "unsafe", "docker:own"])
+@pytest.mark.parametrize("sandbox", ["bubblewrap", "docker:own"])
 def test_a_task_without_an_image_keeps_the_box_of_the_run(sandbox, docker, tmp_path):
     folder = read(tmp_path / "task", {"environment/Dockerfile": "FROM scratch\nCOPY Dockerfile /app/\n"})
     assert asyncio.run(box_kind(folder, sandbox)) == (sandbox, "")
