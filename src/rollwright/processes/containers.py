@@ -95,7 +95,7 @@ def check_container(kind: str) -> None:
         raise SandboxError(f"{kind} does not answer ({error}): start its service.") from error
     if done.returncode != 0:
         said = done.stderr.decode(errors="replace").strip()[-500:]
-        raise SandboxError(f"{kind} does not answer ({said}): start its service, or set rollout.sandbox to bubblewrap.")
+        raise SandboxError(f"{kind} does not answer ({said}): start its service, or choose another rollout.sandbox.")
 
 
 def _program(kind: str) -> str:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import atexit
-import contextlib
 import functools
 import hashlib
 import os
@@ -23,13 +22,18 @@ from rollwright.processes.boxes import UNSAFE_FOLDERS
 from rollwright.processes.containers import CONTAINERS, check_container
 
 
-@functools.cache
 def working_container() -> str:
     """Return ``docker`` or ``podman``, whichever answers first, or an empty string."""
-    for kind in CONTAINERS:
-        with contextlib.suppress(SandboxError):
-            check_container(kind)
-            return kind
+    return next((kind for kind in CONTAINERS if not why_unusable(kind)), "")
+
+
+@functools.cache
+def why_unusable(kind: str) -> str:
+    """Return why ``docker`` or ``podman`` cannot be used here; empty if it answers."""
+    try:
+        check_container(kind)
+    except SandboxError as error:
+        return str(error)
     return ""
 
 
@@ -53,7 +57,7 @@ def refuse_needs(folder: TaskFolder, sandbox: str = "") -> None:
         faults.append(f"{folder.path / 'task.toml'}: environment.cpus asks for {cpus:g}, and this machine has {present}.")
     if sandbox == "unsafe":
         faults.append(f"{folder.path}: {UNSAFE_FOLDERS}")
-    if not faults and not _can_do(folder, sandbox):
+    elif not faults and not _can_do(folder, sandbox):
         faults = [_told(need, sandbox.partition(":")[0] or "bubblewrap") for need in folder.needs]
     if faults:
         raise DataError("\n  ".join(faults))
@@ -61,12 +65,16 @@ def refuse_needs(folder: TaskFolder, sandbox: str = "") -> None:
 
 def _can_do(folder: TaskFolder, sandbox: str) -> bool:
     kind = sandbox.partition(":")[0]
-    if not folder.needs or kind in CONTAINERS:
+    if not folder.needs:
         return True
+    if kind in CONTAINERS:
+        return not why_unusable(kind)
     return kind in ("", "bubblewrap") and bool(working_container())
 
 
 def _told(need: Need, kind: str) -> str:
+    if kind in CONTAINERS:
+        return f"{need.where}: {need.what}: {why_unusable(kind)}"
     advice = "install docker or podman, and start it"
     if need.what.startswith("FROM "):
         image = need.what.split()[1]

@@ -35,9 +35,9 @@ def docker(tmp_path, monkeypatch):
     program.write_text(text)
     program.chmod(program.stat().st_mode | stat.S_IXUSR)
     monkeypatch.setenv("PATH", f"{directory}:/usr/bin:/bin")
-    images.working_container.cache_clear()
+    images.why_unusable.cache_clear()
     yield lambda: (tmp_path / "log").read_text().splitlines()
-    images.working_container.cache_clear()
+    images.why_unusable.cache_clear()
 
 
 DOCKERFILE = {"environment/Dockerfile": "FROM debian:12\nWORKDIR /app\nRUN true\n"}

@@ -11,7 +11,6 @@ from rollwright.environments.harbor.images import refuse_needs
 from rollwright.environments.harbor.tasks import harbor, read_task_folder, task_folders
 from rollwright.environments.harbor.toml_lines import TomlFile
 from rollwright.errors import DataError
-from rollwright.processes.boxes import BOXES
 
 #: A file with every key of Harbor's schema 1.4 that a box can honour.
 EVERY_KEY = """
@@ -251,7 +250,10 @@ def test_what_a_dockerfile_needs_a_container_for_is_refused_with_its_line(docker
         f"environment/Dockerfile:{line}: " in str(refusal.value) and NEEDS[dockerfile] in str(refusal.value)
     )
     assert "install docker or podman" in str(refusal.value)
-    monkeypatch.setitem(BOXES.built_in, "podman", "builtins:dict")
+    monkeypatch.setattr(images, "why_unusable", lambda kind: f"{kind} is not installed.")
+    with pytest.raises(DataError, match=r"environment/Dockerfile:.*: podman is not installed"):
+        refuse_needs(folder, "podman")
+    monkeypatch.setattr(images, "why_unusable", lambda kind: "")
     refuse_needs(folder, "podman")
 
 
@@ -263,7 +265,7 @@ def test_an_image_goes_to_a_container_where_there_is_one(tmp_path, monkeypatch):
     monkeypatch.setattr(images, "working_container", lambda: "docker")
     refuse_needs(folder)
     refuse_needs(folder, "bubblewrap")
-    with pytest.raises(DataError, match="boxes of kind unsafe"):
+    with pytest.raises(DataError, match="in an unsafe box are those of this machine"):
         refuse_needs(folder, "unsafe")
 
 

@@ -36,6 +36,17 @@ def tries(prompt, completion, prompt_ids, completion_ids, **columns):
 
 tries.uses_sandbox = True
 
+class OwnBox:
+    workdir = "/work"
+    def __init__(self, spec): ...
+    async def start(self): ...
+    async def stop(self): ...
+
+class FullBox(OwnBox):
+    async def start(self):
+        from rollwright.errors import SandboxError
+        raise SandboxError("it has no room")
+
 def strict(prompt, completion, prompt_ids, completion_ids, *, answer, weight=1.0):
     return 0.0
 """
@@ -188,3 +199,26 @@ def test_a_sandbox_of_an_unknown_name_is_refused_even_where_none_is_needed(refus
 
 def test_the_sandbox_that_is_there_is_not_refused(refusal, bubblewrap):
     assert refusal(TOOLS) == ""
+
+
+AGENT = (
+    RL.replace("parts_of_a_user.Asks", "command_agent")
+    + f"workflow_kwargs: {{agent: {{command: a-program}}, verifier: {__file__}}}\n"
+)
+
+
+def test_an_agent_runs_in_a_box_also_of_a_users_own(refusal, no_bubblewrap):
+    assert "rollout.sandbox: the box does not start: bubblewrap, which contains" in refusal(AGENT)
+    assert refusal(AGENT, "rollout.sandbox=unsafe") == ""
+    assert refusal(AGENT, "rollout.sandbox=parts_of_a_user.OwnBox") == ""
+    assert "rollout.sandbox: it has no room" in refusal(AGENT, "rollout.sandbox=parts_of_a_user.FullBox")
+    assert "box 'chroot' was not found" in refusal(AGENT, "rollout.sandbox=chroot")
+    assert "there is no sandbox 'parts_of_a_user.OwnBox'" in refusal(TOOLS, "rollout.sandbox=parts_of_a_user.OwnBox")
+
+
+def test_an_agent_whose_container_is_missing_is_told(refusal, monkeypatch):
+    monkeypatch.setattr(shutil, "which", lambda name: None)
+    assert "rollout.sandbox: the box does not start: docker is not installed" in refusal(AGENT, "rollout.sandbox=docker:mine")
+    shell = TASKS.replace("math_workflow", "shell_workflow")
+    assert "rollout.sandbox: docker is not installed" in refusal(shell, "rollout.sandbox=docker")
+    assert "rollout.sandbox: task folders write to paths such as /logs" in refusal(shell, "rollout.sandbox=unsafe")
