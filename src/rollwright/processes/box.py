@@ -42,7 +42,7 @@ class BoxSpec:
             second the home directory.
         environment: variables of every command, in addition to a minimal set (``PATH``, ``HOME``, ``LANG``, ``TMPDIR``).
         network: let programs reach the network.
-        image: image of a docker or podman box, which must contain ``python3``; other boxes refuse one.
+        image: image of a docker or podman box, which must contain ``python3``; empty for the default one. Other boxes refuse one.
     """
 
     limits: BoxLimits = BoxLimits()
