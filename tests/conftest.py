@@ -187,18 +187,24 @@ def usable_box(name: str) -> str:
     return _usable(check_box, name)
 
 
-@functools.cache
 def _usable(check: Callable[[str], None], kind: str) -> str:
-    """The name of a kind that works here. ROLLWRIGHT_TEST_IMAGE names the image of containers."""
-    from rollwright.errors import SandboxError
-
+    """ROLLWRIGHT_TEST_IMAGE names the image of containers."""
     image = os.environ.get("ROLLWRIGHT_TEST_IMAGE", "") if kind in ("docker", "podman") else ""
     name = f"{kind}:{image}" if image else kind
+    if why := _why_unusable(check, name):
+        pytest.skip(why)
+    return name
+
+
+@functools.cache
+def _why_unusable(check: Callable[[str], None], name: str) -> str:
+    from rollwright.errors import SandboxError
+
     try:
         check(name)
     except SandboxError as error:
-        pytest.skip(str(error))
-    return name
+        return str(error)
+    return ""
 
 
 @pytest.fixture(scope="session")
