@@ -159,7 +159,7 @@ async def test_each_episode_has_a_home_of_its_own_and_sees_nothing_else(tokenize
 
 async def test_a_python_program_starts_with_its_imports_done_and_sees_nothing_else(tokenizer, programs):
     """The box and the process that holds the imports stay; homes, files, keys and what was left are the episode's own."""
-    look = "ls -A $HOME /tmp; cat ~/.config; touch $HOME/left /tmp/left; setsid sleep 3600 > /dev/null 2>&1 & pgrep -c sleep; echo $KEY"
+    look = "ls -A $HOME /tmp; cat ~/.config; touch $HOME/left /tmp/left; setsid sleep 3600 > /dev/null 2>&1 & sleep 0.5; pgrep -c sleep; echo $KEY"
     agent = {
         "command": COMMAND,
         "files": {".config": "key={api_key}"},
