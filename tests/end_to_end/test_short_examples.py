@@ -6,6 +6,7 @@ Whether they learn what the docs say is seen in the runs of 8 and 12 minutes tha
 from __future__ import annotations
 
 import math
+from pathlib import Path
 
 import pytest
 
@@ -151,3 +152,30 @@ def test_a_student_learns_from_a_teacher(run_example):
     steps = check_steps(run, "distill")
     assert all(step["actor/teacher/kl"] > 0.0 and step["actor/teacher/taught_share"] == 1.0 for step in steps)
     assert "teacher_after" in run.evaluations
+
+
+AGENTS = Path(__file__).resolve().parents[2] / ".venv-clients-openai2"
+
+
+def test_a_program_repairs_files_in_eight_episodes(request, run_example):
+    """Too short to learn: mini-swe-agent works in its boxes, is scored, and the policy moves by the scores that differ."""
+    if not request.config.getoption("--whole-examples"):
+        pytest.skip(
+            "three stages import mini-swe-agent anew, which takes a minute on a busy machine: run it with --whole-examples"
+        )
+    if not (AGENTS / "bin" / "mini").exists():
+        pytest.skip("mini-swe-agent is not installed: scripts/make_client_envs.sh")
+    run = run_example(
+        "command_agent",
+        *(f"workflow_kwargs.programs=[{AGENTS}]", "workflow_kwargs.boxes=1"),
+        *("stages.model.hidden_size=64", "stages.model.layers=2", "stages.model.intermediate_size=128"),
+        *("stages.warmup.total_train_steps=30", "stages.warmup.train_dataset.batch_size=16"),
+        *("stages.before.dataset.kwargs.size=2", "stages.after.dataset.kwargs.size=2"),
+        *("stages.grpo.train_dataset.batch_size=1", "stages.grpo.gconfig.n_samples=4", "stages.grpo.total_train_steps=1"),
+    )
+    (step,) = run.steps("actor/grad_norm")
+    assert 0.0 <= step["reward"] <= 1.0
+    assert step["rollout/agent_model_calls"] >= 1.0
+    assert step["actor/logprob_difference/max"] < 1e-3
+    assert set(run.evaluations) == {"before", "after"}
+    assert "<|system|>Repair the file.<|end|><|user|>" in run.last_rollouts()

@@ -191,6 +191,14 @@ class NewVisionConfig:
 
 
 @dataclass
+class NewBPEConfig:
+    """A BPE tokenizer that is trained on the messages of a dataset."""
+
+    tokens: int = key(512, "Size of the vocabulary, of which 262 tokens are bytes and special tokens.", ge=263)
+    dataset: DatasetConfig = field(default_factory=lambda: DatasetConfig(type="sft"))
+
+
+@dataclass
 class NewModelConfig:
     """A model with random weights and a tokenizer, written in Hugging Face form."""
 
@@ -207,6 +215,7 @@ class NewModelConfig:
     vocabulary_from: str = key("", "Tokenizer directory or name to copy; default: make a character tokenizer.", public=True)
     characters: str = key("", "Characters of the tokenizer; default: printable ASCII and newline.")
     pieces: list[str] = key_from(list, "Strings that are one token each, such as '<answer>' or syllables.")
+    bpe: NewBPEConfig | None = key(None, "Train a byte-level BPE tokenizer, in place of one of characters.")
     vision: NewVisionConfig | None = key(None, "Vision tower of architecture qwen2_vl; default: a small one.")
     seed: int = key(1, "Seed of the weights.")
 

@@ -107,6 +107,8 @@ def _kl(stage: Stage) -> str:
 
 def _new_model(config: NewModelConfig) -> str:
     tokenizer = f"the tokenizer of {config.vocabulary_from}" if config.vocabulary_from else "a character tokenizer"
+    if config.bpe is not None:
+        tokenizer = f"a BPE tokenizer of {config.bpe.tokens} tokens, trained on {_rows(config.bpe.dataset)}"
     return (
         f"make a {config.architecture} model with random weights ({config.layers} layers of width {config.hidden_size}) and "
         f"{tokenizer}; write both to {config.path}"

@@ -94,7 +94,6 @@ def build_character_tokenizer(
         DataError: an entry of ``characters`` is not one character, or a piece is too short or a special token.
     """
     from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, pre_tokenizers
-    from transformers import PreTrainedTokenizerFast
 
     characters = list(dict.fromkeys(characters))
     pieces = list(dict.fromkeys(pieces))
@@ -110,6 +109,54 @@ def build_character_tokenizer(
     backend.pre_tokenizer = pre_tokenizers.Split(Regex(pattern), behavior="isolated")
     backend.decoder = decoders.Fuse()
     backend.add_special_tokens([AddedToken(token, special=True, normalized=False) for token in special])
+    return _finished(backend, path, chat_template)
+
+
+def build_bpe_tokenizer(
+    texts: Iterable[str],
+    tokens: int,
+    path: str | Path | None = None,
+    pieces: Sequence[str] = (),
+    chat_template: str = CHAT_TEMPLATE,
+) -> Any:
+    """Train a byte-level BPE tokenizer, as GPT-2 and Qwen have one: every text survives encoding and decoding unchanged.
+
+    Args:
+        texts: texts to train on, such as prompts. Special tokens have no place in them.
+        tokens: size of the vocabulary, of which 262 are bytes and special tokens. It is smaller if the texts have fewer pairs.
+        path: directory to save it to. If None, it is not saved.
+        pieces: strings that are one token each, wherever they are.
+        chat_template: Jinja template; the default knows the roles system, user and assistant.
+
+    Returns:
+        A fast tokenizer; see ``build_character_tokenizer``.
+
+    Raises:
+        DataError: there are no texts, or ``tokens`` is too small.
+    """
+    from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, trainers
+
+    alphabet, special = pre_tokenizers.ByteLevel.alphabet(), [PAD, UNKNOWN, END, *ROLES]
+    texts = [text for text in texts if text]
+    if not texts or tokens <= len(alphabet) + len(special):
+        raise DataError(
+            f"build_bpe_tokenizer: {len(texts)} texts and {tokens} tokens; give texts, and more than {len(alphabet) + len(special)} tokens."
+        )
+    backend = Tokenizer(models.BPE())
+    backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    backend.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=tokens, special_tokens=special, initial_alphabet=sorted(alphabet), show_progress=False
+    )
+    backend.train_from_iterator(texts, trainer)
+    backend.add_tokens([AddedToken(piece, normalized=False) for piece in pieces])
+    return _finished(backend, path, chat_template)
+
+
+def _finished(backend: Any, path: str | Path | None, chat_template: str) -> Any:
+    """Make a Hugging Face tokenizer of a ``tokenizers.Tokenizer``, and save it."""
+    from transformers import PreTrainedTokenizerFast
+
     tokenizer = PreTrainedTokenizerFast(
         tokenizer_object=backend,
         pad_token=PAD,

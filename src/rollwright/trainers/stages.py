@@ -203,14 +203,11 @@ def _set_threads(config: Any) -> None:
 
 def make_model(config: NewModelConfig) -> dict[str, Any]:
     """Write a model with random weights, and its tokenizer. Returns the model's ``path`` and number of ``parameters``."""
-    from rollwright.data.tokenizer import ASCII, build_character_tokenizer, load_tokenizer
     from rollwright.data.vision import VISION_PIECES
     from rollwright.training.model import new_model, new_vision_model, parameter_count
 
     sees = config.architecture == "qwen2_vl"
-    pieces = [*config.pieces, *(VISION_PIECES if sees else ())]
-    own, characters = config.vocabulary_from, config.characters or ASCII
-    tokenizer = load_tokenizer(own) if own else build_character_tokenizer(characters, pieces=pieces)
+    tokenizer = _make_tokenizer(config, VISION_PIECES if sees else ())
     sizes: dict[str, Any] = {
         "tokenizer": tokenizer,
         "hidden_size": config.hidden_size,
@@ -229,6 +226,33 @@ def make_model(config: NewModelConfig) -> dict[str, Any]:
     count = parameter_count(model)
     logging.console().print(f"{count / 1e6:.2f} M parameters, {len(tokenizer)} tokens")
     return {"path": config.path, "parameters": count}
+
+
+def _make_tokenizer(config: NewModelConfig, more: Sequence[str]) -> Any:
+    """Copy, train or build the tokenizer of a new model, with ``more`` pieces.
+
+    Raises:
+        ConfigError: the config says two ways.
+        DataError: the dataset of a BPE tokenizer has no messages.
+    """
+    from rollwright.data.datasets import get_dataset
+    from rollwright.data.tokenizer import ASCII, build_bpe_tokenizer, build_character_tokenizer, load_tokenizer
+
+    own, characters, bpe = config.vocabulary_from, config.characters, config.bpe
+    if bpe is not None and (own or characters):
+        raise ConfigError("a model's tokenizer is trained (bpe), copied (vocabulary_from) or made of characters: set one.")
+    pieces = [*config.pieces, *more]
+    if bpe is not None:
+        messages = [message for row in get_dataset(bpe.dataset) for message in _conversation(row)]
+        texts = (message["content"] for message in messages if isinstance(message.get("content"), str))
+        return build_bpe_tokenizer(texts, bpe.tokens, pieces=pieces)
+    return load_tokenizer(own) if own else build_character_tokenizer(characters or ASCII, pieces=pieces)
+
+
+def _conversation(row: dict[str, Any]) -> list[dict[str, Any]]:
+    """Return the messages of a row's prompt and of its worked completion, if any."""
+    completion = row.get("completion") or []
+    return [*row.get("messages", ()), *([{"content": completion}] if isinstance(completion, str) else completion)]
 
 
 def _train_supervised(stage: Stage, directory: RunDirectory) -> dict[str, Any]:

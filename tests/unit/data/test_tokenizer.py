@@ -9,7 +9,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from transformers import AutoTokenizer, BatchEncoding
 
-from rollwright.data.tokenizer import ASCII, build_character_tokenizer, build_word_tokenizer, load_tokenizer, returning_ids
+from rollwright.data.tokenizer import (
+    ASCII,
+    build_bpe_tokenizer,
+    build_character_tokenizer,
+    build_word_tokenizer,
+    load_tokenizer,
+    returning_ids,
+)
 from rollwright.errors import ConfigError, DataError
 
 CHARACTERS = "0123456789+-*= <>/answer"
@@ -139,3 +146,27 @@ def test_nothing_there(tmp_path):
         load_tokenizer(tmp_path)
     with pytest.raises(ConfigError, match="no tokenizer is named"):
         load_tokenizer("")
+
+
+def test_a_bpe_tokenizer_is_trained_on_texts_and_keeps_every_text(tmp_path):
+    texts = ["echo COMPLETE && total is price plus tax\n"] * 3 + ["    return price + tax\n"]
+    tokenizer = build_bpe_tokenizer(texts, 320, tmp_path, pieces=["<answer>"])
+    ours, theirs = load_tokenizer(tmp_path), AutoTokenizer.from_pretrained(tmp_path)
+    for text in (*texts, "what it never saw: \t\u00e9\u4e2d\U0001f600 <answer>7</answer>  \n\n", " "):
+        ids = tokenizer.encode(text, add_special_tokens=False)
+        assert ours.encode(text, add_special_tokens=False) == theirs.encode(text, add_special_tokens=False) == ids
+        assert tokenizer.decode(ids) == text
+    assert len(tokenizer.encode(texts[0])) < 20
+    assert len(tokenizer.encode("<answer>", add_special_tokens=False)) == 1
+    assert len(tokenizer) <= 321
+    assert (
+        tokenizer.decode(tokenizer.apply_chat_template(MESSAGES, add_generation_prompt=True))
+        == "<|user|>37+58=<|end|><|assistant|>"
+    )
+    assert (tokenizer.pad_token_id, tokenizer.eos_token) == (0, "<|end|>")
+
+
+@pytest.mark.parametrize(("texts", "tokens"), [([], 400), ([""], 400), (["text"], 262)])
+def test_a_bpe_tokenizer_needs_texts_and_room(texts, tokens):
+    with pytest.raises(DataError, match="give texts, and more than 262 tokens"):
+        build_bpe_tokenizer(texts, tokens)

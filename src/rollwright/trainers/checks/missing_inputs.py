@@ -161,7 +161,9 @@ def _model_fault(path: str, needs_weights: bool) -> str | None:
 def _datasets(config: Any) -> Iterator[tuple[KeyPath, DatasetConfig, Callable[[DatasetConfig, Any], Sequence[Any]]]]:
     """Yield the key and section of each dataset, and the function that reads it."""
     names: list[str] = []
-    if isinstance(config, EvalConfig):
+    if isinstance(config, NewModelConfig) and config.bpe is not None:
+        yield ("bpe", "dataset"), config.bpe.dataset, get_dataset
+    elif isinstance(config, EvalConfig):
         names = ["dataset"]
     elif isinstance(config, SFTConfig):
         names = ["train_dataset", "valid_dataset"]
