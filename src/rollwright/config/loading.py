@@ -16,7 +16,7 @@ import operator
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, TypeVar, get_args
 
 import xxhash
 
@@ -38,7 +38,7 @@ from rollwright.config.source import (
     plain,
     read_yaml,
 )
-from rollwright.config.validation import elsewhere, names_besides, validated
+from rollwright.config.validation import annotations_of, choices_of, elsewhere, is_section, names_besides, validated
 from rollwright.errors import ConfigError
 from rollwright.registry import PLUGINS, import_path, nearest
 
@@ -150,6 +150,23 @@ def _written_keys(data: Any, prefix: str = "") -> Iterator[str]:
 def config_to_dict(config: Any) -> dict[str, Any]:
     """Convert a config to plain containers, with every key."""
     return plain(config)
+
+
+def is_default(cls: type, path: Sequence[str], value: Any) -> bool:
+    """Return whether a plain value is the default of a key of a config class, also below sections that are optional or in lists.
+
+    Args:
+        cls: the config class.
+        path: names of the key, without numbers in lists.
+        value: the value, as in ``config_to_dict``.
+    """
+    name, *below = path
+    if name not in annotations_of(cls):
+        return False
+    if not below:
+        return config_to_dict(cls())[name] == value
+    kinds = [choice for kind in choices_of(annotations_of(cls)[name]) for choice in (kind, *get_args(kind))]
+    return any(is_default(kind, below, value) for kind in kinds if is_section(kind))
 
 
 def to_yaml(config: Any) -> str:

@@ -32,7 +32,7 @@ from typing import Any
 
 from rollwright.atomic import read_json, remedy_of, sweep, write_json
 from rollwright.config.experiment import STAGE_CLASSES
-from rollwright.config.loading import config_to_dict
+from rollwright.config.loading import is_default
 from rollwright.errors import CheckpointError, ConfigError, RollwrightError
 from rollwright.tracking.logging import getLogger
 from rollwright.tracking.metrics_file import read_metrics
@@ -500,13 +500,12 @@ def _changes(old: Mapping[str, Any], new: Mapping[str, Any]) -> list[str]:
 
     A key that the version which began the run did not have yet is no change if it has its default.
     """
-    before, after = flattened(old), flattened(json.loads(json.dumps(dict(new), default=str)))
-    defaults = [flattened(config_to_dict(stage_class())) for stage_class in STAGE_CLASSES.values()]
+    before, after = _flattened_twins(old, new)
     missing = object()
 
     def is_new_default(key: str) -> bool:
-        name = _without_stage(key)
-        return bool(before) and key not in before and any(name in known and known[name] == after[key] for known in defaults)
+        path = [name for name in _without_stage(key).split(".") if not name.isdecimal()]
+        return bool(before) and key not in before and any(is_default(cls, path, after[key]) for cls in STAGE_CLASSES.values())
 
     return [
         key
@@ -515,8 +514,21 @@ def _changes(old: Mapping[str, Any], new: Mapping[str, Any]) -> list[str]:
     ]
 
 
+def _flattened_twins(old: Mapping[str, Any], new: Mapping[str, Any]) -> list[dict[str, Any]]:
+    """Flatten two configs for a comparison, with the sections of a list by their numbers."""
+
+    def numbered(value: Any) -> Any:
+        if isinstance(value, Mapping):
+            return {key: numbered(each) for key, each in value.items()}
+        if isinstance(value, list) and value and all(isinstance(each, Mapping) for each in value):
+            return {str(index): numbered(each) for index, each in enumerate(value)}
+        return value
+
+    return [flattened(numbered(json.loads(json.dumps(dict(config), default=str)))) for config in (old, new)]
+
+
 def _difference(old: Mapping[str, Any], new: Mapping[str, Any], limit: int = 4) -> str:
-    before, after = flattened(old), flattened(json.loads(json.dumps(dict(new), default=str)))
+    before, after = _flattened_twins(old, new)
     keys = _changes(old, new)
     parts = [f"{key}: {before.get(key, 'unset')!r} then, {after.get(key, 'unset')!r} now" for key in keys[:limit]]
     more = len(keys) - limit

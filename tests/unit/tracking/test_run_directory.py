@@ -351,3 +351,15 @@ def test_a_run_of_a_version_without_a_key_resumes_only_while_the_key_has_its_def
         claim(tmp_path, {**CONFIG, "actor": {"lr": 1e-4, "kl_in": "reward"}})
     with claim(tmp_path, {**CONFIG, "actor": {"lr": 1e-4, "kl_in": "loss"}}) as run:
         assert run.resumed
+
+
+def test_a_key_that_is_new_in_a_section_that_may_be_absent_or_listed_is_no_change_either(tmp_path):
+    tasks = {"path": "arithmetic"}
+    with claim(tmp_path, {**CONFIG, "valid_dataset": tasks, "tasksets": [tasks]}) as run:
+        run.metrics_file.write_text('{"step": 1}\n')
+        (run.recover / "step-000001").mkdir()
+    with pytest.raises(CheckpointError, match=r"tasksets\.0\.kind: 'unset' then, 'harbor' now"):
+        claim(tmp_path, {**CONFIG, "valid_dataset": tasks, "tasksets": [{**tasks, "kind": "harbor"}]})
+    today = {**tasks, "kind": None}
+    with claim(tmp_path, {**CONFIG, "valid_dataset": today, "tasksets": [today]}) as run:
+        assert run.resumed
