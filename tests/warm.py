@@ -90,6 +90,8 @@ class Warm:
             return subprocess.CompletedProcess(argv, status, *(log.read_text(encoding="utf-8") for log in logs))
 
     def _start(self, argv: list[str], directory: Path, logs: tuple[Path, Path], environment: Mapping[str, str]) -> WarmProcess:
+        for log in logs:
+            log.touch()  # tests read it as soon as this returns
         pid = self.ask("start", argv, str(directory), *map(str, logs), dict(environment))
         return WarmProcess(self, int(str(pid)))
 
