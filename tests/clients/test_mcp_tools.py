@@ -68,7 +68,13 @@ def address() -> Iterator[str]:
 
 
 def children() -> set[psutil.Process]:
-    return set(psutil.Process().children(recursive=True))
+    """Servers of notes and what is around them; programs of other tests run beside these."""
+    found = set()
+    for process in psutil.Process().children(recursive=True):
+        with contextlib.suppress(psutil.NoSuchProcess):
+            if any("notes_server" in word for word in process.cmdline()):
+                found.add(process)
+    return found
 
 
 def check_use(used: list) -> None:

@@ -23,6 +23,7 @@ from rollwright.store import ExperienceStore
 from rollwright.tracking.metrics_file import read_metrics
 from rollwright.tracking.run_directory import RunDirectory
 from rollwright.training.recovery_checkpoint import RecoverCheckpoints
+from rollwright.viewer.frames import tokens_of
 from rollwright.viewer.run import Run
 from rollwright.viewer.server import make_app
 
@@ -125,7 +126,7 @@ def look(directory: Path) -> Seen:
                 try:
                     if number % 16 == 0:
                         run.sample(key)
-                    lines = run._tokens_of(key)  # of frame("tokens"), which a damaged one of all samples would end
+                    lines = list(tokens_of(run, key))  # of frame("tokens"), which a damaged one of all samples would end
                     seen.tokens[key] = [(line["token"], line["logprob"], line["trained"]) for line in lines]
                 except RollwrightError:
                     assert sample["is_damaged"] or seen.missing, key

@@ -59,7 +59,8 @@ def test_built_in_entries_are_imported_when_they_are_asked_for():
         "assert registry.get('table').__name__ == 'open' and 'wave' in sys.modules\n"
         "assert 'torch' not in sys.modules and 'pydantic' not in sys.modules\n"
     )
-    subprocess.run([sys.executable, "-c", code], check=True)
+    without_plugins = {name: value for name, value in os.environ.items() if name != PLUGIN_VARIABLE}  # of other tests
+    subprocess.run([sys.executable, "-c", code], check=True, env=without_plugins)
 
 
 @pytest.mark.parametrize("path", ["collections:OrderedDict", "collections.OrderedDict"])

@@ -55,10 +55,10 @@ def frame(run: Tables, what: str, query: Mapping[str, Any]) -> Any:
     found = answer["samples"]
     if what == "samples":
         return pandas.DataFrame(found).drop(columns=["snippet", "preview"], errors="ignore")
-    return pandas.DataFrame([token for sample in found for token in _tokens_of(run, sample["key"])])
+    return pandas.DataFrame([token for sample in found for token in tokens_of(run, sample["key"])])
 
 
-def _tokens_of(run: Tables, key: str) -> Iterator[dict[str, Any]]:
+def tokens_of(run: Tables, key: str) -> Iterator[dict[str, Any]]:
     """Yield the lines of the frame ``tokens``: one for each token of a sample's rows."""
     for number, row in enumerate(run.token_rows(key)):
         columns = {name: row[column] or [None] * len(row["ids"]) for column, name in _TOKEN_COLUMNS.items()}

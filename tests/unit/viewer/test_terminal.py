@@ -58,7 +58,9 @@ async def test_from_the_runs_to_the_lowest_sample_of_a_step(recorded_run):
         await until(pilot, f"#{went_wrong[0]}  id", "it parts from every better sample" if parts[0] else "Advantage")
         tokens = app.screen.query_one(TokenView)
         shown = "".join(piece for line in tokens.lines for _, piece, is_own in line if is_own)
-        assert shown == "".join(row["texts"])
+        assert shown == "".join(
+            "␣" * len(text) if text.strip(" ") == "" else text for text in row["texts"]
+        )  # spaces are visible
         place = next(index for index, is_sampled in enumerate(row["mask"]) if is_sampled)
         await pilot.press("home", *["right"] * place)
         value = sample_view.number(row["advantages"][place])
