@@ -18,6 +18,7 @@ from rollwright.errors import SandboxError
 from rollwright.processes.box import BoxSpec
 from rollwright.processes.bubblewrap import call_filters
 from rollwright.processes.containers import DEFAULT_IMAGE, ContainerOptions, container_command, why_container_fails
+from rollwright.processes.pids_limit import OWN_PROCESSES
 from rollwright.processes.server_box import SHARED_BYTES, USER, ServerBox, ServerStart, box_server_command, user_files
 
 _PLACE = "/run/rollwright"
@@ -33,7 +34,6 @@ os.setresuid({user}, {user}, {user})
 """
 _CAPABILITIES = ("CHOWN", "SETGID", "SETUID", "SETPCAP")  # of the lines above
 _OWN_BYTES = 2**28  # memory of the server, and room for the kernel's own
-_OWN_PROCESSES = 32  # the server, and one for each command
 
 
 def make_docker_box(spec: BoxSpec) -> ServerBox:
@@ -66,7 +66,7 @@ def _prepare(kind: str, spec: BoxSpec) -> Iterator[ServerStart]:
             user=0,
             capabilities=_CAPABILITIES,
             memory_bytes=limits.memory_bytes + limits.disk_bytes + SHARED_BYTES + _OWN_BYTES,
-            processes=limits.processes + _OWN_PROCESSES,
+            processes=limits.processes + OWN_PROCESSES,
             shared_bytes=SHARED_BYTES,
             directories=dict.fromkeys(spec.writable, limits.disk_bytes),
             environment={"LANG": "C.UTF-8"},

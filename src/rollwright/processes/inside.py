@@ -21,6 +21,8 @@ from typing import Any, NamedTuple
 
 #: True in process 1 of a separate process namespace.
 IS_ALONE = os.getpid() == 1
+CHUNK = 65536  # bytes of a read
+_READS_AT_THE_END = 64  # far more than a pipe holds
 _PR_SET_DUMPABLE, _PR_SET_SECCOMP = 4, 22
 _FILTER_MODE = 2
 
@@ -101,6 +103,45 @@ def proportional_memory(process: int, use: ProcessUse) -> int:
     return use.memory
 
 
+class Outputs:
+    """The output streams of a program, read without blocking.
+
+    Args:
+        reads: their descriptors.
+        most: bytes of each that are kept; the rest is dropped.
+
+    Attributes:
+        is_cut: True if something was dropped.
+    """
+
+    def __init__(self, reads: Iterable[int], most: int) -> None:
+        self.is_cut = False
+        self._most = most
+        self._kept = {descriptor: bytearray() for descriptor in reads}
+        for descriptor in self._kept:
+            os.set_blocking(descriptor, False)
+
+    def take(self, descriptor: int) -> bool:
+        """Read at most a chunk of what is available. Returns False if nothing is available or the stream has ended."""
+        try:
+            chunk = os.read(descriptor, CHUNK)
+        except BlockingIOError:
+            return False
+        room = self._most - len(self._kept[descriptor])
+        self._kept[descriptor] += chunk[:room]
+        self.is_cut = self.is_cut or len(chunk) > room
+        return bool(chunk)
+
+    def finish(self) -> list[str]:
+        """Read and close the streams of a program that has ended, and return their texts: all that it wrote is in the pipes already."""
+        for descriptor in self._kept:
+            for _ in range(_READS_AT_THE_END):
+                if not self.take(descriptor):
+                    break
+            os.close(descriptor)
+        return [kept.decode("utf-8", "replace") for kept in self._kept.values()]
+
+
 def files_in(roots: Iterable[str]) -> tuple[int, int]:
     """Return the number and the bytes of the files of file systems that belong to a jail or box alone."""
     places = [os.statvfs(root) for root in roots]
@@ -128,7 +169,7 @@ def empty(directory: str, kept: Collection[str] = ()) -> None:
 
 
 def _remove(directory: str) -> None:
-    """Remove a directory. Directories in it are moved beside it first, because a program can nest them deeper than a path can be long."""
+    """Remove a directory tree of any depth. Subdirectories are moved up first, because nested paths may exceed the kernel's limit."""
     waiting, beside = [directory], os.path.dirname(directory)
     while waiting:
         place = waiting.pop()

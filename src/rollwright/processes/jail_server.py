@@ -23,7 +23,9 @@ import types
 from typing import Any
 
 from rollwright.processes.inside import (
+    CHUNK,
     IS_ALONE,
+    Outputs,
     empty,
     exit_code,
     files_in,
@@ -39,8 +41,6 @@ from rollwright.processes.inside import (
 MOST_TASKS = 256  # threads and processes together
 _MOST_FILES = 10_000
 _LOOK_SECONDS = 0.05
-_CHUNK = 65536
-_READS_AT_THE_END = 64  # far more than a pipe holds
 
 
 def serve() -> dict[str, Any]:
@@ -80,28 +80,14 @@ def _streams(request: dict[str, Any]) -> tuple[list[int], list[int]]:
     streams = [os.open(file.name, os.O_RDONLY)]
     os.unlink(file.name)
     pipes = [os.pipe(), os.pipe()]
-    for reads, _ in pipes:
-        os.set_blocking(reads, False)
     return [reads for reads, _ in pipes], [*streams, *(writes for _, writes in pipes)]
 
 
 def _watch(process: int, limits: dict[str, Any], roots: list[str], ends: int, reads: list[int]) -> dict[str, Any]:
     """Read a script's output until it ends or exceeds a limit; then kill all processes that it started."""
     started = looked = time.monotonic()
-    kept = {descriptor: bytearray() for descriptor in reads}
-    answer: dict[str, Any] = {"excess": "", "cut": False}
-
-    def take(descriptor: int) -> bool:
-        """Read at most a chunk of what is available. Returns False if nothing is available or the stream has ended."""
-        try:
-            chunk = os.read(descriptor, _CHUNK)
-        except BlockingIOError:
-            return False
-        room = limits["output_bytes"] - len(kept[descriptor])
-        kept[descriptor] += chunk[:room]
-        answer["cut"] = answer["cut"] or len(chunk) > room
-        return bool(chunk)
-
+    outputs = Outputs(reads, limits["output_bytes"])
+    answer: dict[str, Any] = {"excess": ""}
     poll = select.poll()
     for descriptor in (0, ends, *reads):
         poll.register(descriptor, select.POLLIN)
@@ -112,8 +98,8 @@ def _watch(process: int, limits: dict[str, Any], roots: list[str], ends: int, re
                 _end(process)
                 sys.exit()
             if descriptor == ends:
-                os.read(ends, _CHUNK)
-            elif not take(descriptor):
+                os.read(ends, CHUNK)
+            elif not outputs.take(descriptor):
                 poll.unregister(descriptor)
         if left <= 0:
             answer["excess"] = "time"
@@ -122,13 +108,9 @@ def _watch(process: int, limits: dict[str, Any], roots: list[str], ends: int, re
     answer["seconds"] = time.monotonic() - started
     _end(process)
     killed = reaped(0).get(process)
-    for descriptor in reads:  # everything that the ended script wrote is already in the pipes
-        for _ in range(_READS_AT_THE_END):
-            if not take(descriptor):
-                break
-        os.close(descriptor)
     answer["exit"] = os.waitstatus_to_exitcode(killed if status is None else status)  # type: ignore[arg-type]
-    answer["out"], answer["err"] = (kept[descriptor].decode("utf-8", "replace") for descriptor in reads)
+    answer["out"], answer["err"] = outputs.finish()
+    answer["cut"] = outputs.is_cut
     return answer
 
 

@@ -126,6 +126,8 @@ class Jail:
                 )
         except OSError as error:
             self._socket.close()
+            if clean is not None:
+                clean()
             raise _no_process(error) from error
 
     @property

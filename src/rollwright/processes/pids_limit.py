@@ -17,7 +17,7 @@ from pathlib import Path
 _MOUNT = Path("/sys/fs/cgroup")
 _NAME = "rollwright"
 #: Processes besides those that the servers inside count: bwrap, the server, and one for each command.
-_OWN_PROCESSES = 32
+OWN_PROCESSES = 32
 _REMOVE_SECONDS = 2.0
 _numbers = itertools.count()
 
@@ -27,7 +27,7 @@ def pids_limited(command: Sequence[str], most: int) -> tuple[list[str], Callable
 
     For users other than root, and where control groups cannot be written, the command line is ``command``.
     """
-    group = _new_group(most + _OWN_PROCESSES) if os.geteuid() == 0 else None
+    group = _new_group(most + OWN_PROCESSES) if os.geteuid() == 0 else None
     if group is None:
         return list(command), lambda: None
     enter = ["/bin/sh", "-c", 'echo $$ > "$0" && exec "$@"', str(group / "cgroup.procs")]

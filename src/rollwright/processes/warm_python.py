@@ -25,13 +25,21 @@ import traceback
 import types
 from typing import Any
 
-from rollwright.processes.inside import below, exit_code, finish, other_processes, reaped, set_dumpable, wake_descriptor
+from rollwright.processes.inside import (
+    CHUNK,
+    Outputs,
+    below,
+    exit_code,
+    finish,
+    other_processes,
+    reaped,
+    set_dumpable,
+    wake_descriptor,
+)
 from rollwright.processes.tree import adopt_orphans, die_with_parent
 
 RUN, STOP = b"r", b"s"
-_CHUNK = 65536
 _SWEEP_SECONDS = 2.0
-_READS_AT_THE_END = 64  # far more than a pipe holds
 
 
 def python_of(script: str) -> str:
@@ -117,23 +125,10 @@ def _keep(requests: int, answers: int, null: int) -> dict[str, Any]:
 def _watch(process: int, request: dict[str, Any], requests: int, ends: int, reads: list[int]) -> dict[str, Any]:
     """Read a program's output until it ends, takes too long or is to stop; then kill all processes that it started."""
     started = time.monotonic()
-    kept = {descriptor: bytearray() for descriptor in reads}
-    answer: dict[str, Any] = {"excess": "", "cut": False}
-
-    def take(descriptor: int) -> bool:
-        """Read at most a chunk of what is available. Returns False if nothing is available or the stream has ended."""
-        try:
-            chunk = os.read(descriptor, _CHUNK)
-        except BlockingIOError:
-            return False
-        room = request["output_bytes"] - len(kept[descriptor])
-        kept[descriptor] += chunk[:room]
-        answer["cut"] = answer["cut"] or len(chunk) > room
-        return bool(chunk)
-
+    outputs = Outputs(reads, request["output_bytes"])
+    answer: dict[str, Any] = {"excess": ""}
     poll = select.poll()
     for descriptor in (requests, ends, *reads):
-        os.set_blocking(descriptor, descriptor == requests)
         poll.register(descriptor, select.POLLIN)
     while (status := reaped(os.WNOHANG).get(process)) is None and not answer["excess"]:
         left = started + request["seconds"] - time.monotonic()
@@ -144,17 +139,14 @@ def _watch(process: int, request: dict[str, Any], requests: int, ends: int, read
                 os.read(requests, 1)
                 answer["excess"] = "stopped"
             elif descriptor == ends:
-                os.read(ends, _CHUNK)
-            elif not take(descriptor):
+                os.read(ends, CHUNK)
+            elif not outputs.take(descriptor):
                 poll.unregister(descriptor)
     answer["seconds"] = time.monotonic() - started
     killed = _end_all().get(process, 0)
-    for descriptor in reads:  # everything that the ended program wrote is already in the pipes
-        for _ in range(_READS_AT_THE_END):
-            if not take(descriptor):
-                break
     answer["exit"] = None if answer["excess"] else os.waitstatus_to_exitcode(killed if status is None else status)
-    answer["out"], answer["err"] = (kept[descriptor].decode("utf-8", "replace") for descriptor in reads)
+    answer["out"], answer["err"] = outputs.finish()
+    answer["cut"] = outputs.is_cut
     return answer
 
 
