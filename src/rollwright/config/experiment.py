@@ -194,7 +194,7 @@ class NewVisionConfig:
 class NewBPEConfig:
     """A BPE tokenizer that is trained on the messages of a dataset."""
 
-    tokens: int = key(512, "Size of the vocabulary, of which 262 tokens are bytes and special tokens.", ge=263)
+    tokens: int = key(512, "Vocabulary size, including 256 bytes and 6 special tokens.", ge=263)
     dataset: DatasetConfig = field(default_factory=lambda: DatasetConfig(type="sft"))
 
 

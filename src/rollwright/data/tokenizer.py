@@ -123,7 +123,7 @@ def build_bpe_tokenizer(
 
     Args:
         texts: texts to train on, such as prompts. Special tokens have no place in them.
-        tokens: size of the vocabulary, of which 262 are bytes and special tokens. It is smaller if the texts have fewer pairs.
+        tokens: vocabulary size, including 256 bytes and 6 special tokens. The result is smaller if the texts run out of pairs to merge.
         path: directory to save it to. If None, it is not saved.
         pieces: strings that are one token each, wherever they are.
         chat_template: Jinja template; the default knows the roles system, user and assistant.

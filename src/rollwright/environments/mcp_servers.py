@@ -211,7 +211,7 @@ class McpSession:
                     answer = await self._answer(lambda page=page: self._session.list_tools(params=_paged(**page)))
             except (LostToolError, SandboxError):
                 raise
-            except Exception as error:
+            except Exception as error:  # the SDK raises various types
                 raise LostToolError(
                     f"the MCP server {self.server} does not list its tools: {error or 'no answer in time'}"
                 ) from error
@@ -247,7 +247,7 @@ class McpSession:
                 await self._answer(lambda: self._session.send_ping())
         except (LostToolError, SandboxError):
             raise
-        except Exception as error:
+        except Exception as error:  # any answer, also an error, shows that it is there; no answer, that it is busy
             logger.debug("the MCP server %s answered a ping with %r", self.server, error)
 
     async def stop(self) -> None:
@@ -348,7 +348,7 @@ class McpSession:
                 exit_code = await process.end()
                 if self._lost and exit_code:
                     self._lost = f"it has ended with exit code {exit_code}"
-        except Exception:
+        except Exception:  # whatever went wrong, the server may have said why
             self._said = await _end_of_errors(box)
             raise
         finally:

@@ -151,9 +151,8 @@ class GroupScheduler:
         self.failures = FailureLog(config.max_failed_share)
         self.samples: Counter[str] = Counter()
         self.groups: Counter[str] = Counter()
-        self.of_training: Counter[str] = (
-            Counter()
-        )  # both without evaluation, as ``samples/failed`` and ``groups/dropped/stale``
+        #: Both without evaluation, under names such as ``samples/failed`` and ``groups/dropped/stale``.
+        self.of_training: Counter[str] = Counter()
         self.tasks: dict[int, Group] = {}
         self.reasons: dict[int, str] = {}
         self.ended: deque[tuple[Group, str]] = deque()

@@ -8,12 +8,10 @@ from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 from rollwright.tracking.decline import Points, decline_of, in_words, what_changed
+from rollwright.tracking.readable import NO_ADVANTAGE
 
 #: Consecutive steps without learning before the warning.
 STEPS_WITHOUT_LEARNING = 5
-
-#: Smaller advantages are rounding errors.
-NO_ADVANTAGE = 1e-6
 
 
 @dataclasses.dataclass(frozen=True)
@@ -135,9 +133,8 @@ def _worse_held_out(points: Points, config: Mapping[str, Any]) -> Iterator[Sign]
     if len(curve) < _FEWEST:
         return
     best = max(curve, key=lambda point: point[1])
-    rewards = [value for step, value in points("reward") if step >= best[0]]
     fallen = best[1] - curve[-1][1]
-    if fallen > 0.05 * max(1e-6, abs(best[1])) and curve[-1][0] > best[0] and len(rewards) > 1 and rewards[-1] > rewards[0]:
+    if fallen > 0.05 * max(1e-6, abs(best[1])) and curve[-1][0] > best[0] and _train_rises(points, best[0]):
         message = f"The held-out reward fell from {best[1]:.3g} (step {best[0]}) to {curve[-1][1]:.3g} while that of training rose: take the checkpoint of step {best[0]}, more tasks, or look for what the reward pays by mistake."
         yield Sign("worse_held_out", "warn", message, "train_dataset", curve[-1][0])
 

@@ -5,8 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from rollwright.tracking.curve_signs import NO_ADVANTAGE, STEPS_WITHOUT_LEARNING
+from rollwright.tracking.curve_signs import STEPS_WITHOUT_LEARNING
 from rollwright.tracking.logging import getLogger
+from rollwright.tracking.readable import NO_ADVANTAGE
 
 logger = getLogger("trainer")
 

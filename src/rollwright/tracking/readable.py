@@ -58,12 +58,12 @@ def signed(value: Any) -> str:
 
 
 #: Smaller advantages are rounding errors of the group's mean.
-_NO_ADVANTAGE = 1e-6
+NO_ADVANTAGE = 1e-6
 
 
 def without_noise(value: float | None, largest: float = 1.0) -> float | None:
     """Return an advantage, or 0 if it is below a millionth of the largest one (at least of 1)."""
-    return 0.0 if value is not None and abs(value) < _NO_ADVANTAGE * max(1.0, largest) else value
+    return 0.0 if value is not None and abs(value) < NO_ADVANTAGE * max(1.0, largest) else value
 
 
 def advantage(value: float | None) -> str:
