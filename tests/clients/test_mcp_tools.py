@@ -68,12 +68,12 @@ def address() -> Iterator[str]:
 
 
 def children() -> set[psutil.Process]:
-    """Servers of notes and what is around them; programs of other tests run beside these."""
+    """Servers of notes, and boxes that show their directory, with all that runs in these; boxes of other tests run beside them."""
     found = set()
     for process in psutil.Process().children(recursive=True):
         with contextlib.suppress(psutil.NoSuchProcess):
-            if any("notes_server" in word for word in process.cmdline()):
-                found.add(process)
+            if any("notes_server" in word or word == str(PROGRAMS) for word in process.cmdline()):
+                found |= {process, *process.children(recursive=True)}
     return found
 
 
@@ -125,6 +125,7 @@ async def test_each_episode_has_a_server_of_its_own_that_reaches_nothing_and_lea
             assert all(result.ok for result in await added)
             around = await tools.call("look_around", {"path": str(tmp_path), "port": port})
             assert around.text.startswith("False False")
+            assert {"bwrap", "python3"} <= {each.name() for each in children() - before}
             return (await tools.call("read_notes", "")).text
 
     a, b = await asyncio.gather(episode("a"), episode("b"))

@@ -1,6 +1,6 @@
-"""The two long examples, cut short: their files, every stage of them, on worlds so small that a minute shows the reward rise.
+"""Examples that are cut short: their files, with every stage, on few and small tasks.
 
-Whether they learn what the docs say is seen in the runs of 8 and 12 minutes that the docs report; here it is seen that they still run.
+Whether they learn what the docs say is seen in the whole runs that the docs report; here it is seen that they still run.
 """
 
 from __future__ import annotations
