@@ -55,7 +55,7 @@ class ProcessUse(NamedTuple):
     """What one process uses."""
 
     parent: int
-    is_zombie: bool
+    is_zombie: bool  # it has ended: no thread of it runs
     tasks: int  # threads
     memory: int  # resident bytes, shared pages included
     started: int  # clock ticks after the machine's start
@@ -69,10 +69,21 @@ def other_processes() -> dict[int, ProcessUse]:
             if name.isdigit() and name != own:
                 with open(f"/proc/{name}/stat") as file:
                     fields = file.read().rpartition(")")[2].split()
-                found[int(name)] = ProcessUse(
-                    int(fields[1]), fields[0] == "Z", int(fields[17]), int(fields[21]) * page, int(fields[19])
-                )
+                state, tasks, memory = fields[0], int(fields[17]), int(fields[21]) * page
+                if state == "Z" and tasks > 1:  # its first thread has ended, and the kernel shows no memory there
+                    state, memory = "S", resident(int(name))
+                found[int(name)] = ProcessUse(int(fields[1]), state == "Z", tasks, memory, int(fields[19]))
     return found
+
+
+def resident(process: int) -> int:
+    """Return the resident bytes of a process as its threads see them, 0 if it has ended."""
+    pages = 0
+    with contextlib.suppress(OSError):
+        for thread in os.listdir(f"/proc/{process}/task"):
+            with contextlib.suppress(OSError, IndexError), open(f"/proc/{process}/task/{thread}/statm") as file:
+                pages = max(pages, int(file.read().split()[1]))
+    return pages * resource.getpagesize()
 
 
 def scheduling(process: int) -> tuple[Any, ...]:
@@ -96,11 +107,13 @@ def below(table: Mapping[int, ProcessUse], leaders: Iterable[int]) -> set[int]:
 
 def proportional_memory(process: int, use: ProcessUse) -> int:
     """Return resident bytes in which a page that several processes share counts in part. A process that hides them counts in full."""
-    with contextlib.suppress(OSError, ValueError), open(f"/proc/{process}/smaps_rollup") as file:
-        for line in file:
-            if line.startswith("Pss:"):
-                return int(line.split()[1]) * 1024
-    return use.memory
+    try:
+        with open(f"/proc/{process}/smaps_rollup") as file:
+            return next(int(line.split()[1]) * 1024 for line in file if line.startswith("Pss:"))
+    except (ProcessLookupError, FileNotFoundError):  # it has ended since the table was made, or its first thread has
+        return resident(process)
+    except (OSError, StopIteration):
+        return use.memory
 
 
 class Outputs:

@@ -159,11 +159,23 @@ async def test_memory_of_all_processes_is_limited(any_box):
     assert (result.exit_code, result.excess) == (None, f"more than {2**28} bytes of memory")
 
 
-async def test_memory_that_forks_share_counts_once(box):
+async def test_memory_counts_although_the_first_thread_has_ended(box):
     source = (
-        "import os, time\nx = bytearray(b'1') * (150 * 2**20)\nfor _ in range(2): os.fork()\ntime.sleep(0.7); print('shared')"
+        "import ctypes, threading, time\n"
+        "def fill():\n  time.sleep(0.1); x = bytearray(b'1') * (300 * 2**20); time.sleep(60)\n"
+        "threading.Thread(target=fill).start(); ctypes.CDLL(None).pthread_exit(None)"
     )
-    assert (await python(box, source)).stdout.splitlines() == ["shared"] * 4
+    assert (await python(box, source)).excess == f"more than {2**28} bytes of memory"
+
+
+async def test_memory_that_forks_share_counts_once(box):
+    source = (  # the command ends with its first process, which waits for the others
+        "import os, time\nx = bytearray(b'1') * (150 * 2**20)\nchildren = []\n"
+        "for _ in range(2):\n  child = os.fork()\n  children = [*children, child] if child else []\n"
+        "time.sleep(0.5)\nprint('shared', flush=True)\nfor child in children: os.waitpid(child, 0)"
+    )
+    result = await python(box, source)
+    assert (result.stdout.splitlines(), result.excess) == (["shared"] * 4, ""), result
 
 
 async def test_files_are_limited_together(box):
