@@ -66,6 +66,20 @@ class ServerConfig:
     dtype: str = key("auto", "Compute type; auto uses rollout.dtype.")
     trust_remote_code: bool = key(False, "Run code that comes with a model.")
     extra_args: dict[str, Any] = key_from(dict, "Further arguments of the server, by the server's own names.")
+    python: str | None = key(None, "Interpreter of the environment in which the server is installed. Default: this one.")
+    env: dict[str, str] = key_from(dict, "Environment variables of the server.")
+
+    def command(self, module: str, *arguments: str, environment: Mapping[str, str] | None = None) -> list[str]:
+        """Build the command that runs a module in the server's environment.
+
+        Args:
+            module: the server, as ``python -m`` takes it.
+            arguments: of the server.
+            environment: variables, which those of ``env`` replace.
+        """
+        variables = {**(environment or {}), **self.env}
+        before = ["env", *(f"{name}={value}" for name, value in variables.items())] if variables else []
+        return [*before, self.python or sys.executable, "-m", module, *arguments]
 
 
 @dataclass
@@ -132,7 +146,7 @@ class SGLangConfig(ServerConfig):
             raise ConfigError(
                 "sglang.extra_args.skip_tokenizer_init: requests with stop strings fail without a tokenizer; leave it out."
             )
-        return _noted(host, port, [sys.executable, "-m", "sglang.launch_server", *option_list(options)])
+        return _noted(host, port, config.command("sglang.launch_server", *option_list(options)))
 
 
 @dataclass
@@ -149,8 +163,6 @@ class VLLMConfig(ServerConfig):
         choices=["auto", "cpu"],
     )
     enforce_eager: bool = key(False, "No compiled graphs.")
-    python: str | None = key(None, "Interpreter of the environment in which vLLM is installed. Default: this one.")
-    env: dict[str, str] = key_from(dict, "Environment variables of the server.")
 
     @staticmethod
     def build_cmd(
@@ -168,30 +180,28 @@ class VLLMConfig(ServerConfig):
         Raises:
             ConfigError: no model is set, or too few GPUs are visible.
         """
-        environment = {"VLLM_SERVER_DEV_MODE": "1", **{name: str(value) for name, value in config.env.items()}}
+        environment = {"VLLM_SERVER_DEV_MODE": "1"}
         whole_prompts: dict[str, Any] = {}
         if config.device == "cpu":
-            environment.setdefault("VLLM_CPU_KVCACHE_SPACE", "1")  # GiB; its default is most of the memory
+            environment["VLLM_CPU_KVCACHE_SPACE"] = "1"  # GiB; its default is most of the memory
             tokens = max(_PREFILL_TOKENS, config.max_model_len or _PREFILL_TOKENS)
             whole_prompts = {"enforce-eager": True, "no-enable-chunked-prefill": True, "max-num-batched-tokens": tokens}
         if base_gpu_id:
-            environment.setdefault("CUDA_VISIBLE_DEVICES", ",".join(_gpus(base_gpu_id, tp_size)))
+            environment["CUDA_VISIBLE_DEVICES"] = ",".join(_gpus(base_gpu_id, tp_size))
         options: dict[str, Any] = {
             "model": _model(config.model_path, "vLLM"),
             "host": host,
             "port": port,
             "tensor-parallel-size": tp_size if tp_size > 1 else None,
-            **_same_names(config, "device", "python", "env"),
+            **_same_names(config, "device"),
             **whole_prompts,
             "enable-scale-out": True,
             "logprobs-mode": "processed_logprobs",
             **config.extra_args,
         }
-        python = config.python or sys.executable
-        assignments = [f"{name}={value}" for name, value in environment.items()]
-        logger.info("vLLM at %s:%d runs in %s", host, port, python)
-        command = ["env", *assignments, python, "-m", "vllm.entrypoints.openai.api_server", *option_list(options)]
-        return _noted(host, port, command)
+        logger.info("vLLM at %s:%d runs in %s", host, port, config.python or sys.executable)
+        module = "vllm.entrypoints.openai.api_server"
+        return _noted(host, port, config.command(module, *option_list(options), environment=environment))
 
 
 @dataclass
@@ -236,12 +246,12 @@ class LocalServerConfig(ServerConfig):
             **config.extra_args,
         }
         model = _model(config.model_path, "rollwright serve-model")
-        return _noted(host, port, [sys.executable, "-m", "rollwright", "serve-model", model, *option_list(options)])
+        return _noted(host, port, config.command("rollwright", "serve-model", model, *option_list(options)))
 
 
 def _same_names(config: ServerConfig, *others: str) -> dict[str, Any]:
     """Return the settings that have the same name as the server's option, without ``others``."""
-    others += ("model_path", "extra_args")
+    others += ("model_path", "extra_args", "python", "env")
     return {each.name.replace("_", "-"): getattr(config, each.name) for each in fields(config) if each.name not in others}
 
 

@@ -95,6 +95,17 @@ def test_the_local_server():
     assert "--no-prefix-cache" in options
 
 
+@pytest.mark.parametrize("section", [SGLangConfig(), SGLangConfig(implementation="builtin"), VLLMConfig(), LocalServerConfig()])
+def test_a_server_runs_in_its_own_environment(section):
+    config = dataclasses.replace(section, model_path="m", python="/other/python", env={"A": "b c"})
+    command = config.build_cmd(config, port=9)
+    begin = command.index("-m") - 1
+    assert command[begin] == "/other/python"
+    assert command[0] == "env"
+    assert "A=b c" in command[1:begin]
+    assert not {"--python", "--env"} & set(command)
+
+
 @pytest.mark.parametrize("build", [SGLangConfig.build_cmd, VLLMConfig.build_cmd, LocalServerConfig.build_cmd])
 def test_a_server_without_a_model_is_refused(build):
     config = {SGLangConfig.build_cmd: SGLangConfig, VLLMConfig.build_cmd: VLLMConfig}.get(build, LocalServerConfig)()
