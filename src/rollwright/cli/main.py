@@ -29,6 +29,7 @@ COMMANDS: dict[str, tuple[str, str]] = {
     "config": ("rollwright.cli.config:app", "Show, check and describe configs."),
     "model": ("rollwright.cli.new:models", "Make models."),
     "new": ("rollwright.cli.new:app", "Write files to begin with: a workflow, its config and its test."),
+    "plan": ("rollwright.cli.plan:plan", "Show what a run takes on GPUs, before there are any: memory, places, publications."),
     "doctor": ("rollwright.cli.doctor:doctor", "Look at this machine: what a run has here, and what to do about the rest."),
     "serve-model": (
         "rollwright.cli.serve:serve_model",

@@ -38,8 +38,19 @@ class ThisMachine:
         refuse_too_few_gpus(config)
 
     def show(self, stages: Sequence[Stage], words: Sequence[str]) -> list[str]:
-        """Return nothing, because the plan of the stages already shows how many processes train."""
-        return []
+        """Describe, where there are GPUs, what each of them would hold in each stage that samples and trains."""
+        import torch
+
+        if not (count := torch.cuda.device_count()):
+            return []
+        from rollwright.placement.memory_plan import described, plan_of, shape_of
+
+        size, lines = torch.cuda.get_device_properties(0).total_memory, []
+        for stage in stages:
+            if stage.kind == "rl" and Path(stage.config.actor.path).exists():  # an earlier stage may still have to make it
+                shape = shape_of(stage.config.actor.path)
+                lines += [f"\nIn stage {stage.name}:", *described(plan_of(stage.config, shape, count, size), shape, size)]
+        return lines
 
     def start(self, words: Sequence[str], run_directory: Path) -> int | None:
         """Start the ranks, unless there is only one or torchrun has started this process as one of them."""
