@@ -219,7 +219,7 @@ class Run:
     @cached_property
     def vocabulary(self) -> Vocabulary | None:
         """The run's tokenizer, or None if it is not on this machine."""
-        return find_vocabulary(self.path, self.config)
+        return find_vocabulary(self.path, self.config, self.root)
 
     def text(self, ids: Sequence[int]) -> str:
         """Decode tokens to one string; to their ids in ``⟨⟩`` if there is no tokenizer."""

@@ -86,14 +86,15 @@ def _characters(parts: Sequence[bytes]) -> list[str]:
     return [decoder.decode(part, final=number == last) for number, part in enumerate(parts)]
 
 
-def find_vocabulary(directory: Path, config: Mapping[str, Any]) -> Vocabulary | None:
+def find_vocabulary(directory: Path, config: Mapping[str, Any], root: Path) -> Vocabulary | None:
     """Find the tokenizer of a run: the one that its config names, or else one of its checkpoints; None if neither is on this machine.
 
     Args:
         directory: directory of the run or stage.
         config: the flattened config of the run.
+        root: directory of the whole run: ``directory``, or for a stage its parent.
     """
-    for path in _candidates(directory, config):
+    for path in _candidates(directory, config, root):
         if path.is_file():
             try:
                 return Vocabulary(path)
@@ -102,12 +103,12 @@ def find_vocabulary(directory: Path, config: Mapping[str, Any]) -> Vocabulary | 
     return None
 
 
-def _candidates(directory: Path, config: Mapping[str, Any]) -> list[Path]:
+def _candidates(directory: Path, config: Mapping[str, Any], root: Path) -> list[Path]:
     found = []
     for key in ("tokenizer_path", "actor.path", "model.path"):
         if name := config.get(key):
             found += [Path(name) / _FILE, directory / name / _FILE, *_downloaded(name)]
-    for place in (directory, directory.parent):
+    for place in dict.fromkeys((directory, root)):
         found += sorted(place.glob(f"checkpoints/*/{_FILE}")) + sorted(place.glob(f"*/{_FILE}"))
     return found
 

@@ -144,6 +144,19 @@ def test_characters_of_several_tokens_are_in_the_last_of_them(parts, texts):
     assert _characters(parts) == texts
 
 
+def test_the_tokenizer_of_another_run_is_not_used(tmp_path):
+    """A run without a tokenizer shows ids: not the texts of another run beside it. A stage uses the model of its run."""
+    build_character_tokenizer("abc <", tmp_path / "trial" / "model", pieces=[])
+    journal = Journal(tmp_path / "trial" / "grpo" / "journal")
+    write_episode(journal, [("a", [1, 2], [3], None)], ([1, 2, 3], [0, 0, 1]))
+    journal.close()
+    with Run(tmp_path / "trial" / "grpo") as run:
+        assert run.text([4]) == "⟨4⟩"
+    (tmp_path / "trial" / "run.json").write_text("{}")
+    with Run(tmp_path / "trial" / "grpo") as run:
+        assert run.text([4]) != "⟨4⟩"
+
+
 def test_any_text_is_read_back_from_byte_level_tokens(tmp_path):
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
     tokenizer = Tokenizer(models.BPE(vocab={token: number for number, token in enumerate(alphabet)}, merges=[]))
