@@ -139,7 +139,7 @@ def save_model(
             model.save_pretrained(draft, state_dict={})  # type: ignore[operator] - its configuration
             for path in draft.glob("*.safetensors"):
                 path.unlink()
-        write_files(draft, as_published(model, weights))
+        write_files(draft, as_published(model, weights), digested=False)
         if tokenizer is not None:
             tokenizer.save_pretrained(draft)
         if image_processor is not None:
@@ -183,7 +183,7 @@ def save_classifier(model: Any, directory: str | Path, weights: WeightStream, he
         config.pad_token_id = config.eos_token_id[0] if isinstance(config.eos_token_id, list) else config.eos_token_id
     with replaced_directory(directory) as draft:
         config.save_pretrained(draft)
-        write_files(draft, as_published(model, weights).renamed({head: HEAD}))
+        write_files(draft, as_published(model, weights).renamed({head: HEAD}), digested=False)
         if tokenizer is not None:
             tokenizer.save_pretrained(draft)
 

@@ -4,11 +4,11 @@ import contextlib
 import dataclasses
 import json
 import weakref
+from types import SimpleNamespace
 
 import pytest
 import torch
 from builtin_models import tiny_model
-from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
 from rollwright.config.allocation import AllocationMode
@@ -101,6 +101,13 @@ def test_a_failed_write_leaves_the_old_version(tmp_path):
     assert list(tmp_path.iterdir()) == [tmp_path / "v"]
 
 
+def test_weights_that_do_not_fit_are_not_begun(tmp_path, monkeypatch):
+    monkeypatch.setattr("shutil.disk_usage", lambda path: SimpleNamespace(free=50))
+    with pytest.raises(WeightUpdateError, match=r"GB are free there. Free space or choose another path"):
+        MappedWeights(tmp_path / "current").write(WeightStream.of(some_weights()), 1)
+    assert not list(tmp_path.iterdir())
+
+
 def test_damaged_and_missing_files_are_said(tmp_path):
     with pytest.raises(WeightUpdateError, match=r"no \*\.safetensors"):
         dict(read_weights(tmp_path))
@@ -146,16 +153,19 @@ def test_tied_weights_count_once():
     assert names == ["embed", "part", "other"]
 
 
-def test_shared_weights_are_written_in_place(tmp_path):
+@pytest.mark.parametrize(("limit", "files"), [(4 << 30, 1), (40, 2)])
+def test_shared_weights_are_written_in_place(tmp_path, monkeypatch, limit, files):
+    """Also those that are too large for one file."""
+    monkeypatch.setattr("rollwright.inference.weights.files._FILE_BYTES", limit)
     mapped = MappedWeights(tmp_path / "current")
     mapped.write(WeightStream.of(some_weights(0)), 1)
-    inode = (tmp_path / "current" / "model.safetensors").stat().st_ino
-    reader = load_file(tmp_path / "current" / "model.safetensors")
+    inodes = {path: path.stat().st_ino for path in (tmp_path / "current").glob("*.safetensors")}
+    assert len(inodes) == files
     mapped.write(WeightStream.of(some_weights(1)), 2)
-    again = load_file(tmp_path / "current" / "model.safetensors")
-    assert (tmp_path / "current" / "model.safetensors").stat().st_ino == inode
+    again = dict(read_weights(tmp_path / "current"))
+    assert {path: path.stat().st_ino for path in (tmp_path / "current").glob("*.safetensors")} == inodes
+    assert again.keys() == some_weights(1).keys()
     assert all(torch.equal(again[name], tensor) for name, tensor in some_weights(1).items())
-    assert set(reader) == set(again)
     with pytest.raises(WeightUpdateError, match="other names"):
         mapped.write(WeightStream.of({"new": torch.zeros(2)}), 3)
     mapped.close()

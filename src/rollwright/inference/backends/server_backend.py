@@ -173,6 +173,10 @@ class ServerBackend(ABC):
                 "Publish weights again, or restart the server."
             ) from None
 
+    def checks_digest(self, server: Server) -> bool:
+        """Return whether a server compares the files that it loads with their digest, as ``rollwright serve-model`` does."""
+        return False
+
     @abstractmethod
     def load_from_disk(self, server: Server, directory: str, version: int, digest: str | None) -> None:
         """Have one server load safetensors from a directory. Afterwards ``read_version`` returns ``version``.
@@ -181,8 +185,8 @@ class ServerBackend(ABC):
             server: a paused server.
             directory: a model directory with ``*.safetensors``.
             version: version of these weights.
-            digest: digest of the files' content (``weights.files.content_digest``). ``rollwright serve-model`` rejects files that have
-                another digest; other servers ignore the digest, so only the audit would find a difference.
+            digest: digest of the files' content (``weights.files.content_digest``), for a server that checks it (``checks_digest``).
+                With other servers, only the audit would find a difference.
 
         Raises:
             EngineError: the server did not load the weights.

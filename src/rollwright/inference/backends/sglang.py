@@ -322,8 +322,12 @@ class SGLangBackend(BroadcastBackend):
         kind = getattr(torch, names.get(facts.dtype or "", facts.dtype or ""), None)
         return kind if isinstance(kind, torch.dtype) else None
 
+    def checks_digest(self, server: Server) -> bool:
+        """See ``ServerBackend.checks_digest``; SGLang does not."""
+        return self.facts[server.address].is_builtin
+
     def load_from_disk(self, server: Server, directory: str, version: int, digest: str | None) -> None:
-        """See ``ServerBackend.load_from_disk``; ``serve-model`` also checks the digest."""
+        """See ``ServerBackend.load_from_disk``."""
         body: dict[str, Any] = {
             "model_path": str(directory),
             "weight_version": str(version),
@@ -331,7 +335,7 @@ class SGLangBackend(BroadcastBackend):
             "abort_all_requests": False,
             "keep_pause": True,
         }
-        if digest is not None and self.facts[server.address].is_builtin:
+        if digest is not None and self.checks_digest(server):
             body["content_digest"] = digest
         self._post_update(server, "update_weights_from_disk", body)
 

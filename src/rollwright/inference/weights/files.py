@@ -59,7 +59,9 @@ def write_weights(
     named: WeightStream | Mapping[str, Tensor] | Iterable[tuple[str, Tensor]],
     version: int,
     config: Any = None,
-) -> str:
+    *,
+    digested: bool = True,
+) -> str | None:
     """Write weights one tensor at a time. Readers never see incomplete weights.
 
     The weights are written to a draft beside ``directory``; the complete draft then replaces ``directory``.
@@ -69,20 +71,23 @@ def write_weights(
         named: parameter names and whole tensors; each tensor occurs once, including tied ones.
         version: version of these weights.
         config: a Hugging Face config, saved as well so that the result is a model directory.
+        digested: compute the digest of the content, which takes a second or two for each GB.
 
     Returns:
-        Digest of the content.
+        Digest of the content; None without ``digested``.
 
     Raises:
-        WeightUpdateError: the disk is full or cannot be written.
+        WeightUpdateError: the disk is full, too small for these weights, or cannot be written.
     """
     directory = Path(directory)
     try:
+        weights = WeightStream.of(named)
         with replaced_directory(directory, durable=False) as draft:
-            digest = write_files(draft, WeightStream.of(named))
+            _require_space(draft, weights.nbytes)
+            digest = write_files(draft, weights, digested=digested)
             if config is not None:
                 config.save_pretrained(draft)
-            (draft / MANIFEST).write_text(json.dumps({"version": version, "digest": digest}))
+            (draft / MANIFEST).write_text(json.dumps({"version": version} | ({"digest": digest} if digested else {})))
     except OSError as error:
         raise WeightUpdateError(
             f"Weights cannot be written to {directory}: {error}. Free space or choose another path."
@@ -90,13 +95,19 @@ def write_weights(
     return digest
 
 
-def write_files(directory: Path, weights: WeightStream) -> str:
+def _require_space(directory: Path, nbytes: int) -> None:
+    free = shutil.disk_usage(directory).free
+    if free < nbytes:
+        raise OSError(f"they take {nbytes / 1e9:.1f} GB, and {free / 1e9:.1f} GB are free there")
+
+
+def write_files(directory: Path, weights: WeightStream, *, digested: bool = True) -> str | None:
     """Write ``model.safetensors``, or files of at most 4 GiB and their index, with one tensor in memory at a time.
 
     An adapter is written as a PEFT directory: ``adapter_model.safetensors`` and ``adapter_config.json``.
 
     Returns:
-        Digest of the content.
+        Digest of the content; None without ``digested``.
 
     Raises:
         WeightUpdateError: there is nothing to write, or a name occurs twice.
@@ -128,13 +139,14 @@ def write_files(directory: Path, weights: WeightStream) -> str:
                         f"Weight {given} came where {name} of {described.dtype} {list(described.shape)} was announced."
                     )
                 tensor = tensor.detach().to("cpu")  # copied once, for both the digest and the file
-                digests[name] = _tensor_digest(name, tensor)
+                if digested:
+                    digests[name] = _tensor_digest(name, tensor)
                 out.write(_content(tensor))
                 index["weight_map"][name] = file
                 del tensor
     if len(parts) > 1:
         (directory / "model.safetensors.index.json").write_text(json.dumps(index))
-    return total_digest(digests)
+    return total_digest(digests) if digested else None
 
 
 def read_weights(directory: str | Path) -> Iterator[tuple[str, Tensor]]:

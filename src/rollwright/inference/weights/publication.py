@@ -65,7 +65,8 @@ class WeightPublication:
             elif meta.type == "disk":
                 root = Path(str(meta.path)).resolve()
                 remove_later(root, "v", version)  # of a run that went back to a checkpoint; else kept instead of these
-                digest = write_weights(root / f"v{version}", weights, version, config)
+                digested = any(map(self.backend.checks_digest, self.servers.router.servers))
+                digest = write_weights(root / f"v{version}", weights, version, config, digested=digested)
                 confirmed = self.update_from_disk(str(root / f"v{version}"), version, digest)
                 keep_newest(root, "v", meta.keep)
             elif meta.type == "shared":
@@ -180,8 +181,8 @@ class WeightPublication:
         return WeightUpdateMeta.shared()
 
     def mapped_weights(self, path: str | None) -> MappedWeights:
-        """Return the file that weights are shared through, for the caller to write; created on the first call."""
-        self.weights.restore = None  # it may read that file, whose next content no server has confirmed
+        """Return the files that weights are shared through, for the caller to write; created on the first call."""
+        self.weights.restore = None  # it may read these files, whose next content no server has confirmed
         if self._mapped is None:
             roots = self.backend.weights_roots([str(launched.weights_root) for launched in self.servers.launched])
             self._mapped = MappedWeights(Path(path) if path else shared_directory(roots))

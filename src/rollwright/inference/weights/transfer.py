@@ -97,9 +97,9 @@ class WeightUpdateMeta:
 
 
 class MappedWeights:
-    """A safetensors file whose tensors are mapped in this process and written in place, version after version.
+    """A directory of safetensors files whose tensors are mapped in this process and written in place, version after version.
 
-    A reader maps the same file, so handing weights over costs one copy on each side and no allocation.
+    A reader maps the same files, so handing weights over costs one copy on each side and no allocation, whatever their size.
     """
 
     def __init__(self, directory: Path) -> None:
@@ -108,20 +108,19 @@ class MappedWeights:
         """
         self.directory = directory
         self._remove = weakref.finalize(self, _remove, directory, os.getpid())  # also if the process ends first
-        self._path = directory / "model.safetensors"
         self._mapped: dict[str, Tensor] = {}
 
     def write(self, weights: WeightStream, version: int, config: Any = None) -> None:
-        """Write tensors to the file, one at a time. Names, types and shapes must be the same every time.
+        """Write tensors to the files, one at a time. Names, types and shapes must be the same every time.
 
         Raises:
-            WeightUpdateError: the weights have changed their names, types or shapes, or the disk is full.
+            WeightUpdateError: the weights have changed their names, types or shapes, or do not fit.
         """
         if not self._mapped:
-            write_weights(self.directory, weights, version, config)
-            if not self._path.exists():  # sharded because it is too large for one file, so every version is written whole
-                return
-            self._mapped = _map(self._path)
+            write_weights(self.directory, weights, version, config, digested=False)
+            self._mapped = {
+                name: tensor for path in self.directory.glob("*.safetensors") for name, tensor in _map(path).items()
+            }
             return
         if {name: (given.dtype, given.shape) for name, given in weights.described} != {
             name: (held.dtype, held.shape) for name, held in self._mapped.items()
@@ -133,7 +132,7 @@ class MappedWeights:
             self._mapped[name].copy_(tensor)
 
     def close(self) -> None:
-        """Unmap and remove the file."""
+        """Unmap and remove the files."""
         self._mapped.clear()
         self._remove()
 
