@@ -62,6 +62,7 @@ DATASET_REGISTRY = DatasetRegistry(
         "arithmetic": "rollwright.data.arithmetic:arithmetic",
         "gsm8k": "rollwright.data.gsm8k:gsm8k",
         "gsm8k_r1_template": "rollwright.data.gsm8k:gsm8k_r1_template",
+        "seeds": "rollwright.environments.text_environment:seeds",
         "harbor": "rollwright.environments.harbor.tasks:harbor",
     },
 )

@@ -29,6 +29,7 @@ WORKFLOWS: Registry[Any] = Registry(
         "on_policy_distill_workflow": "rollwright.workflows.simple.OnPolicyDistillWorkflow",
         "on_policy_distill_math_workflow": "rollwright.workflows.simple.OnPolicyDistillMathWorkflow",
         "webshop_workflow": "rollwright.workflows.webshop.WebShopWorkflow",
+        "environment_workflow": "rollwright.workflows.environment.EnvironmentWorkflow",
         "shell_workflow": "rollwright.workflows.shell.ShellWorkflow",
         "openai_agent": "rollwright.workflows.openai_agent.OpenAIAgentWorkflow",
         "command_agent": "rollwright.workflows.command_agent.CommandAgentWorkflow",
@@ -37,14 +38,17 @@ WORKFLOWS: Registry[Any] = Registry(
     },
 )
 
-#: Functions that workflows take by name: tools, feedback, prompts, filters; and MCP servers, which are tools too. An import path needs no
-#: registration.
+#: Functions that workflows take by name: tools, feedback, prompts, filters, environments; and MCP servers, which are tools too. An import
+#: path needs no registration.
 FUNCTIONS: Registry[Any] = Registry(
     "function",
     WorkflowError,
     variable="FUNCTIONS",
     entry_points="rollwright.functions",
-    built_in={"execute_python": "rollwright.workflows.tool_calling.execute_python"},
+    built_in={
+        "execute_python": "rollwright.workflows.tool_calling.execute_python",
+        "gymnasium": "rollwright.environments.gymnasium_text.GymnasiumText",
+    },
     marks=("uses_sandbox",),
     accepts=lambda entry: callable(entry) or isinstance(entry, McpServer),
 )

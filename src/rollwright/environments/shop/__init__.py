@@ -5,6 +5,6 @@ WebShop's. ``WebShopPackageSession`` wraps the real WebShop, if it is installed.
 """
 
 from rollwright.environments.shop.catalogue import Catalogue, Goal, Product, make_catalogue
-from rollwright.environments.shop.shop import Shop, ShopSession, StepResult, parse_shop_action
+from rollwright.environments.shop.shop import Shop, ShopSession, parse_shop_action
 
-__all__ = ["Catalogue", "Goal", "Product", "Shop", "ShopSession", "StepResult", "make_catalogue", "parse_shop_action"]
+__all__ = ["Catalogue", "Goal", "Product", "Shop", "ShopSession", "make_catalogue", "parse_shop_action"]

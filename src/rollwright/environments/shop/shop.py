@@ -11,10 +11,11 @@ from __future__ import annotations
 import re
 from dataclasses import dataclass, field
 from functools import lru_cache
-from typing import Any, NamedTuple
+from typing import Any
 
 from rollwright.environments.bm25 import BM25Retriever, terms
 from rollwright.environments.shop.catalogue import Catalogue, Goal, Product, make_catalogue
+from rollwright.environments.text_environment import StepResult
 from rollwright.errors import ConfigError, DataError
 
 MAX_RESULTS = 50
@@ -63,15 +64,6 @@ class Shop:
 def shop(seed: int = 1, products: int = 1000, goals: int = 500, page_size: int = 10) -> Shop:
     """Return the shop generated from a seed. The same arguments return the same object, so that sessions share its index."""
     return Shop(make_catalogue(seed, products, goals), page_size)
-
-
-class StepResult(NamedTuple):
-    """Result of an action."""
-
-    observation: str
-    reward: float
-    done: bool
-    info: dict[str, Any]
 
 
 def parse_shop_action(text: str) -> tuple[str, str] | None:
