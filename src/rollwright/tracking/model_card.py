@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.metadata
-import platform
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -13,6 +11,7 @@ import yaml
 from rollwright.atomic import write_text
 from rollwright.errors import CheckpointError
 from rollwright.tracking.metrics_file import read_metrics
+from rollwright.tracking.software import versions
 
 _PACKAGES = ("rollwright", "torch", "transformers")
 
@@ -99,5 +98,4 @@ def _facts(
         if values:
             (first_step, first), (last_step, last) = values[0], values[-1]
             yield title, f"{last:.3f} at step {last_step}" + (f" ({first:.3f} at step {first_step})" if len(values) > 1 else "")
-    versions = [f"{package} {importlib.metadata.version(package)}" for package in _PACKAGES]
-    yield "made with", ", ".join([*versions, f"Python {platform.python_version()}"])
+    yield "made with", ", ".join(f"{package} {version}" for package, version in versions(_PACKAGES).items())

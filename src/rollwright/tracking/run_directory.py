@@ -2,7 +2,7 @@
 
 ::
 
-    run.json         identity of the run: its config, a hash of the config, when the run began, whether it finished
+    run.json         identity of the run: its config, a hash of the config, when the run began, whether it finished, its software
     run.lock         names the process that writes here
     metrics.jsonl    one line for each step
     summary.json     results
@@ -36,6 +36,7 @@ from rollwright.config.loading import is_default
 from rollwright.errors import CheckpointError, ConfigError, RollwrightError
 from rollwright.tracking.logging import getLogger
 from rollwright.tracking.metrics_file import read_metrics
+from rollwright.tracking.software import software
 
 logger = getLogger("run")
 
@@ -301,6 +302,7 @@ class RunDirectory:
                 "began": previous["began"] if previous else time.strftime("%Y-%m-%dT%H:%M:%S%z"),
                 "resumes": previous.get("resumes", 0) + 1 if previous else 0,
                 "finished": False,
+                "software": software(),
                 "config": json.loads(json.dumps(config, default=str)),
             },
             checked=True,

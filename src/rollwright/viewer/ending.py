@@ -12,6 +12,7 @@ from typing import Any
 
 _LOG_LINES = 25
 _LOG_BYTES = 32_000  # of the end of a log
+_LINE_BYTES = 400  # a long line of a log
 _FAILURE_BYTES = 400_000  # of the end of failure.log
 _REASON, _HEAD = 200, 80
 _ENTRY = re.compile(r"^--- (\d{4}-\d\d-\d\d \d\d:\d\d:\d\d) (.*)$", re.MULTILINE)
@@ -40,7 +41,7 @@ def ending_of(path: Path, root: Path, last_step: float, failed: Sequence[Mapping
         **found,
         "is_older": bool(found) and last_step > _latest(found["when"]),
         "failed": [{"key": each["key"], "reason": _shortened(each["reason"])} for each in failed],
-        "log": _last_lines(path / "logs" / "run.log") or _last_lines(root / "logs" / "run.log"),
+        "log": last_lines(path / "logs" / "run.log") or last_lines(root / "logs" / "run.log"),
     }
 
 
@@ -90,8 +91,10 @@ def _latest(when: str) -> float:
     return calendar.timegm(time.strptime(when, "%Y-%m-%d %H:%M:%S")) + 12 * 3600.0
 
 
-def _last_lines(file: Path) -> list[str]:
-    return [line for line in _end_of(file, _LOG_BYTES).split("\n") if line.strip()][-_LOG_LINES:]
+def last_lines(file: Path, lines: int = _LOG_LINES) -> list[str]:
+    """Return the last lines of a log that are not empty; none if there is no such file."""
+    size = max(_LOG_BYTES, lines * _LINE_BYTES)
+    return [line for line in _end_of(file, size).split("\n") if line.strip()][-lines:]
 
 
 def _end_of(file: Path, size: int) -> str:

@@ -1,36 +1,87 @@
-"""Evaluations of runs, task by task: the last one of a run, and comparisons of runs on the tasks that they share."""
+"""Evaluations of runs, task by task: those of one run in order, the last one, and comparisons on the tasks that two share."""
 
 from __future__ import annotations
 
 import math
 import statistics
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
-from rollwright.tracking.readable import share, signed
+from rollwright.tracking.readable import number, share, signed
 from rollwright.viewer.index import Index
 
-#: Mean reward of each task at the newest version. Of several evaluations of a task by one model, the one with the most samples counts.
-_LAST = """
-WITH last AS (
-    SELECT id, task, ordinal, version, reward FROM samples
-    WHERE is_eval AND NOT is_undone AND status = 'accepted' AND reward IS NOT NULL AND task IS NOT NULL
-        AND version = (SELECT max(version) FROM samples WHERE is_eval AND NOT is_undone AND status = 'accepted')
-), each AS (
-    SELECT task, ordinal, version, avg(reward) AS reward, count(*) AS samples, min(id) AS first FROM last GROUP BY task, ordinal
+#: Mean reward of each task at each version. Of several evaluations of a task by one model, the one with the most samples counts.
+_EACH = """
+WITH each AS (
+    SELECT task, ordinal, version, avg(reward) AS reward, count(*) AS samples, min(id) AS first FROM samples
+    WHERE is_eval AND NOT is_undone AND status = 'accepted' AND reward IS NOT NULL AND task IS NOT NULL{only}
+    GROUP BY version, task, ordinal
 )
-SELECT task, ordinal, version, reward, samples, first, max(samples * 1000000 + ordinal) FROM each GROUP BY task
+SELECT task, ordinal, version, reward, samples, first, max(samples * 1000000 + ordinal) FROM each GROUP BY version, task ORDER BY version
 """
+_ONLY_LAST = " AND version = (SELECT max(version) FROM samples WHERE is_eval AND NOT is_undone AND status = 'accepted')"
+_CERTAIN = 1.96  # standard deviations around the mean that have 95 % of a normal distribution
+
+
+@dataclass
+class Evaluation:
+    """One evaluation: the mean reward of each task under the weights of one version.
+
+    Args:
+        stage: name of the stage that evaluated; empty if a run has no others.
+        version: version of the weights.
+        is_one: True if the stage evaluates one model, so that its name is enough.
+        rewards: mean reward by the task's identity, see ``collector.identity_of_task``.
+        groups: key of each task's group.
+    """
+
+    stage: str
+    version: int
+    is_one: bool = False
+    rewards: dict[str, float] = field(default_factory=dict)
+    groups: dict[str, str] = field(default_factory=dict)
+
+    @property
+    def mean(self) -> float:
+        """The mean reward over the tasks."""
+        return statistics.fmean(self.rewards.values())
+
+    @property
+    def title(self) -> str:
+        """The name of the stage and the version of the weights, as far as they are needed."""
+        return self.stage if self.is_one and self.stage else f"{self.stage} v{self.version}".strip()
+
+
+def evaluations_of(index: Index, stage: str = "", *, is_one: bool = False) -> list[Evaluation]:
+    """Return the evaluations of a run, the first version first; the arguments are those of ``Evaluation``."""
+    found: dict[int, Evaluation] = {}
+    for row in index.rows(_EACH.format(only="")):
+        evaluation = found.setdefault(row["version"], Evaluation(stage, row["version"], is_one))
+        evaluation.rewards[row["task"]] = row["reward"]
+        evaluation.groups[row["task"]] = f"eval:{row['ordinal']}@v{row['version']}"
+    return list(found.values())
+
+
+def of_shared_tasks(evaluations: Iterable[Evaluation]) -> list[list[Evaluation]]:
+    """Group evaluations so that those which share a task are in one group, in their order."""
+    groups: list[tuple[set[str], list[Evaluation]]] = []
+    for each in evaluations:
+        tasks = set(each.rewards)
+        alike = [group for group in groups if not group[0].isdisjoint(tasks)]
+        groups = [group for group in groups if group not in alike]
+        groups.append((tasks.union(*(own for own, _ in alike)), [*(one for _, own in alike for one in own), each]))
+    return [own for _, own in groups]
 
 
 def last_evaluation(index: Index) -> dict[str, float]:
     """Return the mean reward of each task in a run's last evaluation, by the task's identity (see ``collector.identity_of_task``)."""
-    return {row["task"]: row["reward"] for row in index.rows(_LAST)}
+    return {row["task"]: row["reward"] for row in index.rows(_EACH.format(only=_ONLY_LAST))}
 
 
 def held_out_tasks(index: Index, limit: int) -> dict[str, Any]:
     """List the tasks of a run's last evaluation, those with the lowest reward first; see ``Run.held_out``."""
-    rows = sorted(index.rows(_LAST), key=lambda row: (row["reward"], row["ordinal"]))
+    rows = sorted(index.rows(_EACH.format(only=_ONLY_LAST)), key=lambda row: (row["reward"], row["ordinal"]))
     shown = [
         {
             "task": row["task"] if not row["task"].startswith("#") else f"task {row['ordinal']}",
@@ -48,6 +99,49 @@ def held_out_tasks(index: Index, limit: int) -> dict[str, Any]:
 def _answer(index: Index, sample: int) -> str:
     found = index.rows("SELECT substr(said, 1, 120) FROM texts WHERE id = ?", sample)
     return found[0][0] if found else ""
+
+
+# -- comparisons ---------------------------------------------------------------------------------------------------------
+
+
+def progress(evaluations: Sequence[Evaluation]) -> dict[str, Any]:
+    """Compare the first evaluation of some tasks with the last one of the same tasks.
+
+    Returns:
+        ``first`` and ``last`` (title, number of ``tasks``, ``mean`` and its 95 % ``interval``), ``count`` of evaluations, and the paired
+        ``common``, ``difference``, ``interval``, ``better`` and ``worse`` of ``compare``; these are None if there is only one evaluation.
+    """
+    first, last = evaluations[0], evaluations[-1]
+    paired: dict[str, Any] = dict.fromkeys(("common", "difference", "interval", "better", "worse"))
+    if first is not last:
+        paired |= _paired(first.rewards, last.rewards)
+    return {"count": len(evaluations), "first": _summary(first), "last": _summary(last), **paired}
+
+
+def _summary(evaluation: Evaluation) -> dict[str, Any]:
+    rewards = list(evaluation.rewards.values())
+    return {
+        "title": evaluation.title,
+        "stage": evaluation.stage,
+        "version": evaluation.version,
+        "tasks": len(rewards),
+        "mean": evaluation.mean,
+        "interval": interval_of_mean(rewards),
+    }
+
+
+def interval_of_mean(rewards: Sequence[float]) -> str:
+    """Return the 95 % interval of a mean over tasks: Wilson's of a share if all are 0 or 1, else the normal approximation."""
+    count = len(rewards)
+    if count < 2:
+        return ""
+    mean, square = statistics.fmean(rewards), _CERTAIN**2
+    if set(rewards) <= {0.0, 1.0}:
+        middle = (mean + square / (2 * count)) / (1 + square / count)
+        half = _CERTAIN / (1 + square / count) * math.sqrt(mean * (1 - mean) / count + square / (4 * count**2))
+    else:
+        middle, half = mean, _CERTAIN * statistics.stdev(rewards) / math.sqrt(count)
+    return f"{number(middle - half)} to {number(middle + half)}"
 
 
 def compare(evaluations: Sequence[tuple[str, Mapping[str, float]]]) -> dict[str, Any]:
@@ -98,6 +192,6 @@ def _interval(differences: Sequence[float]) -> str:
     """Return the 95 % confidence interval of a mean of paired differences (normal approximation)."""
     if len(differences) < 2:
         return ""
-    half = 1.96 * statistics.stdev(differences) / math.sqrt(len(differences))
+    half = _CERTAIN * statistics.stdev(differences) / math.sqrt(len(differences))
     middle = statistics.fmean(differences)
     return f"{signed(middle - half)} to {signed(middle + half)}"

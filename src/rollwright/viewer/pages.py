@@ -18,9 +18,10 @@ from fastapi import Request
 from fastapi.responses import HTMLResponse, Response
 
 from rollwright.errors import DataError
-from rollwright.tracking.readable import FILTERS, visible
+from rollwright.tracking.readable import FILTERS, day, seconds, visible
 from rollwright.viewer.run import Run
 from rollwright.viewer.runs import Runs
+from rollwright.viewer.whole_run import WholeRun
 
 _STATIC = files("rollwright.viewer") / "static"
 #: First characters of a cell that spreadsheet programs interpret as a formula.
@@ -52,8 +53,9 @@ class Pages:
         return f"/static/{name}?{hashlib.sha256(self.static[name]).hexdigest()[:12]}"
 
     def entries(self) -> list[dict[str, Any]]:
-        """Return ``Run.info`` of each run, with the ``url`` of its page."""
-        return [{**entry, "url": url_of_run(entry["id"])} for entry in self.runs.list()]
+        """Return ``Run.info`` of each run with the ``url`` of its page, and the id and address of the ``whole`` run if it is a stage of one."""
+        wholes = {str(path): name for name, path in self.runs.wholes().items()}
+        return [{**entry, **_place_of(entry["id"], Path(entry["path"]), wholes)} for entry in self.runs.list()]
 
     def run(self, name: str) -> Run:
         """Return the run that an address names, and keep its index up to date. No part of an address is used as a path.
@@ -108,8 +110,10 @@ class Pages:
             is_followed: True if the page changes while the run writes.
         """
         entry = {"id": id_of(name), **run.info(), "missing": [each["message"] for each in run.missing()]}
-        url = entry["url"] = url_of_run(entry["id"])
-        crumbs = [{"text": entry["id"], "url": url if title else None}]
+        entry |= _place_of(entry["id"], run.path, {str(path): name for name, path in self.runs.wholes().items()})
+        url = entry["url"]
+        crumbs = [{"text": entry["whole"], "url": entry["whole_url"]}] if entry["whole"] is not None else []
+        crumbs += [{"text": entry["stage"], "url": url if title else None}]
         crumbs += [{"text": text, "url": url + address} for text, address in places]
         crumbs += [{"text": title, "url": None}] if title else []
         progress = run.progress()
@@ -118,6 +122,37 @@ class Pages:
         if is_followed:
             context.update(stamp=run.stamp, stamp_url=f"{url}/stamp")
         return context
+
+    def of_whole(self, name: str, whole: WholeRun, *, title: str = "") -> dict[str, Any]:
+        """Return the template values that every page of a run of several stages needs; see ``of_run``."""
+        run_id = id_of(name)
+        url = url_of_run(run_id)
+        runs = [part.run for part in whole.parts() if part.run is not None]
+        entry = {"id": run_id, "url": url, "whole": None, "path": str(whole.path), "state": whole.state, "kind": "run"}
+        entry |= {"has_journal": False, "indexed": 1.0, "about": _about_whole(whole)}
+        read, every = (sum(run.progress()[key] for run in runs) for key in ("bytes", "of_bytes"))
+        if not all(run.progress()["is_complete"] for run in runs):
+            entry["indexed"] = min(0.99, read / max(1, every))
+        entry["missing"] = list(dict.fromkeys(each["message"] for run in runs for each in run.missing()))
+        crumbs = [{"text": run_id, "url": url if title else None}, *([{"text": title, "url": None}] if title else [])]
+        context = {"run": entry, "tab": "", "crumbs": crumbs, "title": f"{title or 'Run'} · {run_id}"}
+        return {**context, "stamp": whole.stamp, "stamp_url": f"{url}/stamp"}
+
+
+def _about_whole(whole: WholeRun) -> str:
+    """Return when a run began and how long it took, for its first line."""
+    began, updated = whole.began, whole.updated
+    took = updated - began if began and updated else None
+    so_far = " so far" if whole.state == "running" else ""
+    parts = (f"began {day(began)}" if began else "", f"{seconds(took)}{so_far}" if took else "")
+    return " · ".join(filter(None, parts))
+
+
+def _place_of(run_id: str, path: Path, wholes: Mapping[str, str]) -> dict[str, Any]:
+    """Return the address of a run, and the run of several stages that it is a stage of; ``wholes`` has the ids of those by path."""
+    whole = next((wholes[str(above)] for above in path.parents if str(above) in wholes), None)
+    whole_url = None if whole is None else url_of_run(whole)
+    return {"url": url_of_run(run_id), "whole": whole, "whole_url": whole_url, "stage": run_id.removeprefix(f"{whole}/")}
 
 
 def _visible(value: Any) -> Any:

@@ -26,7 +26,7 @@ from rollwright.tracking.run_directory import MARKER, flattened, is_claimed
 from rollwright.viewer import reading, search
 from rollwright.viewer.curves import Curves, groups_of
 from rollwright.viewer.damage import has_checksums, missing_parts
-from rollwright.viewer.ending import ending_of
+from rollwright.viewer.ending import ending_of, last_lines
 from rollwright.viewer.evaluations import held_out_tasks, last_evaluation
 from rollwright.viewer.frames import frame
 from rollwright.viewer.index import Index
@@ -123,7 +123,7 @@ class Run:
             "name": self.name,
             "kind": self.kind,
             "state": self.state,
-            "began": _unix_time(self._marker.get("began")),
+            "began": unix_time(self._marker.get("began")),
             "updated": self._updated(),
             "last_step": times[-1][0] if times else 0,
             "total_steps": int(planned) if planned else None,
@@ -150,6 +150,10 @@ class Run:
         last = max((when for _, when in self.curves.times), default=0.0)
         failed = self.search(status="failed", order="-began", limit=_FAILED)["samples"] if self.has_journal else []
         return ending_of(self.path, self.root, last, failed)
+
+    def log(self, lines: int) -> list[str]:
+        """Return the last lines of the log of this stage, or else of the whole run."""
+        return last_lines(self.path / "logs" / "run.log", lines) or last_lines(self.root / "logs" / "run.log", lines)
 
     @property
     def kind(self) -> str:
@@ -564,7 +568,8 @@ def _read_json(path: Path) -> dict[str, Any]:
         return {}
 
 
-def _unix_time(text: Any) -> float | None:
+def unix_time(text: Any) -> float | None:
+    """Convert a time of ``run.json`` to a Unix time; None if it is not one."""
     try:
         return datetime.strptime(str(text), "%Y-%m-%dT%H:%M:%S%z").timestamp()
     except ValueError:

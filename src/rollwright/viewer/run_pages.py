@@ -1,4 +1,4 @@
-"""The pages about runs: the list, a comparison, and one run with its curves, steps, timeline and weights."""
+"""The pages about runs: the list, a comparison, and the curves, steps, timeline and weights of a run."""
 
 from __future__ import annotations
 
@@ -15,6 +15,7 @@ from rollwright.viewer.pages import (
     Pages,
     address,
     as_file,
+    id_of,
     key_in_address,
     number_in,
     pager,
@@ -41,6 +42,8 @@ _TILES = {
     "actor/staleness/mean": "staleness",
     "tokens_per_second/generate": "tokens/s sampled",
 }
+#: Metrics by which a run is judged.
+_JUDGED = ("reward", "eval/reward", "loss")
 
 
 def add_routes(router: APIRouter, pages: Pages) -> None:
@@ -62,14 +65,9 @@ def add_routes(router: APIRouter, pages: Pages) -> None:
         )
 
     def stamp(name: str) -> Response:
+        if (whole := pages.runs.whole(id_of(name))) is not None:
+            return PlainTextResponse(whole.stamp)
         return PlainTextResponse(pages.run(name).stamp)
-
-    def run_page(request: Request, name: str) -> Response:
-        run = pages.run(name)
-        if wants_file(request):
-            return as_file(request, name, metric_rows(run))
-        context = pages.of_run(name, run, "")
-        return pages.page("run.html", **context, **overview(run, context["run"]))
 
     def config(request: Request, name: str) -> Response:
         run = pages.run(name)
@@ -161,7 +159,6 @@ def add_routes(router: APIRouter, pages: Pages) -> None:
     for path, function in {
         "/": runs,
         "/compare": compare,
-        "/run/{name}": run_page,
         "/run/{name}/stamp": stamp,
         "/run/{name}/config": config,
         "/run/{name}/steps": steps,
@@ -200,6 +197,12 @@ def overview(run: Run, info: Mapping[str, Any]) -> dict[str, Any]:
         "ending": run.ending(),
         "held_out": run.held_out(),
     }
+
+
+def main_curves(run: Run) -> list[tuple[str, list[dict[str, Any]]]]:
+    """Return the charts of what a run is judged by: reward, held-out reward and loss."""
+    shown = [(title, [chart for chart in charts if chart["name"] in _JUDGED]) for title, charts in _curves([("", run)])]
+    return [(title, charts) for title, charts in shown if charts]
 
 
 def _is_steady(chart: Mapping[str, Any]) -> bool:

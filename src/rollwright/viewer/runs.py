@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
 from rollwright.errors import DataError
 from rollwright.tracking.logging import getLogger
+from rollwright.tracking.run_directory import MARKER
 from rollwright.viewer.run import Run
 from rollwright.viewer.run_parts import is_part
+from rollwright.viewer.whole_run import WholeRun
 
 logger = getLogger("viewer")
 
@@ -54,11 +56,28 @@ class Runs:
                 self._runs[name] = Run(path)
             return self._runs[name]
 
+    def whole(self, name: str) -> WholeRun | None:
+        """Return the run of several stages with the id ``name``; None if there is none, or if it is a run of one stage."""
+        path = self.wholes().get(name)
+        if path is None:
+            return None
+        below = sorted(
+            (part.relative_to(path).as_posix(), own) for own, part in self._names().items() if part.is_relative_to(path)
+        )
+        return WholeRun(path, {inside: self.get(own) for inside, own in below}, dict(below))
+
+    def wholes(self) -> dict[str, Path]:
+        """Return the directories of runs of several stages by id."""
+        return self._by_id(wholes_below)
+
     def _names(self) -> dict[str, Path]:
         """Return the directories of runs by id, which is the path below the root."""
+        return self._by_id(parts_below)
+
+    def _by_id(self, below: Callable[[Path], Iterator[Path]]) -> dict[str, Path]:
         names: dict[str, Path] = {}
         for root in self.roots:
-            for path in parts_below(root):
+            for path in below(root):
                 inside = path.relative_to(root).as_posix()
                 name = inside if inside != "." else path.name
                 names.setdefault(name if name not in names else f"{root.name}/{name}", path)
@@ -72,19 +91,27 @@ class Runs:
             self._runs.clear()
 
 
-def parts_below(root: Path, depth: int = 0) -> Iterator[Path]:
+def parts_below(root: Path) -> Iterator[Path]:
     """Yield the directories that have metrics or a journal; links are not followed."""
+    return (path for path in _directories(root) if is_part(path))
+
+
+def wholes_below(root: Path) -> Iterator[Path]:
+    """Yield the directories of runs of several stages."""
+    return (path for path in _directories(root) if (path / MARKER).exists() and not is_part(path))
+
+
+def _directories(root: Path, depth: int = 0) -> Iterator[Path]:
+    """Yield the directories in which runs may be, ``root`` first; links are not followed."""
     try:
-        is_run, children = is_part(root), sorted(root.iterdir()) if depth < _DEEPEST else []
+        children = sorted(root.iterdir()) if depth < _DEEPEST else []
     except OSError as error:  # not readable, or removed meanwhile
         logger.info("%s is left out: %s", root, error)
         return
-    if is_run:
-        yield root
-    if depth < _DEEPEST:
-        for child in children:
-            if child.is_dir() and not child.is_symlink() and child.name not in _NOT_STAGES and not child.name.startswith("."):
-                yield from parts_below(child, depth + 1)
+    yield root
+    for child in children:
+        if child.is_dir() and not child.is_symlink() and child.name not in _NOT_STAGES and not child.name.startswith("."):
+            yield from _directories(child, depth + 1)
 
 
 def config_difference(first: Run, second: Run) -> list[tuple[str, Any, Any]]:
