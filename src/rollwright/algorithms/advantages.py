@@ -7,11 +7,13 @@ one over the number of rows of its sample, so a sample of four rows does not cou
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable
+import math
+from collections.abc import Callable, Sequence
 from dataclasses import fields
-from typing import Any
+from typing import Annotated, Any
 
 import torch
+from pydantic import Field
 from torch import Tensor
 
 from rollwright.config.recipes import ADVANTAGE_ESTIMATORS
@@ -19,8 +21,11 @@ from rollwright.config.sections import PPOActorConfig
 from rollwright.config.validation import refuse_wrong_arguments
 from rollwright.errors import ConfigError, TrainingError
 
-#: Rewards, group ids and sample ids of rows, each ``[B]`` -> baseline and scale of each row.
-Estimator = Callable[[Tensor, Tensor, Tensor], tuple[Tensor, Tensor]]
+#: What an estimator keeps from one batch to the next, as JSON values; it is in the recovery checkpoint.
+Memory = dict[str, Any]
+
+#: Rewards, group ids and sample ids of rows, each ``[B]``, and the estimator's memory -> baseline and scale of each row.
+Estimator = Callable[[Tensor, Tensor, Tensor, Memory], tuple[Tensor, Tensor]]
 
 #: A deviation below this share of the largest absolute reward is rounding, not variance.
 _NO_VARIANCE = 1e-6
@@ -102,16 +107,101 @@ def baseline_and_scale(
     return baseline_B, scale_B
 
 
+def running_baselines(rewards: Sequence[float], average: float, decay: float) -> tuple[list[float], float]:
+    """Take each reward's baseline from an exponential average, and update the average afterwards.
+
+    The baseline of reward ``i`` depends only on the rewards before it, so it does not bias the gradient.
+
+    Args:
+        rewards: rewards in order.
+        average: the average before the first of them.
+        decay: weight of the old average; the new reward has ``1 - decay``.
+
+    Returns:
+        The baseline of each reward, and the average after the last of them.
+    """
+    baselines = []
+    for reward in rewards:
+        baselines.append(average)
+        average = decay * average + (1 - decay) * reward
+    return baselines, average
+
+
+def role_average(
+    rewards_B: Tensor,
+    group_ids_B: Tensor,
+    sample_ids_B: Tensor,
+    *,
+    memory: Memory,
+    decay: Annotated[float, Field(ge=0, lt=1)] = 0.95,
+) -> tuple[Tensor, Tensor]:
+    """Role-conditioned advantage estimation: reward minus the exponential average of the role's earlier rewards.
+
+    SPIRAL, arXiv 2506.24119, section 3.2, with the average read before it is updated. Estimators are called for each (environment, role)
+    with its own memory. Samples are taken in the order of their first rows; a sample counts once, with the mean reward of its rows.
+
+    Args:
+        rewards_B: reward of each row.
+        group_ids_B: not used: a game needs no group.
+        sample_ids_B: rows with the same id belong to one sample.
+        memory: ``average``, from 0 on.
+        decay: weight of the old average in each update.
+
+    Returns:
+        Baseline and scale (1), both ``[B]`` float64.
+    """
+    rewards, samples = rewards_B.double().tolist(), sample_ids_B.tolist()
+    rows_of_sample: dict[int, list[int]] = {}
+    for row, sample in enumerate(samples):
+        rows_of_sample.setdefault(sample, []).append(row)
+    means = [math.fsum(rewards[row] for row in rows) / len(rows) for rows in rows_of_sample.values()]
+    baselines, memory["average"] = running_baselines(means, memory.get("average", 0.0), decay)
+    of_sample = dict(zip(rows_of_sample, baselines, strict=True))
+    baseline_B = rewards_B.new_tensor([of_sample[sample] for sample in samples], dtype=torch.float64)
+    return baseline_B, torch.ones_like(baseline_B)
+
+
+def estimate_by_role(
+    estimate: Estimator,
+    rewards_B: Tensor,
+    group_ids_B: Tensor,
+    sample_ids_B: Tensor,
+    role_ids_B: Tensor,
+    trainable_B: Tensor,
+    memories: dict[str, Memory],
+) -> tuple[Tensor, Tensor]:
+    """Estimate each role's rows apart, so that no baseline or deviation, of a group or of the batch, covers two sides of a game.
+
+    Args:
+        estimate: result of ``find_estimator``.
+        rewards_B, group_ids_B, sample_ids_B: see ``Estimator``.
+        role_ids_B: the (environment, role) of each row.
+        trainable_B: which rows are of players that are trained. The others are compared with nothing and get baseline and scale 0.
+        memories: the memory of each role, which the estimator updates.
+
+    Returns:
+        Baseline and scale, both ``[B]``.
+    """
+    baseline_B, scale_B = torch.zeros_like(rewards_B), torch.zeros_like(rewards_B)
+    for role in role_ids_B[trainable_B].unique().tolist():
+        rows = ((role_ids_B == role) & trainable_B).nonzero()[:, 0]
+        memory = memories.setdefault(str(role), {})
+        baseline_B[rows], scale_B[rows] = estimate(rewards_B[rows], group_ids_B[rows], sample_ids_B[rows], memory)
+    return baseline_B, scale_B
+
+
 def find_estimator(config: PPOActorConfig) -> Estimator:
     """Find the advantage estimator that ``config.adv_estimator`` names and bind its arguments.
 
     An estimator returns either the baseline and scale of each row, or the advantage of each row. An advantage is converted to scale 1 and
     a baseline (reward minus advantage). With token rewards, a token's advantage is then that of its row minus the rewards before the token.
 
+    An estimator with a parameter ``memory`` gets a dict that it may change, and that it gets again with the next batch.
+
     Returns:
-        A function of the shaped reward of each row (with ``token_rewards``, the total reward of the row), ``group_ids_B`` and
-        ``sample_ids_B``. It returns baseline and scale, both ``[B]`` in the dtype of the rewards, and raises ``TrainingError`` if the
-        estimator returned another shape.
+        A function of the shaped reward of each row (with ``token_rewards``, the total reward of the row), ``group_ids_B``,
+        ``sample_ids_B`` and the memory. It returns baseline and scale, both ``[B]`` in the dtype of the rewards, and raises
+        ``TrainingError`` if the estimator returned another shape.
 
     Raises:
         ConfigError: the estimator is unknown or does not accept the arguments.
@@ -119,19 +209,24 @@ def find_estimator(config: PPOActorConfig) -> Estimator:
     name, arguments, norm = config.adv_estimator, dict(config.adv_estimator_kwargs), config.adv_norm
     if name == "normalised":
         if norm is None:
-            return lambda rewards_B, group_ids_B, sample_ids_B: (torch.zeros_like(rewards_B), torch.ones_like(rewards_B))
+            return lambda rewards_B, group_ids_B, sample_ids_B, memory: (
+                torch.zeros_like(rewards_B),
+                torch.ones_like(rewards_B),
+            )
         arguments = {each.name: getattr(norm, each.name) for each in fields(norm)} | arguments
     estimator = ADVANTAGE_ESTIMATORS.get(name)
+    has_memory = "memory" in inspect.signature(estimator).parameters
     try:
-        inspect.signature(estimator).bind(None, None, None, **arguments)
+        inspect.signature(estimator).bind(None, None, None, **({"memory": None} if has_memory else {}), **arguments)
     except TypeError as error:
         raise ConfigError(
             f"actor.adv_estimator_kwargs has {', '.join(arguments) or 'no arguments'}, but of the estimator {name!r}: {error}."
         ) from None
     refuse_wrong_arguments(estimator, config.adv_estimator_kwargs, "actor.adv_estimator_kwargs")
 
-    def estimate(rewards_B: Tensor, group_ids_B: Tensor, sample_ids_B: Tensor) -> tuple[Tensor, Tensor]:
-        result = estimator(rewards_B, group_ids_B, sample_ids_B, **arguments)
+    def estimate(rewards_B: Tensor, group_ids_B: Tensor, sample_ids_B: Tensor, memory: Memory) -> tuple[Tensor, Tensor]:
+        kept = {"memory": memory} if has_memory else {}
+        result = estimator(rewards_B, group_ids_B, sample_ids_B, **kept, **arguments)
         parts: tuple[Any, ...] = result if isinstance(result, tuple) else (result,)
         if len(parts) not in (1, 2) or not all(isinstance(part, Tensor) and part.shape == rewards_B.shape for part in parts):
             shapes = [list(part.shape) if isinstance(part, Tensor) else type(part).__name__ for part in parts]

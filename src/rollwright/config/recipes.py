@@ -33,6 +33,7 @@ ADVANTAGE_ESTIMATORS: Registry[Callable[..., Any]] = Registry(
     built_in={
         "normalised": "rollwright.algorithms.advantages:baseline_and_scale",
         "gae": "rollwright.algorithms.gae:gae_advantages",
+        "role_average": "rollwright.algorithms.advantages:role_average",
     },
 )
 
@@ -117,6 +118,7 @@ for _name, _recipe in {
         "On-policy distillation, Thinking Machines Lab, 2025",
         {"distillation.loss": "advantage", "distillation.reward_weight": 0.0, "loss_aggregation": "token"},
     ),
+    "rae": Recipe("RAE, SPIRAL, arXiv 2506.24119; for self-play", {"adv_estimator": "role_average"}),
     "decoupled_ppo": Recipe("Decoupled PPO, arXiv 2505.24298", {"use_decoupled_loss": True}),
     "ppo": Recipe("PPO, arXiv 1707.06347; advantages by GAE, arXiv 1506.02438", {"adv_estimator": "gae"}),
     "vapo": Recipe(

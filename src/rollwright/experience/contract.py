@@ -8,7 +8,8 @@ both are equal; 0 is the trunk. ``other_context`` marks tokens that were sampled
 log-probabilities of them differ from those at sampling and are compared separately. ``logprobs_shifted`` marks rows whose
 log-probabilities were taken after top-p, top-k or penalties, because their server returns no others; the trainer replaces them with its own
 and does not compare them. ``teacher_logprobs`` are a teacher's log-probabilities of tokens, and ``teacher_weights`` say how much it teaches each (0: not at all);
-``teacher_top_ids`` and ``teacher_top_logprobs``, ``[B, L, K]``, are its most likely tokens there (``TEACHER_TOP``).
+``teacher_top_ids`` and ``teacher_top_logprobs``, ``[B, L, K]``, are its most likely tokens there (``TEACHER_TOP``). ``agent``, ``role``,
+``environment``, ``trainable`` and ``turn_ids`` say which player made a row (``rollwright.experience.players``).
 """
 
 from __future__ import annotations
@@ -48,6 +49,7 @@ class Column:
     dtype: torch.dtype | None  # None accepts any number that is 0 or 1
     pad: float = 0  # value after a row's last token
     required: bool = True
+    neutral: float = 0  # value of rows without the column, if others have it
 
 
 #: The data contract.
@@ -69,13 +71,22 @@ COLUMNS: dict[str, Column] = {
     "token_rewards": Column("BL", torch.float32, 0.0, required=False),
     "advantages": Column("BL", torch.float32, 0.0, required=False),
     "seeds": Column("B", torch.int64, required=False),
+    "role_ids": Column("B", torch.int64, required=False),
+    "trainable": Column("B", torch.bool, required=False, neutral=True),
+    "turn_ids": Column("B", torch.int64, required=False),
     "teacher_logprobs": Column("BL", torch.float32, 0.0, required=False),
     "teacher_weights": Column("BL", torch.float32, 0.0, required=False),
 }
 
-#: Optional columns with a neutral default (no mark, no token rewards, no branches, consecutive positions, no images, no details), so that
-#: rows with and without them can be joined into one batch.
-NEUTRAL = ("other_context", "logprobs_shifted", "token_rewards", "branch_ids", "position_ids", MULTI_MODAL, "details")
+#: Columns with names of the player behind each row, lists of text.
+PLAYER_NAMES = ("agent", "role", "environment")
+
+#: Optional columns with a neutral default (no mark, no token rewards, no branches, consecutive positions, no images, no details, the one
+#: player, who is trained), so that rows with and without them can be joined into one batch.
+NEUTRAL = (
+    *("other_context", "logprobs_shifted", "token_rewards", "branch_ids", "position_ids", MULTI_MODAL, "details"),
+    *(*PLAYER_NAMES, "role_ids", "trainable", "turn_ids"),
+)
 
 
 def is_token_column(name: str, value: Any, rows: int, width: int) -> bool:
@@ -164,6 +175,12 @@ def check_trajectory(trajectory: Any, *, workflow: str = "", task: object = "") 
         ("loss_mask", (loss != 0) & (loss != 1), "neither 0 nor 1, first at {first}", "1 where sampled, else 0"),
         ("loss_mask", masked & ~attention, "it covers padding, first at {first}", "mask only tokens"),
         ("loss_mask", masked[:, 0], "{first} trains its first token, which has no context", "a row begins with its prompt"),
+        (
+            "trainable",
+            masked.any(axis=1) & ~values.get("trainable", np.ones(len(loss), dtype=bool)),
+            "{first} is not trainable, but its loss_mask has tokens",
+            "clear the mask of rows that are not trained",
+        ),
         ("input_ids", values["input_ids"] < 0, "a negative id, first at {first}", "ids are 0 or more"),
     ]
     for key, value in values.items():

@@ -13,7 +13,7 @@ import numpy as np
 import torch
 
 from rollwright.errors import TrajectoryError
-from rollwright.experience.contract import COLUMNS, Trajectory
+from rollwright.experience.contract import COLUMNS, PLAYER_NAMES, Trajectory
 from rollwright.experience.packed import pack_bytes, unpack_bytes
 from rollwright.experience.recorder import RequestRecord
 
@@ -86,6 +86,11 @@ class Experience:
     temperature: float | None = None
     truncated: bool | None = None
     logprobs_shifted: bool | None = None  # True if the log-probabilities were taken after top-p, top-k or penalties
+    agent: str | None = None  # name of the player that made the row
+    role: str | None = None  # its role in the environment; rows of different roles are never compared
+    environment: str | None = None  # what it plays in
+    trainable: bool | None = None  # False: nothing of the row is trained
+    turn_ids: int | None = None  # rows with one are compared within their turn
     info: dict[str, Any] = field(default_factory=dict)  # any JSON values
     metrics: dict[str, float] = field(default_factory=dict)  # numbers that are averaged into the run's metrics
     eid: ExperienceId = field(default_factory=ExperienceId)
@@ -140,7 +145,14 @@ class Experience:
         for name in TOKEN_FIELDS:
             if (values := getattr(self, name)) is not None and len(values) != length:
                 raise self._error(name, f"{len(values)} entries for {length} tokens", "give one for each token")
-        for name, kind in (("reward", float), ("temperature", float), ("truncated", bool), ("logprobs_shifted", bool)):
+        for name, kind in (
+            ("reward", float),
+            ("temperature", float),
+            ("truncated", bool),
+            ("logprobs_shifted", bool),
+            ("trainable", bool),
+            ("turn_ids", int),
+        ):
             if (value := getattr(self, name)) is not None:
                 try:
                     setattr(self, name, kind(value))
@@ -231,6 +243,7 @@ class Experience:
                 out[name] = full(value.masked_fill(~sampled, pad) if name in ("logprobs", "versions") else value, pad)
             else:
                 out[name] = value.unsqueeze(0).clone() if name in TOKEN_FIELDS else torch.tensor([value])
+        out |= {name: [value] for name in PLAYER_NAMES if (value := getattr(self, name)) is not None}
         if self.multi_modal_inputs is not None:
             out["multi_modal_inputs"] = [self.multi_modal_inputs]
         out["details"] = [{"info": dict(self.info), "metrics": dict(self.metrics)}]
@@ -242,10 +255,14 @@ class Experience:
         out = []
         lengths = trajectory["attention_mask"].sum(dim=1).tolist()
         sequences = [name for name in SEQUENCES if name in trajectory]
-        scalars = [name for name in ("temperature", "truncated", "logprobs_shifted") if name in trajectory]
+        scalars = [
+            name for name in ("temperature", "truncated", "logprobs_shifted", "trainable", "turn_ids") if name in trajectory
+        ]
+        names = [name for name in PLAYER_NAMES if name in trajectory]
         for row, length in enumerate(lengths):
             values: dict[str, Any] = {name: trajectory[name][row, :length].clone() for name in sequences}
             values |= {name: trajectory[name][row].item() for name in scalars}
+            values |= {name: trajectory[name][row] for name in names}
             if "details" in trajectory:
                 values |= {key: dict(value) for key, value in trajectory["details"][row].items()}
             if "multi_modal_inputs" in trajectory:

@@ -31,6 +31,7 @@ import torch
 from rollwright.errors import TrajectoryError
 from rollwright.experience.contract import COLUMNS, Origin, Trajectory
 from rollwright.experience.experience import Experience
+from rollwright.experience.players import fill_players
 from rollwright.experience.recorder import TOKEN_TYPE, Recorder, RequestRecord, TokenPrefix, common_length
 from rollwright.experience.trajectory import concat_padded_tensors, tensor_form
 
@@ -84,6 +85,7 @@ def normalise(
     matcher = None if recorder is None else RowMatcher(recorder.records, tokenizer)
     filled = []
     for trajectory, at in trajectories:
+        fill_players(trajectory, at)
         masked = trajectory["loss_mask"].bool() & trajectory["attention_mask"]
         if matcher is None:
             _fill_without_record(trajectory, masked, at)

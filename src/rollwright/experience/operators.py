@@ -182,6 +182,15 @@ def _groups(experiences: Sequence[Experience]) -> list[list[Experience]]:
     return list(groups.values())
 
 
+def _compared(group: Sequence[Experience]) -> list[list[Experience]]:
+    """Divide a group into experiences that are compared with each other; those that are not trained are compared with none."""
+    parts: dict[Any, list[Experience]] = defaultdict(list)
+    for experience in group:
+        if experience.trainable is not False:
+            parts[experience.environment, experience.role, experience.turn_ids].append(experience)
+    return list(parts.values())
+
+
 def _deviation(values: Sequence[float]) -> float:
     mean = math.fsum(values) / len(values)
     return math.sqrt(math.fsum((value - mean) ** 2 for value in values) / len(values))
@@ -208,6 +217,7 @@ class RewardFilter(ExperienceOperator):
 class NoVarianceFilter(ExperienceOperator):
     """Drops groups whose rewards are all (nearly) equal: their group-normalised advantages are zero.
 
+    The rewards of each role, and of each turn if rows have ``turn_ids``, are looked at apart: a group is dropped if none of them varies.
     ``threshold`` is the largest standard deviation of rewards at which a group is dropped.
     """
 
@@ -216,7 +226,7 @@ class NoVarianceFilter(ExperienceOperator):
 
     def process(self, experiences: list[Experience]) -> tuple[list[Experience], dict[str, float]]:
         groups = _groups(experiences)
-        varied = [group for group in groups if _deviation(rewards_of(group)) > self.threshold]
+        varied = [group for group in groups if any(_deviation(rewards_of(part)) > self.threshold for part in _compared(group))]
         kept = [experience for group in varied for experience in group]
         return kept, {"dropped_groups_share": 1 - len(varied) / len(groups)}
 

@@ -5,7 +5,7 @@ tensor of all rows' tokens, without padding.
 
 A *packed batch* (``packed_batch``) is a trajectory whose tokens stay packed until a trainer needs them. The controller of a run on a Ray
 cluster passes rows from the workers to the ranks in this form, so that one long row does not pad all others. It has the row columns of
-the data contract, the metrics of ``details``, an ``input_ids`` of width 0, three columns computed from the tokens (``row_lengths``,
+the data contract, the names of players, the metrics of ``details``, an ``input_ids`` of width 0, three columns computed from the tokens (``row_lengths``,
 ``sampled_tokens``, ``oldest_versions``), and a list ``PACKED`` that gives for each row its ``PackedRows`` and its index in them. A packed
 batch is joined and split like any other trajectory.
 """
@@ -24,7 +24,7 @@ from safetensors import SafetensorError
 from safetensors.torch import load
 
 from rollwright.errors import TrajectoryError
-from rollwright.experience.contract import COLUMNS, MULTI_MODAL, NEUTRAL, PACKED, Trajectory, is_token_column
+from rollwright.experience.contract import COLUMNS, MULTI_MODAL, NEUTRAL, PACKED, PLAYER_NAMES, Trajectory, is_token_column
 from rollwright.experience.trajectory import concat_padded_tensors, row_lengths, select_rows
 
 FORMAT = "rollwright.experience"
@@ -298,6 +298,7 @@ def packed_batch(data: bytes) -> Trajectory:
         batch["oldest_versions"] = torch.tensor(oldest, dtype=torch.int32)
     if "details" in columns.lists:
         batch["details"] = [{"metrics": details.get("metrics", {})} for details in columns.lists["details"]]
+    batch |= {key: columns.lists[key] for key in PLAYER_NAMES if key in columns.lists}
     rows = PackedRows(data, _layout(columns))
     return {**batch, PACKED: [(rows, row) for row in range(count)]}
 

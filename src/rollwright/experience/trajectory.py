@@ -14,7 +14,16 @@ import torch
 from torch.nn.utils.rnn import pad_sequence
 
 from rollwright.errors import TrajectoryError
-from rollwright.experience.contract import COLUMNS, MULTI_MODAL, NEUTRAL, PACKED, Origin, Trajectory, is_token_column
+from rollwright.experience.contract import (
+    COLUMNS,
+    MULTI_MODAL,
+    NEUTRAL,
+    PACKED,
+    PLAYER_NAMES,
+    Origin,
+    Trajectory,
+    is_token_column,
+)
 
 #: Alternative names that workflows use for a column.
 ALIASES = {"reward": "rewards", "multi_modal_input": MULTI_MODAL, "temperatures": "temperature"}
@@ -105,13 +114,16 @@ def _cannot_join(why: str) -> TrajectoryError:
 def _neutral(key: str, trajectory: Mapping[str, Any]) -> Any:
     """Make the default values of an optional column for a trajectory that lacks it."""
     ids_BL = trajectory["input_ids"]
+    if key in PLAYER_NAMES:
+        return [""] * len(ids_BL)
     if key in (MULTI_MODAL, "details"):
         return [None if key == MULTI_MODAL else {} for _ in ids_BL]
     if key == "position_ids":
         present_BL = torch.ones_like(ids_BL) if "attention_mask" not in trajectory else trajectory["attention_mask"].long()
         return (present_BL.cumsum(dim=1) - 1) * present_BL
     column = COLUMNS[key]
-    return torch.zeros(ids_BL.shape[: len(column.shape)], dtype=column.dtype, device=ids_BL.device)
+    shape = ids_BL.shape[: len(column.shape)]
+    return torch.full(shape, column.neutral, dtype=column.dtype or torch.int32, device=ids_BL.device)
 
 
 def _join(key: str, values: list[Any], sizes: list[tuple[int, int]], width: int, fill: float) -> Any:

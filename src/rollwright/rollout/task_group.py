@@ -25,6 +25,7 @@ from rollwright.experience.journal.episodes import RecordedEpisode
 from rollwright.experience.journal.records import GroupEnd, pack_task
 from rollwright.experience.journal.writing import EpisodeWriter, Journal
 from rollwright.experience.packed import as_packed, check_joined, unpacked
+from rollwright.experience.players import COMPARED, has_no_variance
 from rollwright.experience.trajectory import Trajectory, concat_padded_tensors
 from rollwright.rollout.failure_budget import Failure
 from rollwright.rollout.seeds import SampleName
@@ -203,8 +204,8 @@ class Group:
             if rows is not joined:  # the filter may have changed its copy
                 self.rows = [as_packed(rows)]
         if dynamic_filter == "no_variance" and not self.is_eval:
-            rewards, samples = (torch.cat([rows[key] for rows in self.rows]) for key in ("rewards", "sample_ids"))
-            if samples.unique().numel() > 1 and bool((rewards == rewards[0]).all()):  # all advantages are zero
+            parts = {key: torch.cat([rows[key] for rows in self.rows]) for key in COMPARED if key in self.rows[0]}
+            if has_no_variance(parts):  # all advantages are zero
                 return "no_variance"
         return None
 
@@ -212,7 +213,7 @@ class Group:
 def _layout(rows: Trajectory) -> dict[str, Any]:
     """Return, by key, what must be equal for rows to be joined in their batch; columns of the contract can always be joined."""
     if PACKED in rows:
-        return {PACKED: {packed.layout for packed, _ in rows[PACKED]}}
+        return {PACKED: {packed.layout for packed, _ in rows[PACKED]}, **dict.fromkeys(rows)}
     return {
         key: None if key in COLUMNS else value.shape[1:] if isinstance(value, torch.Tensor) else type(value)
         for key, value in rows.items()

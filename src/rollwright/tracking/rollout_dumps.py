@@ -16,18 +16,21 @@ from rollwright.atomic import write_text
 
 _RULE = "─" * 100
 
+#: Columns with the names of the player of each row.
+PLAYER = ("environment", "role", "agent")
+
 
 def trajectory_records(batch: Mapping[str, Any]) -> list[dict[str, Any]]:
     """Convert the rows of a trajectory, without padding, to plain lists and numbers.
 
-    Each record has ``row``, ``input_ids``, ``loss_mask``, ``logprobs``, ``versions``, counts, ``stop_reason`` and the
-    ``[B]`` keys.
+    Each record has ``row``, ``input_ids``, ``loss_mask``, ``logprobs``, ``versions``, counts, ``stop_reason``, the ``[B]`` keys and the
+    names of the row's player.
     """
     lists = {key: value.tolist() for key, value in batch.items() if hasattr(value, "tolist")}
     width = len(lists["input_ids"][0]) if lists["input_ids"] else 0
     records = []
     for row, keep in enumerate(lists["attention_mask"]):
-        record: dict[str, Any] = {"row": row}
+        record: dict[str, Any] = {"row": row, **{key: batch[key][row] for key in PLAYER if batch.get(key)}}
         for key, value in lists.items():
             if key == "attention_mask":
                 continue
@@ -62,7 +65,9 @@ def format_record(record: Mapping[str, Any], tokenizer: Any) -> str:
     facts = [f"row {record['row']}"]
     for key in ("group_ids", "sample_ids", "ordinal"):
         facts.append(f"{key.removesuffix('_ids')} {record[key]}" if record.get(key) is not None else "")
+    facts += [f"{key} {record[key]}" if record.get(key) else "" for key in PLAYER]
     facts += [
+        "" if record.get("trainable", True) else "not trained",
         f"reward {record['rewards']:g}" if "rewards" in record else "",
         f"{prompt_tokens} prompt + {record['sampled_tokens']} sampled tokens of {record['total_tokens']}",
         f"version {versions[0]}" if len(versions) == 1 else f"versions {versions[0]}–{versions[-1]}" if versions else "",

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from rollwright.algorithms.advantages import find_estimator, returns_to_go
+from rollwright.algorithms.advantages import Memory, estimate_by_role, find_estimator, returns_to_go
 from rollwright.algorithms.gae import find_value_estimator, rewards_of_actions
 from rollwright.algorithms.losses import (
     aggregation_weights,
@@ -22,6 +22,7 @@ from rollwright.config.experiment import FinetuneSpec
 from rollwright.config.recipes import apply_recipe, uses_critic
 from rollwright.config.sections import CriticConfig, PPOActorConfig
 from rollwright.errors import CheckpointError, TrainingError, WeightUpdateError
+from rollwright.experience.players import comparison_groups, trainable_rows
 from rollwright.experience.trajectory import Trajectory, select_rows, tensor_container_to
 from rollwright.inference.engine import InferenceEngine, WeightReceiver
 from rollwright.rollout.engines import RolloutEngine
@@ -60,6 +61,7 @@ class FSDPPPOActor(TrainEngine):
         """
         apply_recipe(config)
         self.policy_loss = find_policy_loss(config)
+        self.estimator_memories: dict[str, Memory] = {}  #: what the advantage estimator keeps, by (environment, role)
         self._estimate: Any = find_value_estimator(config) if uses_critic(config) else find_estimator(config)
         self._distillation = Distillation(config.distillation)
         super().__init__(config, model)
@@ -100,6 +102,7 @@ class FSDPPPOActor(TrainEngine):
     def compute_advantages(self, batch: Trajectory) -> Trajectory:
         """Compute the advantage of each trained token and write it to ``batch["advantages"]``, ``[B, L]``.
 
+        Rows of different roles are never compared (``estimate_by_role``), nor are rows of different turns, where rows have ``turn_ids``.
         Rewards are shifted, scaled and clipped, written to ``returns [B]``, and passed to ``adv_estimator``; the estimator ``normalised``
         normalises them over samples as ``adv_norm`` specifies. With ``token_rewards [B, L]``, a token's return is the row's reward plus
         the token rewards from this token to the end of the row; the row's baseline and scale apply to all its tokens. Existing advantages
@@ -172,9 +175,16 @@ class FSDPPPOActor(TrainEngine):
         returns_all, own = parallel.gathered_rows(batch["returns"])
         groups_all, _ = parallel.gathered_rows(_numbers_of_this_rank(batch.get("group_ids"), rows))
         samples_all, _ = parallel.gathered_rows(_numbers_of_this_rank(batch.get("sample_ids"), rows))
+        roles_B, turns_B = (batch.get(key, torch.zeros_like(rows)).to(rows.device) for key in ("role_ids", "turn_ids"))
+        roles_all, turns_all, trainable_all = (
+            parallel.gathered_rows(each_B)[0] for each_B in (roles_B, turns_B, trainable_rows(batch).long().to(rows.device))
+        )
+        compared_all, trainable_all = comparison_groups(groups_all, roles_all, turns_all), trainable_all.bool()
         if norm is not None and norm.mean_level == "group":
-            self._warn_of_lone_samples(groups_all, samples_all)
-        baseline_all, scale_all = self._estimate(returns_all, groups_all, samples_all)
+            self._warn_of_lone_samples(compared_all[trainable_all], samples_all[trainable_all])
+        baseline_all, scale_all = estimate_by_role(
+            self._estimate, returns_all, compared_all, samples_all, roles_all, trainable_all, self.estimator_memories
+        )
         return (outcome_B[:, None] + later_BL - baseline_all[own][:, None]) * scale_all[own][:, None] * mask_BL
 
     def _token_rewards(self, batch: Trajectory, mask_BL: Tensor) -> Tensor | None:
@@ -305,8 +315,10 @@ class FSDPPPOActor(TrainEngine):
             self.critic.step_lr_scheduler()
 
     def state_dict(self) -> dict[str, Any]:
-        """See ``TrainEngine.state_dict``; the state of the critic is included."""
-        return super().state_dict() | ({} if self.critic is None else {"critic": self.critic.state_dict()})
+        """See ``TrainEngine.state_dict``; the state of the critic and what the advantage estimator keeps are included."""
+        critic = {} if self.critic is None else {"critic": self.critic.state_dict()}
+        memories = {role: dict(memory) for role, memory in self.estimator_memories.items()}
+        return {**super().state_dict(), **critic, "estimator_memories": memories}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """See ``TrainEngine.load_state_dict``.
@@ -320,6 +332,7 @@ class FSDPPPOActor(TrainEngine):
         if self.critic is not None:
             self.critic.load_state_dict(state["critic"])
         super().load_state_dict(state)
+        self.estimator_memories = {role: dict(memory) for role, memory in state.get("estimator_memories", {}).items()}
 
     def save_critic(self, path: str | Path, tokenizer: Any = None) -> None:
         """Write the critic in Hugging Face form, if it is a model of its own (see ``Critic.save``). Collective."""

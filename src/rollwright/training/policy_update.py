@@ -17,6 +17,7 @@ from rollwright.algorithms.losses import (
     kl_loss,
 )
 from rollwright.config.sections import PPOActorConfig
+from rollwright.experience.players import compared_rows, trainable_rows
 from rollwright.experience.trajectory import Trajectory
 from rollwright.training import parallel
 from rollwright.training.distillation import Distillation
@@ -195,7 +196,8 @@ class PolicyUpdate:
         statistics.add("tokens_per_row/all", attended_BL.sum(), rows)
         statistics.add("masked_share", (sampled_BL - mask_BL).clamp(min=0).sum(), sampled_BL.sum())
         if batch.get("rewards") is not None and batch.get("group_ids") is not None:
-            without, groups = groups_without_variance(batch.get("returns", batch["rewards"]), batch["group_ids"])
+            trained, compared_B = trainable_rows(batch), compared_rows(batch)
+            without, groups = groups_without_variance(batch.get("returns", batch["rewards"])[trained], compared_B[trained])
             statistics.add("groups_without_variance", without, groups)
         if batch.get("reward_clipped") is not None:
             statistics.add("reward_clipped_share", batch["reward_clipped"].double().sum(), rows)

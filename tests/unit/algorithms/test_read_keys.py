@@ -128,7 +128,7 @@ def test_a_key_of_the_advantage_is_read_or_refused(estimator, norm, key):
         plain = PPOActorConfig(adv_estimator=estimator, adv_norm=NormConfig(**norm if estimator == "normalised" else {}))
         changed = dataclasses.replace(plain, adv_norm=dataclasses.replace(plain.adv_norm, **{key: values.get(key, True)}))
         batch = torch.tensor([1.0, 0.0, 0.5, 2.0, 2.0, 0.0]), torch.tensor([0, 0, 0, 1, 1, 1]), torch.arange(6)
-        before, after = (find_estimator(config)(*batch) for config in (plain, changed))
+        before, after = (find_estimator(config)(*batch, {}) for config in (plain, changed))
         makes_a_difference = any(not torch.allclose(*pair) for pair in zip(before, after, strict=True))
         assert (f"adv_norm.{key}" in refusals(changed)) is not makes_a_difference
     finally:

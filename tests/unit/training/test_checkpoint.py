@@ -48,16 +48,18 @@ def test_tensors_that_share_memory_are_written_each(tmp_path):
 
 def run(actor, steps, start=0):
     for step in range(start, start + steps):
-        batch = tiny_batch(seed=step)
+        batch = {**tiny_batch(seed=step), "role_ids": torch.arange(12) % 2}
         actor.ppo_update(actor.compute_advantages(batch))
         actor.step_lr_scheduler()
         actor.version += 1
     return torch.cat([parameter.detach().flatten() for parameter in actor.model.parameters()])
 
 
-def test_training_goes_on_bit_for_bit(tmp_path):
+@pytest.mark.parametrize("recipe", ["grpo", "rae"])
+def test_training_goes_on_bit_for_bit(tmp_path, recipe):
     keys = {
         "dtype": torch.float32,
+        "recipe": recipe,
         "optimizer": OptimizerConfig(lr=1e-2, lr_scheduler_type="cosine", warmup_steps_proportion=0.3),
     }
     whole = tiny_actor(**keys)
@@ -73,6 +75,8 @@ def test_training_goes_on_bit_for_bit(tmp_path):
     second.load_state_dict(state["actor"])
     assert (step, second.version, state["trainer"]) == (5, 5, {"epoch": 1})
     assert torch.equal(run(second, 3, start=5), expected)
+    assert second.estimator_memories == whole.estimator_memories
+    assert {len(memory) for memory in whole.estimator_memories.values()} == {1 if recipe == "rae" else 0}
 
 
 def test_loading_keeps_the_storage_that_an_engine_shares():

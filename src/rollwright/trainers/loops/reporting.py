@@ -18,6 +18,7 @@ from rollwright.config.loading import config_to_dict, save_config
 from rollwright.experience.journal.records import Phase, Published, Trained
 from rollwright.experience.journal.writing import Journal
 from rollwright.experience.packed import unpacked
+from rollwright.experience.players import rows_by_role, trainable_rows
 from rollwright.experience.trajectory import Trajectory, row_lengths, sampled_tokens
 from rollwright.placement.ranks import trained_rows
 from rollwright.tracking import logging
@@ -124,6 +125,7 @@ class StageRun:
     def report_evaluation(self, step: int, result: EvaluationResult, reported: Mapping[str, float] | None = None) -> None:
         """Log and show an evaluation, together with the metrics ``reported`` while it ran."""
         scores = {f"eval/{name}": getattr(result, name) for name in ("reward", "truncated", "response_tokens")}
+        scores |= {f"eval/{name}": value for name, value in role_metrics(result.trajectory).items()}
         self.metrics.log(step, {**(reported or {}), **scores})
         self.display.evaluation(step, result.reward)
         self.dumper.dump(step, result.trajectory, "eval", unpacked)
@@ -180,6 +182,7 @@ def report_step(
         "response_tokens": sampled / len(rewards),
         "sequence_tokens": float(lengths.mean()),
         "truncated": float(sample_means(batch, batch["truncated"].float()).mean()),
+        **role_metrics(batch),
         "version": float(version),
         "tokens_per_second/generate": generation,
         "tokens_per_second/train": training,
@@ -237,9 +240,28 @@ def workflow_metrics(batch: Trajectory) -> dict[str, float]:
 
 
 def sample_means(trajectory: Trajectory, values_B: Tensor) -> Tensor:
-    """Average a per-row value within each sample. Returns shape ``[samples]``: a sample counts once, however many rows it has."""
+    """Average a per-row value within each sample, over the rows of players that are trained (of all, if none of the sample's is).
+
+    Returns shape ``[samples]``: a sample counts once, however many rows it has.
+    """
     keys = torch.stack([trajectory["group_ids"], trajectory["sample_ids"]], dim=1)
     _, index_B = keys.unique(dim=0, return_inverse=True)
     count = int(index_B.max()) + 1
-    totals = torch.zeros(count, dtype=torch.float64).index_add_(0, index_B, values_B.double())
-    return totals / torch.bincount(index_B, minlength=count)
+    weights_B = trainable_rows(trajectory).double()
+    has_none = torch.zeros(count, dtype=torch.float64).index_add_(0, index_B, weights_B) == 0
+    weights_B = torch.where(has_none[index_B], torch.ones_like(weights_B), weights_B)
+    totals, weights = (
+        torch.zeros(count, dtype=torch.float64).index_add_(0, index_B, each)
+        for each in (values_B.double() * weights_B, weights_B)
+    )
+    return totals / weights
+
+
+def role_metrics(batch: Trajectory) -> dict[str, float]:
+    """Return the mean reward, the sampled tokens and the number of rows of each role that is trained; empty without roles."""
+    tokens, metrics = sampled_tokens(batch), dict[str, float]()
+    for name, rows in rows_by_role(batch).items():
+        metrics[f"reward/{name}"] = float(batch["rewards"][rows].mean())
+        metrics[f"response_tokens/{name}"] = float(tokens[rows].float().mean())
+        metrics[f"rows/{name}"] = float(len(rows))
+    return metrics
