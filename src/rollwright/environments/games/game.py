@@ -1,0 +1,91 @@
+"""The protocol of games that players play in text, and how they are found by name.
+
+A state is an immutable value: a game can be continued from any of its states, and from the same state twice.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Mapping, Sequence
+from typing import Any, Protocol, TypeVar
+
+from rollwright.errors import WorkflowError
+from rollwright.registry import Registry, why_not_called
+
+State = TypeVar("State", bound=Hashable)
+
+#: Games by name; ``GAMES.register("chess")(Chess)`` adds one. An import path needs no registration.
+GAMES: Registry[Any] = Registry(
+    "game",
+    WorkflowError,
+    variable="GAMES",
+    built_in={
+        "nim": "rollwright.environments.games.nim:Nim",
+        "kuhn": "rollwright.environments.games.kuhn:KuhnPoker",
+    },
+)
+
+
+class Game(Protocol[State]):
+    """Rules of a game.
+
+    Attributes:
+        name: name of the game, the ``environment`` of its rows.
+        roles: names of the seats, in order.
+    """
+
+    name: str
+    roles: Sequence[str]
+
+    def tasks(self, split: str) -> list[dict[str, Any]]:
+        """Return the beginnings of a split (train, valid or test) as tasks, each with a ``query_id``."""
+        ...
+
+    def start(self, task: Mapping[str, Any]) -> State:
+        """Return the first state. Chance, such as the deal, is in the task."""
+        ...
+
+    def player(self, state: State) -> int | None:
+        """Return the seat that moves, or None if the game is over."""
+        ...
+
+    def says(self, state: State) -> str:
+        """Return what the player that moves is told: what it does not know from its earlier turns, and nothing hidden from it."""
+        ...
+
+    def moves(self, state: State) -> Sequence[str]:
+        """Return the moves that are allowed, as the player writes them."""
+        ...
+
+    def play(self, state: State, move: str) -> State:
+        """Return the state after a move that is allowed."""
+        ...
+
+    def rewards(self, state: State) -> Sequence[float]:
+        """Return the reward of each seat; the game is over."""
+        ...
+
+    def is_held_out(self, state: State) -> bool:
+        """Return whether no move from this state may be trained, because it tests what was learned."""
+        ...
+
+
+#: A game, its name in ``GAMES`` or its import path, or ``{"name": …, **arguments}``.
+NamedGame = Any
+
+
+def make_game(game: NamedGame) -> Any:
+    """Return the game that a name, or a mapping with a name and arguments, stands for.
+
+    Raises:
+        WorkflowError: there is no such game, or it does not accept the arguments.
+    """
+    if not isinstance(game, str | Mapping):
+        return game
+    arguments = {"name": game} if isinstance(game, str) else dict(game)
+    if "name" not in arguments:
+        raise WorkflowError(f"game is {game!r}: give its name, or a mapping with its name and arguments.")
+    name = arguments.pop("name")
+    factory = GAMES.get(name)
+    if why := why_not_called(factory, **arguments):
+        raise WorkflowError(f"game {name!r} cannot be made from {', '.join(arguments) or 'no arguments'}: {why}.")
+    return factory(**arguments)
