@@ -34,6 +34,7 @@ NOT_RUN = {
     ("engine", 2): "tests/unit/inference/test_builtin_adapters.py samples with several adapters",
     ("experience-store", 0): "tests/integration/test_store_processes.py runs this loop in processes",
     ("experience-store", 1): "the same test",
+    ("export", 0): "tests/unit/viewer/test_exports.py reads the files",
     ("lora", 0): "tests/unit/training/test_lora.py loads such a directory with peft",
     ("modes", 0): "tests/integration/test_serve.py sends these requests to a service",
     ("openai-front", 3): "tests/clients sends these requests with the real packages",

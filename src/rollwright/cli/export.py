@@ -1,4 +1,4 @@
-"""``rollwright export``: merge a LoRA adapter with its base, for programs that take whole models only."""
+"""``rollwright export``: a run for other programs, or a LoRA adapter merged with its base for those that take whole models only."""
 
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ from typing import Annotated, Any
 import typer
 
 from rollwright.errors import CheckpointError, ConfigError
+from rollwright.tracking.run_directory import MARKER
 
 #: llama.cpp's converter, and the variable that names a checkout of llama.cpp.
 _CONVERTER, _CHECKOUT = "convert_hf_to_gguf.py", "LLAMA_CPP_DIR"
@@ -25,20 +26,75 @@ class ExportType(StrEnum):
     bfloat16 = "bfloat16"
 
 
+class Format(StrEnum):
+    """Form in which a run is exported."""
+
+    inspect = "inspect"
+    wandb = "wandb"
+    jsonl = "jsonl"
+
+
 def export(
-    checkpoint: Annotated[Path, typer.Argument(help="The adapter's directory (adapter_config.json).")],
-    directory: Annotated[Path, typer.Argument(help="Directory for the merged model; it must be empty or new.")],
+    source: Annotated[Path, typer.Argument(help="The run, or a stage of it; or the directory of an adapter.")],
+    directory: Annotated[
+        Path | None,
+        typer.Argument(
+            help="Destination; it must be empty or new. Default for a run: exports/RUN-FORMAT. An adapter needs one."
+        ),
+    ] = None,
     dtype: Annotated[
-        ExportType, typer.Option(help="Type of the merged weights. For bfloat16, the change of log-probabilities is measured.")
-    ] = ExportType.float32,
+        ExportType | None,
+        typer.Option(
+            help="Type of the merged weights, by default float32. For bfloat16, the change of log-probabilities is measured."
+        ),
+    ] = None,
     base: Annotated[str | None, typer.Option(help="Base model; default: the one that adapter_config.json names.")] = None,
     gguf: Annotated[
         Path | None,
         typer.Option(help="Also write this GGUF file, in 16 bits for bfloat16 and 32 for float32; needs llama.cpp."),
     ] = None,
     trust_remote_code: Annotated[bool, typer.Option(help="Run code that comes with the base model.")] = False,
+    to: Annotated[
+        Format | None,
+        typer.Option(help="Export a run: as logs for Inspect, as offline runs for Weights & Biases, or as JSON lines."),
+    ] = None,
 ) -> None:
-    """Merge an adapter into its base, in float32 arithmetic, and write a model in Hugging Face form with the adapter's tokenizer."""
+    """Export a run for other programs, with --to; or merge a LoRA adapter into its base.
+
+    A run is exported as everything that its journal and metrics hold: samples, tokens, rewards, curves. What a format has no place for is
+    named. An adapter is merged in float32 arithmetic, and written as a model in Hugging Face form with the adapter's tokenizer.
+    """
+    if to is not None:
+        if dtype is not None or base is not None or gguf is not None or trust_remote_code:
+            raise ConfigError("--to exports a run: --dtype, --base, --gguf and --trust-remote-code are for adapters.")
+        _export_run(source, directory, to)
+        return
+    if directory is None or (source / MARKER).exists():
+        raise ConfigError(
+            "to export a run, say to what: rollwright export RUN --to inspect (or wandb, jsonl); to merge an adapter, give its "
+            "directory and that of the merged model: rollwright export ADAPTER DIRECTORY."
+        )
+    _merge(source, directory, dtype or ExportType.float32, base, gguf, trust_remote_code)
+
+
+def _export_run(source: Path, directory: Path | None, to: Format) -> None:
+    from rollwright.viewer.exports import export_run, write_jsonl
+    from rollwright.viewer.inspect_log import write_inspect
+    from rollwright.viewer.wandb_export import write_wandb
+
+    write = {Format.inspect: write_inspect, Format.wandb: write_wandb, Format.jsonl: write_jsonl}[to]
+    name = "-".join(source.resolve().parts[-2:])
+    place = directory or Path("exports") / f"{name}-{to}"
+    for part in export_run(source, place, write):
+        typer.echo(f"{part.path}: {part.about}")
+        if part.left_out:
+            typer.echo(f"  not in this format: {part.left_out}; --to jsonl has them")
+    typer.echo(f"wrote {place}" + (f": inspect view --log-dir {place}" if to is Format.inspect else ""))
+
+
+def _merge(
+    checkpoint: Path, directory: Path, dtype: ExportType, base: str | None, gguf: Path | None, trust_remote_code: bool
+) -> None:
     if directory.exists() and (not directory.is_dir() or any(directory.iterdir())):
         raise ConfigError(f"{directory} exists and is not an empty directory; choose another, nothing is overwritten.")
     converter = _converter() if gguf is not None else None

@@ -35,7 +35,7 @@ COMMANDS: dict[str, tuple[str, str]] = {
         "rollwright.cli.serve:serve_model",
         "Serve a model: the built-in engine over SGLang's and the OpenAI protocol.",
     ),
-    "export": ("rollwright.cli.export:export", "Merge a LoRA adapter with its base, in float32, bfloat16 or as GGUF."),
+    "export": ("rollwright.cli.export:export", "Export a run to Inspect, W&B or JSON lines; merge a LoRA adapter."),
     "push": ("rollwright.cli.push:push", "Upload a checkpoint to the Hugging Face Hub."),
     "retrieve": ("rollwright.cli.serve:retrieve", "Serve a corpus to search agents."),
 }

@@ -296,7 +296,7 @@ _OPENINGS = re.compile(
     r"|<start_of_turn>(?P<role3>\w+)\n?"  # Gemma
     r"|<\|(?P<role4>system|user|assistant|tool|observation)\|>\n?"  # Phi, GLM, and the tokenizers made here
 )
-_CLOSINGS = re.compile(r"(?:<\|im_end\|>|<\|eot_id\|>|<end_of_turn>|<\|end\|>|<\|endoftext\|>|</s>)\s*$")
+CLOSINGS = re.compile(r"(?:<\|im_end\|>|<\|eot_id\|>|<end_of_turn>|<\|end\|>|<\|endoftext\|>|</s>)\s*$")
 _ROLES = {"model": "assistant", "observation": "tool", "ipython": "tool"}
 
 
@@ -323,18 +323,18 @@ def chat_of(episode: RecordedEpisode, text: Callable[[list[int]], str]) -> list[
             continue
         call: ModelCall = step.call
         given = step.prompt[len(step.prompt) - tokens_in(call.added) :]
-        new = _given(text(given.tolist()))
+        new = messages_in(text(given.tolist()))
         if call.refused is not None:
             new.append({"role": "refused", "text": call.refused, "call": call.index})
         else:
-            said = _CLOSINGS.sub("", text(step.output.tolist()))
+            said = CLOSINGS.sub("", text(step.output.tolist()))
             new.append({"role": "assistant", "text": said, "call": call.index})
         side = side_conversation_of(call)
         messages += [{**each, "side_conversation": side} for each in new] if side else new
     return messages
 
 
-def _given(text: str) -> list[dict[str, Any]]:
+def messages_in(text: str) -> list[dict[str, Any]]:
     """Split the new part of a call's prompt into messages. Empty ones, such as the opening of the answer, are left out."""
     openings = list(_OPENINGS.finditer(text))
     parts = [("given", text[: openings[0].start()] if openings else text)]
@@ -342,5 +342,5 @@ def _given(text: str) -> list[dict[str, Any]]:
         stop = openings[number + 1].start() if number + 1 < len(openings) else len(text)
         role = next(each for each in opening.groups() if each)
         parts.append((_ROLES.get(role, role), text[opening.end() : stop]))
-    shown = [(role, _CLOSINGS.sub("", part).strip("\n")) for role, part in parts]
+    shown = [(role, CLOSINGS.sub("", part).strip("\n")) for role, part in parts]
     return [{"role": role, "text": part, "call": None} for role, part in shown if part.strip()]

@@ -23,6 +23,7 @@ samples.id, writer, ordinal, idx, attempt, is_eval, version, workflow, status, r
 calls, tools, tool_names, first_version, last_version, model_seconds, tool_seconds, began, ended, truncated, step, step_writer, trained,
 advantage, advantages, is_undone, is_damaged, substr(texts.said, 1, 120) AS preview
 """
+_READ_AT_ONCE = 500  # samples
 #: SQL order of attempts with the same name that puts the one to show first.
 _BEST_FIRST = "is_undone, status IN ('accepted', 'rejected') DESC, samples.id DESC"
 #: SQL condition that excludes samples that a resume undid.
@@ -103,6 +104,25 @@ class Samples:
             status = self._status if sample["writer"] >= self._resumed else "interrupted"
             if key is None or key.names(sample):
                 yield {**sample, "status": status, "preview": None}
+
+    def everything(
+        self, is_eval: bool | None = None, version: int | None = None
+    ) -> Iterator[tuple[dict[str, Any], bytes, bytes | None]]:
+        """Yield all samples like ``find``: failed attempts, undone ones and, at the end, unfinished ones are among them.
+
+        Args:
+            is_eval: True for those of evaluations, False for those of training; None for all.
+            version: version of the weights that were evaluated; None for all.
+        """
+        wanted = {name: value for name, value in (("is_eval", is_eval), ("version", version)) if value is not None}
+        rest = "".join(f" AND {name} = ?" for name in wanted)
+        query, last = f"{select('places', 'trained_places')} WHERE samples.id > ?{rest} ORDER BY samples.id LIMIT ?", 0
+        while found := self._index.rows(query, last, *wanted.values(), _READ_AT_ONCE):
+            last = found[-1]["id"]
+            yield from ((self.plain(row), row["places"], row["trained_places"]) for row in found)
+        for row in self._unfinished():
+            if all(row[name] == value for name, value in wanted.items()):
+                yield self.plain(row), row["places"], None
 
     def find(self, key: str) -> tuple[dict[str, Any], bytes, bytes | None]:
         """Return the sample with a key, and the places of its records and of its training records.
