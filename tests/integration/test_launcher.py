@@ -147,9 +147,39 @@ def test_a_server_that_is_too_slow_is_ended(tmp_path):
     with Launcher(tmp_path) as launcher:
         launcher.start(lambda host, port, index: [sys.executable, "-c", "import time; time.sleep(600)"])
         (server,) = launcher.servers
-        with pytest.raises(EngineError, match="not healthy in time"):
+        with pytest.raises(EngineError, match="logged nothing for 1 s"):
             launcher.wait_healthy(1.0)
         assert server.exit_status is not None
+
+
+SLOW = textwrap.dedent(
+    """
+    import http.server, sys, threading, time
+    ready = threading.Event()
+    class Handler(http.server.BaseHTTPRequestHandler):
+        def do_GET(self):
+            self.send_response(200 if ready.is_set() else 503)
+            self.end_headers()
+    server = http.server.ThreadingHTTPServer(("127.0.0.1", int(sys.argv[1])), Handler)
+    threading.Thread(target=server.serve_forever).start()
+    for shard in range(int(sys.argv[2])):
+        print("loaded shard", shard, flush=True)
+        time.sleep(0.5)
+    if sys.argv[2] != "0":
+        ready.set()
+    """
+)
+
+
+def test_a_server_may_load_as_long_as_its_log_moves(tmp_path):
+    """Its lines about our own health checks do not count."""
+    with Launcher(tmp_path) as launcher:
+        launcher.start(lambda host, port, index: [sys.executable, "-c", SLOW, str(port), "16"])
+        launcher.wait_healthy(5.0)
+    with Launcher(tmp_path / "silent") as launcher:
+        launcher.start(lambda host, port, index: [sys.executable, "-c", SLOW, str(port), "0"])
+        with pytest.raises(EngineError, match=r"(?s)logged nothing for 5 s.*GET /health"):
+            launcher.wait_healthy(5.0)
 
 
 def test_a_command_that_ignores_requests_to_end_is_killed(server_script, tmp_path, monkeypatch):

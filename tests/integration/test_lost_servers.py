@@ -38,7 +38,7 @@ def started_again(servers: LocalServers, number: int, logs):
     before = servers.servers[number]
     again = ServerProcess(before.command, before.address, logs / "again.log", {"OMP_NUM_THREADS": "1"})
     try:
-        again.wait_healthy(time.monotonic() + 300)
+        again.wait_healthy(300)
         yield again
     finally:
         again.stop()

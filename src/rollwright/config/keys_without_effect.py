@@ -32,7 +32,8 @@ _OF_SERVERS_AND_TRAINING = [
     f"rollout.{name}"
     for name in (
         *("addresses", "servers", "tensor_parallel", "first_gpu", "api_key", "path", "openai_front"),
-        *("request_retries", "weight_update", "weight_update_path", "weight_dtype", "weight_update_every_steps", "canary"),
+        *("request_retries", "weight_update", "weight_update_path", "weight_update_timeout", "weight_dtype"),
+        *("weight_update_every_steps", "canary"),
     )
 ]
 _OF_EVALUATION = [f"evaluator.{each.name}" for each in fields(EvaluatorConfig) if each.name not in _INTERVAL]

@@ -426,7 +426,7 @@ _SERVERS_RUN = "is about servers that are started here, but rollout.addresses na
 _ENGINES = (
     refuse_set(
         PPOConfig,
-        [f"rollout.{name}" for name in ("weight_update", "weight_dtype", "request_retries")],
+        [f"rollout.{name}" for name in ("weight_update", "weight_update_timeout", "weight_dtype", "request_retries")],
         lambda config: config.rollout.backend == "builtin",
         f"is of servers{_OTHER_BACKEND}",
     ),

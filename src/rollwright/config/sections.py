@@ -319,13 +319,20 @@ class RolloutConfig:
     weight_update_path: str | None = key(
         None, "Directory for weight_update: disk; trainer and servers must see it under the same path."
     )
+    weight_update_timeout: float = key(
+        600.0,
+        "Seconds that a server may take to load published weights, to join a distributed group, or to receive one of its buckets.",
+        gt=0.0,
+    )
     weight_dtype: str = key(
         "auto",
         "Type in which weights are sent to an engine. auto: the type that the engine reports; otherwise bfloat16 if the trainer "
         "computes in it, else the weights' own type.",
         choices=["auto", "float32", "bfloat16", "float16"],
     )
-    setup_timeout: float = key(300.0, "Seconds to wait until a server is healthy.", gt=0.0)
+    setup_timeout: float = key(
+        300.0, "Seconds to wait until a server is healthy. A server that the run starts has as long as its log moves.", gt=0.0
+    )
     canary: bool = key(
         True,
         "Before the first step, publish weights in which every tensor is changed, compare the engines' log-probabilities with the trainer's, "

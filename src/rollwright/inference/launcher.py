@@ -19,7 +19,7 @@ import weakref
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from pathlib import Path
-from typing import Any, Self
+from typing import Any, BinaryIO, Self
 from urllib.parse import urlsplit
 
 import httpx2
@@ -81,22 +81,28 @@ class ServerProcess:
         except OSError as error:
             return f"({error})"
 
-    def wait_healthy(self, deadline: float) -> None:
-        """Wait until ``/health`` answers, at most until ``time.monotonic()`` reaches ``deadline``.
+    def wait_healthy(self, timeout: float) -> None:
+        """Wait until ``/health`` answers, as long as the server writes to its log.
+
+        Args:
+            timeout: seconds without a new line after which the wait ends. Lines about ``/health``, which the checks cause, do not count.
 
         Raises:
-            EngineError: the server ended, or was not healthy in time; the end of its log is quoted.
+            EngineError: the server ended, or its log stopped before it was healthy; the end of its log is quoted.
         """
         url = server_url(self.address) + "/health"
-        with httpx2.Client(timeout=5.0, trust_env=False) as client:
+        deadline = time.monotonic() + timeout
+        with httpx2.Client(timeout=5.0, trust_env=False) as client, _opened_at_end(self.log_path) as log:
             while True:
                 if self.exit_status is not None:
                     raise self.error(f"ended with status {self.exit_status} before it was healthy")
                 with contextlib.suppress(httpx2.TransportError):
                     if client.get(url).status_code == 200:
                         return
+                if any(line.strip() and b"/health" not in line for line in log.readlines()):
+                    deadline = time.monotonic() + timeout
                 if time.monotonic() > deadline:
-                    raise self.error("was not healthy in time (rollout.setup_timeout)")
+                    raise self.error(f"was not healthy, and logged nothing for {timeout:g} s (rollout.setup_timeout)")
                 time.sleep(0.1)
 
     def error(self, what: str) -> EngineError:
@@ -203,26 +209,28 @@ class Launcher:
     def wait_healthy(self, timeout: float = 300.0) -> list[str]:
         """Wait until every server answers its health check.
 
+        Args:
+            timeout: seconds that a server may be silent in its log before it is healthy.
+
         Returns:
             Addresses of the servers.
 
         Raises:
             EngineError: a server ended or was too slow. All servers are then stopped.
         """
-        deadline = time.monotonic() + timeout
         try:
             for place in range(len(self.servers)):
-                self._wait_healthy(place, deadline)
+                self._wait_healthy(place, timeout)
         except BaseException:
             self.close()
             raise
         return [server.address for server in self.servers]
 
-    def _wait_healthy(self, place: int, deadline: float) -> None:
+    def _wait_healthy(self, place: int, timeout: float) -> None:
         for ports_left in reversed(range(_PORTS_TRIED)):
             server = self.server(place)
             try:
-                return server.wait_healthy(deadline)
+                return server.wait_healthy(timeout)
             except EngineError:
                 if not ports_left or not server.found_its_port_taken:
                     raise
@@ -251,11 +259,11 @@ class Launcher:
         """End a server, start it again on another port, and wait until it is healthy.
 
         Raises:
-            EngineError: the new server ended, or was not healthy within ``timeout`` seconds.
+            EngineError: the new server ended, or logged nothing for ``timeout`` seconds before it was healthy.
             LostProcessError: the servers were ended.
         """
         self._replace(place)
-        self._wait_healthy(place, time.monotonic() + timeout)
+        self._wait_healthy(place, timeout)
 
     def watch(
         self,
@@ -361,6 +369,12 @@ class RestartableServer:
         server = self._launcher.server(self._place)
         if server.exit_status is not None:
             raise server.error(f"ended with status {server.exit_status}")
+
+
+def _opened_at_end(path: Path) -> BinaryIO:
+    file = path.open("rb")
+    file.seek(0, os.SEEK_END)
+    return file
 
 
 def _stop_all(servers: list[ServerProcess]) -> None:

@@ -78,6 +78,8 @@ def join_processes(device: torch.device, *, also_alone: bool = False) -> torch.d
         # would outlive ``destroy_process_group``, and a thread that frees a tensor while Python shuts down aborts the process.
         importlib.import_module("torch.distributed.nn.functional")
         global _store
+        # As in SGLang's ranks, which the first rank may meet in a group: NCCL reads it once, at the first group of this process.
+        os.environ.setdefault("NCCL_CUMEM_ENABLE", "0")
         store, number, size = next(rendezvous("env://"))
         dist.init_process_group(backend, store=PrefixStore("training", store), rank=number, world_size=size)
         control_group()

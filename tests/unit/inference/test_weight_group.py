@@ -23,7 +23,7 @@ from rollwright.errors import WeightUpdateError
 from rollwright.inference.network import find_free_ports
 from rollwright.inference.server.application import create_application
 from rollwright.inference.server.settings import ServerSettings
-from rollwright.inference.weights.group import buckets
+from rollwright.inference.weights.group import WeightGroup, buckets
 from rollwright.inference.weights.transfer import WeightUpdateMeta
 
 SCRIPT = Path(__file__).with_name("weight_peer.py")
@@ -229,3 +229,45 @@ def test_buckets_of_one_type_fill_side_by_side():
     parts = list(buckets(named, 32, of_one_type=True))
     assert [[name for name, _ in part] for part in parts] == [["0", "2"], ["1", "3", "5", "7"], ["4", "6"]]
     assert [[name for name, _ in part] for part in buckets(named, 48)] == [["0", "1", "2", "3"], ["4", "5", "6", "7"]]
+
+
+class Hangs:
+    """A group in which a rank is gone: what NCCL does then, which neither fails nor ends."""
+
+    def __init__(self):
+        self.aborted = threading.Event()
+
+    def broadcast(self, tensor, root):
+        return self
+
+    def is_completed(self):
+        return self.aborted.is_set()
+
+    def wait(self): ...
+
+    def abort(self):
+        self.aborted.set()
+
+
+def test_a_broadcast_that_never_ends_is_an_error_and_the_group_is_left():
+    """NCCL's watchdog would end the trainer instead, so it gets no limit that it could reach."""
+    (port,) = find_free_ports(1)
+    group = WeightGroup("127.0.0.1", port, 0, 1, "alone", "gloo", timeout=0.5)
+    group._group = hangs = Hangs()
+    group.device = torch.device("cuda")  # groups on GPUs are aborted
+    with pytest.raises(WeightUpdateError, match=r"'alone' did not end within 0.5 s \(rollout.weight_update_timeout\)"):
+        group.broadcast(torch.zeros(2))
+    assert hangs.aborted.wait(5)
+    with pytest.raises(WeightUpdateError, match="was left"):
+        group.broadcast(torch.zeros(2))
+
+
+def test_a_rank_that_takes_no_part_is_not_waited_for_without_end():
+    """The same in a real group of two, one of which joins and never receives."""
+    (port,) = find_free_ports(1)
+    with ThreadPoolExecutor(2) as pool:
+        joined = [pool.submit(WeightGroup, "127.0.0.1", port, rank, 2, "two", "gloo", 2.0) for rank in range(2)]
+        sender, receiver = (each.result(60) for each in joined)
+    with pytest.raises(WeightUpdateError, match="'two'"):
+        sender.broadcast(torch.zeros(16_000_000))  # more than fits into the connection's buffers
+    receiver.close()

@@ -305,7 +305,7 @@ class SGLangBackend(BroadcastBackend):
         """See ``ServerBackend.checksums``. Those of the ranks of a server are joined."""
         try:
             body = {"action": "checksum"}
-            answer = self.ask(server, "POST", "/weights_checker", body, timeout=self.config.request_timeout)
+            answer = self.ask(server, "POST", "/weights_checker", body, timeout=self.config.weight_update_timeout)
         except ServerRefusedError:  # SGLang before it had this route
             return {}
         joined: dict[str, str] = {}
@@ -349,7 +349,7 @@ class SGLangBackend(BroadcastBackend):
 
     def _post_adapter(self, server: Server, path: str, body: dict[str, Any]) -> None:
         try:
-            answer = self.ask(server, "POST", f"/{path}", body, timeout=self.config.request_timeout)
+            answer = self.ask(server, "POST", f"/{path}", body, timeout=self.config.weight_update_timeout)
             refusal = "" if answer.get("success", False) else str(answer.get("error_message") or answer.get("message"))
         except ServerRefusedError as error:
             refusal = str(error)
@@ -359,7 +359,7 @@ class SGLangBackend(BroadcastBackend):
 
     def _post_update(self, server: Server, path: str, body: dict[str, Any]) -> None:
         try:
-            answer = self.ask(server, "POST", f"/{path}", body, timeout=self.config.request_timeout)
+            answer = self.ask(server, "POST", f"/{path}", body, timeout=self.config.weight_update_timeout)
         except ServerRefusedError as error:
             kind = UpdateRefusedError if error.status in _UNREAD_STATUSES else WeightUpdateError
             raise kind(f"The server at {server.address} refused new weights: {error}") from error
@@ -425,9 +425,8 @@ class SGLangBackend(BroadcastBackend):
 
     def sending_half(self, place: GroupPlace) -> WeightGroup:
         """See ``BroadcastBackend.sending_half``."""
-        return WeightGroup(
-            place.master_address, place.master_port, place.rank_offset, place.world_size, place.group_name, place.backend
-        )
+        address, ranks = (place.master_address, place.master_port), (place.rank_offset, place.world_size)
+        return WeightGroup(*address, *ranks, place.group_name, place.backend, self.config.weight_update_timeout)
 
     def join_group(self, server: Server, place: GroupPlace) -> None:
         """See ``BroadcastBackend.join_group``."""

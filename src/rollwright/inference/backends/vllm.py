@@ -294,7 +294,7 @@ class VLLMBackend(BroadcastBackend):
         """See ``ServerBackend.load_adapter``. vLLM may read the directory again while requests use the adapter."""
         try:
             body = {"lora_name": name, "lora_path": directory}
-            self.ask(server, "POST", "/v1/load_lora_adapter", body, timeout=self.config.request_timeout)
+            self.ask(server, "POST", "/v1/load_lora_adapter", body, timeout=self.config.weight_update_timeout)
         except ServerRefusedError as error:
             hint = ""
             if error.status == 404:
@@ -309,7 +309,7 @@ class VLLMBackend(BroadcastBackend):
 
     def _update_call(self, server: Server, path: str, body: dict[str, Any] | None, version: int) -> None:
         try:
-            self.ask(server, "POST", f"/{path}", body, timeout=self.config.request_timeout)
+            self.ask(server, "POST", f"/{path}", body, timeout=self.config.weight_update_timeout)
         except ServerRefusedError as error:
             raise WeightUpdateError(f"The vLLM server at {server.address} did not load version {version}: {error}") from error
 
@@ -348,7 +348,7 @@ class VLLMBackend(BroadcastBackend):
 
     def sending_half(self, place: GroupPlace) -> SendingHalf:
         """See ``BroadcastBackend.sending_half``."""
-        return VLLMGroup(place)
+        return VLLMGroup(place, self.config.weight_update_timeout)
 
     def join_group(self, server: Server, place: GroupPlace) -> None:
         """See ``BroadcastBackend.join_group``."""
@@ -359,7 +359,7 @@ class VLLMBackend(BroadcastBackend):
         }
         try:
             body = {"init_info": joining}
-            self.ask(server, "POST", "/init_weight_transfer_engine", body, timeout=self.config.request_timeout)
+            self.ask(server, "POST", "/init_weight_transfer_engine", body, timeout=self.config.weight_update_timeout)
         except ServerRefusedError as error:
             raise WeightUpdateError(f"The vLLM server at {server.address} did not join the group: {error}") from error
 

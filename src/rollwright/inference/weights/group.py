@@ -8,7 +8,10 @@ from __future__ import annotations
 import functools
 import math
 import os
+import threading
+import time
 from collections.abc import Iterable, Iterator, Sequence
+from concurrent.futures import Future
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any, Protocol
@@ -23,6 +26,7 @@ from rollwright.errors import WeightUpdateError
 DEFAULT_GROUP = "weight_update_group"
 #: Size of a bucket: large enough that bandwidth dominates a broadcast, small enough to fit beside the weights.
 BUCKET_BYTES = 512 << 20
+_LOOK_SECONDS = 0.0005
 
 
 @dataclass(frozen=True)
@@ -92,7 +96,7 @@ class WeightGroup:
         rank: rank of this process.
         world_size, name: size and name of the group.
         backend: ``"gloo"`` or ``"nccl"``.
-        timeout: seconds to wait for a rank that does not join.
+        timeout: seconds to wait for a rank that does not join, or for the end of a broadcast.
 
         Raises:
             WeightUpdateError: the group could not be formed.
@@ -115,25 +119,35 @@ class WeightGroup:
                 self._group = dist.ProcessGroupGloo(store, rank, world_size, limit)
             else:
                 options = dist.ProcessGroupNCCL.Options()
-                options._timeout = limit
+                # NCCL's watchdog ends the process after its own limit. ``broadcast`` keeps the limit instead, and reports who is gone.
+                options._timeout = timedelta(days=7)
                 self._group = dist.ProcessGroupNCCL(store, rank, world_size, options)
         except (RuntimeError, dist.DistError) as error:
             raise WeightUpdateError(
                 f"Rank {rank} of {world_size} could not join the group {name!r} at {master_address}:{master_port} within "
                 f"{timeout:g} s: {error}"
             ) from error
-        self.rank, self.world_size, self.name = rank, world_size, name
+        self.rank, self.world_size, self.name, self._timeout = rank, world_size, name, timeout
 
     def broadcast(self, tensor: Tensor) -> None:
         """Send ``tensor`` from rank 0 to the tensors of all other ranks.
 
         Raises:
-            WeightUpdateError: a rank is gone.
+            WeightUpdateError: a rank is gone, or did not take part within the time limit; the group is then left.
         """
         if self._group is None:
             raise WeightUpdateError(f"The group {self.name!r} was left; form another.")
+        # In a thread that may be left behind: NCCL waits for ranks that are gone, without a limit while it connects.
+        sent: Future[None] = Future()
+        threading.Thread(target=_broadcast, args=(self._group, tensor, sent), name="rollwright-broadcast", daemon=True).start()
         try:
-            self._group.broadcast(tensor, root=0).wait()
+            sent.result(self._timeout)
+        except TimeoutError:
+            self.close()
+            raise WeightUpdateError(
+                f"A broadcast in the group {self.name!r} did not end within {self._timeout:g} s (rollout.weight_update_timeout): a rank "
+                "is gone or hangs; look at the servers' logs."
+            ) from None
         except RuntimeError as error:
             raise WeightUpdateError(f"A broadcast in the group {self.name!r} failed: {error}") from error
 
@@ -141,7 +155,7 @@ class WeightGroup:
         """Leave the group and close its connections, so that ranks waiting for this one notice."""
         group, self._group, self._store = self._group, None, None
         if group is not None and self.device.type == "cuda":
-            group.abort()
+            threading.Thread(target=group.abort, name="rollwright-abort", daemon=True).start()  # it may wait for what hangs
 
     def send(self, named: Sequence[tuple[str, Tensor]]) -> None:
         """Broadcast the tensors of a bucket, which must have one type, as one flat tensor. Only rank 0 calls it."""
@@ -175,6 +189,21 @@ class WeightGroup:
         self.broadcast(together)
         parts = [part.view(tuple(shape)) for part, shape in zip(together.split(sizes), shapes, strict=True)]
         return [(name, part.to(kind)) for name, part, kind in zip(names, parts, kinds, strict=True)]
+
+
+def _broadcast(group: Any, tensor: Tensor, sent: Future[None]) -> None:
+    """Broadcast from rank 0, and wait until the tensor has arrived, on a GPU as well."""
+    try:
+        if tensor.is_cuda:
+            torch.cuda.set_device(tensor.device)
+        work = group.broadcast(tensor, root=0)
+        while not work.is_completed():
+            time.sleep(_LOOK_SECONDS)
+        work.wait()
+    except BaseException as error:
+        sent.set_exception(error)
+    else:
+        sent.set_result(None)
 
 
 def _dtype(name: str, dtype: str) -> torch.dtype:
