@@ -1,6 +1,7 @@
 """Guess a number from "higher" and "lower": a game that no single answer wins, and whose best play is known.
 
 games(size=2)      # the dataset guessing_games: tasks: {"messages": [user: "23-37"], "answer": "28", "query_id"}
+Game(task)         # the game as a ``TextEnvironment``, with snapshots
 verdict(…)         # guessing_verdict, what the player is told after a guess: the feedback function of ``MultiTurnWorkflow``
 episode(task)      # the worked episode of one who halves; ``episode(task, halves=False)``: of one who tries number by number
 best_reward(4)     # what halving earns
@@ -17,6 +18,7 @@ from typing import Any
 
 from rollwright.data.arithmetic import SPLIT_SHARES, split_of
 from rollwright.data.datasets import DATASET_REGISTRY
+from rollwright.environments.text_environment import StepResult
 from rollwright.errors import DataError
 from rollwright.workflows.registry import FUNCTIONS
 
@@ -82,6 +84,41 @@ def verdict(completion: str, reward: float, task: dict[str, Any]) -> str:
     if not written:
         return NO_NUMBER
     return HIGHER if int(written[-1][:9]) < int(task["answer"]) else LOWER
+
+
+class Game:
+    """One game, as a text environment: the same messages and verdicts as in ``MultiTurnWorkflow``; a hit pays 1.
+
+    Args:
+        task: one of ``games``.
+    """
+
+    def __init__(self, task: dict[str, Any]) -> None:
+        self.task = task
+        self.said: str = task["messages"][0]["content"]
+        self.done = False
+
+    def observation(self) -> str:
+        """What the player was told last."""
+        return self.said
+
+    def step(self, action: str) -> StepResult:
+        """Take the last number of a reply as the guess. A reply without a number is a guess that misses."""
+        if self.done:
+            return StepResult(self.said, 0.0, True, {"valid": False, "reason": "The number has been found."})
+        written = _NUMBER.findall(action)
+        self.done = bool(written) and written[-1] == self.task["answer"]
+        if not self.done:
+            self.said = verdict(action, 0.0, self.task)
+        return StepResult(self.said, float(self.done), self.done, {})
+
+    def snapshot(self) -> dict[str, Any]:
+        """The state of the game."""
+        return {"said": self.said, "done": self.done}
+
+    def restore(self, snapshot: dict[str, Any]) -> None:
+        """Return to a snapshot of a game of the same task."""
+        self.said, self.done = snapshot["said"], snapshot["done"]
 
 
 def episode(task: dict[str, Any], halves: bool = True, max_turns: int = 4) -> list[dict[str, Any]]:

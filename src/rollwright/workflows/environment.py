@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 
 from rollwright.data.formats import with_system
-from rollwright.environments.text_environment import TextEnvironment
+from rollwright.environments.text_environment import StepResult, TextEnvironment
 from rollwright.errors import WorkflowError
 from rollwright.experience.experience import Experience
 from rollwright.registry import why_not_called
@@ -27,7 +28,7 @@ class EnvironmentWorkflow(ResettableWorkflow):
     ``workflow_args`` may hold:
 
     * ``environment``: ``gymnasium`` (:class:`GymnasiumText`), or a class or function, or its name or import path, that is called with
-      the task's seed and returns a :class:`TextEnvironment`;
+      the task's seed and returns a :class:`TextEnvironment`, whose methods may be async;
     * ``environment_args``: its further arguments; a task's column of that name overrides single ones;
     * ``max_turns`` (20): maximum number of replies;
     * ``system_prompt``: by default the environment's ``instructions``; an empty string omits it;
@@ -58,21 +59,21 @@ class EnvironmentWorkflow(ResettableWorkflow):
 
     async def run_async(self) -> list[Experience]:
         """Play until the environment ends the episode, or until the turns or the context are used up."""
-        environment = self._environment()
+        environment = await self._environment()
         try:
             return await self._play(environment)
         finally:
             if callable(close := getattr(environment, "close", None)):
-                close()
+                await _value(close())
 
     async def _play(self, environment: TextEnvironment) -> list[Experience]:
         prompt = self.arguments["system_prompt"]
         system = getattr(environment, "instructions", "") if prompt is None else prompt
-        messages = with_system([{"role": "user", "content": environment.observation()}], system)
+        messages = with_system([{"role": "user", "content": await _value(environment.observation())}], system)
         rewards: list[float] = []
         invalid, done = 0, False
         async for reply in self.model.replies(messages, self.arguments["max_turns"]):
-            result = environment.step(reply.response_text or "")
+            result: StepResult = await _value(environment.step(reply.response_text or ""))
             valid, done = bool(result.info.get("valid", True)), result.done
             rewards.append(result.reward if valid else self.arguments["invalid_reward"])
             invalid += not valid
@@ -85,7 +86,7 @@ class EnvironmentWorkflow(ResettableWorkflow):
         experiences = with_reward(self.model.extract_experience_from_history(), sum(rewards), **figures)
         return experiences if self.arguments["rewards"] == "end" else with_step_rewards(experiences, rewards)
 
-    def _environment(self) -> TextEnvironment:
+    async def _environment(self) -> TextEnvironment:
         factory = self.arguments["environment"]
         if factory is None:
             raise WorkflowError(
@@ -99,13 +100,18 @@ class EnvironmentWorkflow(ResettableWorkflow):
             raise WorkflowError(
                 f"environment {factory!r} cannot be made from the task's seed and environment_args ({', '.join(arguments) or 'none'}): {why}."
             )
-        environment = make(seed, **arguments)
+        environment = await _value(make(seed, **arguments))
         if missing := [name for name in ("observation", "step") if not callable(getattr(environment, name, None))]:
             raise WorkflowError(
                 f"environment {factory!r} made a {type(environment).__name__}, which has no {missing[0]}(): it needs observation() and "
                 "step(action) (rollwright.environments.text_environment)."
             )
         return environment
+
+
+async def _value(result: Any) -> Any:
+    """Return a result, awaited if the environment's method is async."""
+    return await result if inspect.isawaitable(result) else result
 
 
 def with_step_rewards(experiences: list[Experience], rewards: Sequence[float]) -> list[Experience]:

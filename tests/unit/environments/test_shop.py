@@ -1,4 +1,5 @@
 import functools
+import json
 import operator
 
 import pytest
@@ -219,3 +220,20 @@ def test_the_adapter_speaks_the_same_interface_and_says_what_is_missing():
     assert session.step("search[a]") == ("after search[a]", 1.0, True, {})
     with pytest.raises(ConfigError, match="cannot be imported"):
         WebShopPackageSession(7)
+
+
+def test_a_restored_visit_goes_on_identically(place):
+    session_id = 3
+    actions = [action for _, action in worked_steps(place, session_id)]
+    actions[1:1] = ["click[Next >]", "click[back to search]", actions[0], "nonsense"]
+    for moment in range(len(actions)):
+        session = place.session(session_id)
+        for action in actions[:moment]:
+            session.step(action)
+        there = json.loads(json.dumps(session.snapshot()))
+        first = [session.step(action) for action in actions[moment:]]
+        for again in (session, place.session(session_id)):
+            again.restore(there)
+            assert again.snapshot() == there
+            assert [again.step(action) for action in actions[moment:]] == first
+    assert first[-1].done

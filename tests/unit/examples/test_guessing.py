@@ -4,7 +4,7 @@ import asyncio
 import functools
 
 import pytest
-from worlds.guessing import NUMBERS, best_reward, episode, games, verdict
+from worlds.guessing import NUMBERS, Game, best_reward, episode, games, verdict
 
 from rollwright.config.generation import GenerationHyperparameters
 from rollwright.data.tokenizer import build_character_tokenizer
@@ -84,3 +84,29 @@ def test_a_worked_game_is_what_the_workflow_makes_of_it():
         guesses = len([part for part in segments if part["train"]])
         won = segments[-1]["text"].endswith(f" {task['answer']}<|end|>")
         assert row["rewards"].tolist() == pytest.approx([won * 0.9 ** (guesses - 1)])
+
+
+@pytest.mark.parametrize("moment", range(4))
+def test_a_restored_game_goes_on_identically(moment):
+    [task] = games("valid", size=1)
+    said = [part["text"].removesuffix("<|end|>") for part in episode({**task, "answer": "0"}) if part["train"]]
+    game = Game(task)
+    for reply in said[:moment]:
+        game.step(reply)
+    there = game.snapshot()
+    rest = [*said[moment:], "-", task["answer"], "12"]
+    first = [game.step(reply) for reply in rest]
+    assert first[-2][1:3] == (1.0, True)
+    for again in (game, Game(task)):
+        again.restore(there)
+        assert again.snapshot() == there
+        assert [again.step(reply) for reply in rest] == first
+
+
+def test_a_game_says_what_the_workflow_says():
+    [task] = games("valid", size=1)
+    segments, game = episode(task), Game(task)
+    for seen, reply in zip(segments[::2], segments[1::2], strict=True):
+        assert seen["text"] == f"<|user|>{game.observation()}<|end|><|assistant|>"
+        result = game.step(reply["text"].removesuffix("<|end|>"))
+    assert result.done

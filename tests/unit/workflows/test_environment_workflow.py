@@ -89,6 +89,30 @@ def test_a_class_by_its_path_and_the_seed_of_the_task():
     assert "seed 11" in prompts[0]
 
 
+class Slow(Counting):
+    """The same with async methods."""
+
+    closed = 0
+
+    async def observation(self):
+        await asyncio.sleep(0)
+        return super().observation()
+
+    async def step(self, action):
+        self.count += 1
+        return StepResult(await self.observation(), float(self.count), self.count == self.most, {})
+
+    async def close(self):
+        await asyncio.sleep(0)
+        Slow.closed += 1
+
+
+def test_methods_may_be_async():
+    [experience], _, prompts = play("up", "up", "up", environment=Slow, environment_args={})
+    assert prompts[2].endswith("<|user|>seed 1, step 2<|end|><|assistant|>")
+    assert (experience.reward, Slow.closed) == (6.0, 1)
+
+
 def test_a_reply_is_credited_with_the_rewards_from_its_step_on():
     [experience], rows, _ = play("up", "up", "up", environment=Counting, environment_args={}, rewards="step")
     assert experience.reward == 6.0  # figures and baselines see the whole episode

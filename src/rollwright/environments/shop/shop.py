@@ -16,7 +16,7 @@ from typing import Any
 from rollwright.environments.bm25 import BM25Retriever, terms
 from rollwright.environments.shop.catalogue import Catalogue, Goal, Product, make_catalogue
 from rollwright.environments.text_environment import StepResult
-from rollwright.errors import ConfigError, DataError
+from rollwright.errors import ConfigError, DataError, WorkflowError
 
 MAX_RESULTS = 50
 SEPARATOR = " [SEP] "
@@ -131,6 +131,20 @@ class ShopSession:
         else:
             return StepResult(self.observation(), 0.0, self.done, {"valid": False})
         return StepResult(self.observation(), reward, self.done, {"valid": True})
+
+    def snapshot(self) -> dict[str, Any]:
+        """Return the state of the visit as plain values, which JSON can hold."""
+        product = None if self.product is None else self.product.id
+        plain = {name: getattr(self, name) for name in ("page", "query", "page_number", "done")}
+        return {**plain, "product": product, "options": dict(self.options)}
+
+    def restore(self, snapshot: dict[str, Any]) -> None:
+        """Return to a snapshot of a visit to this shop with the same goal."""
+        for name in ("page", "query", "page_number", "done"):
+            setattr(self, name, snapshot[name])
+        self.product = None if snapshot["product"] is None else self.shop.catalogue.product(snapshot["product"])
+        self.options = dict(snapshot["options"])
+        self._results = self.shop.search(self.query) if self.query else []
 
     def _click(self, target: str) -> float:
         if target == BACK.lower():
@@ -261,3 +275,17 @@ class WebShopPackageSession:
         """Perform an action in the environment."""
         observation, reward, self.done, info = self.environment.step(action)
         return StepResult(observation, float(reward), bool(self.done), info or {})
+
+    def snapshot(self) -> Any:
+        """Raise an error: WebShop cannot return to an earlier page.
+
+        Raises:
+            WorkflowError: always.
+        """
+        raise WorkflowError(
+            "WebShop's own environment has no snapshots; the shop that comes with Rollwright has (package: false)."
+        )
+
+    def restore(self, snapshot: Any) -> None:
+        """Raise an error; see :meth:`snapshot`."""
+        self.snapshot()
