@@ -8,6 +8,7 @@ import httpx
 import pytest
 
 from rollwright.environments.retrieval import RetrievalClient, ToolError
+from tests.unit.environments.tiny_encoder import save_tiny_encoder
 
 WIKI_QA = Path(__file__).resolve().parents[3] / "shared" / "data" / "wiki_qa"
 SERVE = "import typer; from rollwright.cli.serve import retrieve; typer.run(retrieve)"
@@ -79,6 +80,33 @@ def test_scores_default_topk_and_no_match(service):
     assert first[0]["score"] >= first[1]["score"] >= first[2]["score"] > 0
     assert none == []
     assert post(service, "/retrieve", json={"queries": []}).json() == {"result": []}
+
+
+@pytest.mark.parametrize("retriever", ["dense", "hybrid"])
+def test_the_same_api_with_an_encoder(tmp_path, retriever):
+    encoder = save_tiny_encoder(tmp_path / "encoder")
+    rows = [{"title": "Mug", "contents": "a cup with a handle"}, {"title": "King", "contents": "of the old town"}]
+    (tmp_path / "c.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    options = ["--encoder", encoder, "--encoder-style", "e5", "--max-tokens", 32, "--retriever", retriever]
+    process, address = start("--corpus", tmp_path / "c.jsonl", "--port", 0, *options)
+    try:
+        body = {"queries": ["king of the old town", "zzz"], "topk": 1, "return_scores": True}
+        [[king], unknown] = post(address, "/retrieve", json=body).json()["result"]
+        assert king["document"] == {**rows[1], "wikipedia_title": "King"}
+        assert 0 < king["score"] <= 1
+        assert len(unknown) == 1  # every document matches, even if no word does
+        assert retriever in httpx.get(address + "/health", timeout=120).json()["retriever"]
+    finally:
+        process.terminate()
+        process.wait(60)
+
+
+def test_an_encoder_that_is_not_there_stops_the_start(tmp_path):
+    (tmp_path / "c.jsonl").write_text('{"contents": "a"}\n')
+    process, error = start("--corpus", tmp_path / "c.jsonl", "--encoder", tmp_path / "none", "--encoder-style", "e5")
+    assert process.returncode != 0
+    assert "There is no encoder in" in error
+    assert "hf download" in error
 
 
 def test_access(service):

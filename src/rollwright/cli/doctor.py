@@ -38,6 +38,7 @@ _PORTS = {30000: "rollwright serve-model, SGLang", 8000: "vLLM"}
 #: Purpose of each extra, short enough to fit with the install command in eighty columns.
 _EXTRAS = {
     "agentscope": "ReAct agents",
+    "dense": "large dense search",
     "grammar": "output by schema",
     "lora": "LoRA checkpoints",
     "math": "math rewards",

@@ -123,6 +123,20 @@ def retrieve(
     index_dir: Annotated[
         Path | None, typer.Option(help="Directory for indexes; default: beside the corpus, or the cache directory.")
     ] = None,
+    retriever: Annotated[
+        str | None, typer.Option(help="bm25, dense or hybrid; default: hybrid with an encoder, else bm25.")
+    ] = None,
+    encoder: Annotated[Path | None, typer.Option(help="Directory of the encoder of dense search.")] = None,
+    encoder_style: Annotated[
+        str | None, typer.Option(help="e5, bge or plain: pooling and prefixes of the encoder's family.")
+    ] = None,
+    pooling: Annotated[str | None, typer.Option(help="mean, cls or last, in place of the style's.")] = None,
+    query_prefix: Annotated[str | None, typer.Option(help="Text before each query, in place of the style's.")] = None,
+    passage_prefix: Annotated[str | None, typer.Option(help="Text before each passage, in place of the style's.")] = None,
+    max_tokens: Annotated[int, typer.Option(min=2, help="Tokens of a text that the encoder reads.")] = 256,
+    embeddings: Annotated[
+        Path | None, typer.Option(help="Folder of a dense index that exists, such as one made on another machine.")
+    ] = None,
     threads: Annotated[int, typer.Option(min=1, max=1024, help="Searches that run at once.")] = 1,
     api_key: Annotated[
         str | None, typer.Option(envvar="ROLLWRIGHT_API_KEY", help="Bearer token that requests must carry.")
@@ -133,9 +147,10 @@ def retrieve(
         float, typer.Option(min=0.1, help="Time limit for receiving a request; then it is closed.")
     ] = 60.0,
 ) -> None:
-    """Serve BM25 search over a corpus at /retrieve, whole pages at /access, and /health."""
-    from rollwright.environments.bm25 import open_index
+    """Serve search over a corpus at /retrieve, whole pages at /access, and /health."""
     from rollwright.environments.corpus import Corpus
+    from rollwright.environments.encoders import named_encoder
+    from rollwright.environments.retrieval import open_retriever
     from rollwright.inference.server.settings import ServiceSettings, check_exposure
 
     try:
@@ -147,7 +162,8 @@ def retrieve(
         ) from error
 
     check_exposure(host, api_key)
-    documents, index = open_index(corpus, index_dir)
+    settings_of_encoder = named_encoder(encoder, encoder_style, pooling, query_prefix, passage_prefix, max_tokens)
+    documents, index = open_retriever(corpus, retriever, settings_of_encoder, index_dir, embeddings)
     index.search(["warm up the compiled loop"], 1)
     settings = ServiceSettings(host, port, api_key, max_body_bytes, allowed_host or [], receive_seconds)
     app = create_app(documents, index, settings, pages=Corpus.from_file(pages) if pages else None, threads=threads)

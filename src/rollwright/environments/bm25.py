@@ -1,8 +1,6 @@
 """BM25 search over a corpus. bm25s builds and stores the index, which is memory-mapped and searched by a compiled loop.
 
-The index of ``corpus.jsonl`` is stored in ``corpus.jsonl.index/<hash>/`` next to the file, or in the user's cache directory if the file's
-directory is not writable. The hash covers the file's content and the code that converts text to terms; if either changes, the index is
-rebuilt.
+The stored index depends on the corpus file's content and on the code that converts text to terms; if either changes, it is rebuilt.
 """
 
 from __future__ import annotations
@@ -11,9 +9,7 @@ import functools
 import hashlib
 import inspect
 import json
-import os
 import re
-import shutil
 import threading
 import unicodedata
 from collections.abc import Iterable
@@ -22,8 +18,8 @@ from typing import Any
 
 import numpy as np
 
-from rollwright.atomic import replaced_directory
-from rollwright.environments.corpus import Corpus, SearchHits, file_digest
+from rollwright.environments.corpus import Corpus, SearchHits
+from rollwright.environments.stored_index import stored_index
 from rollwright.errors import DataError
 from rollwright.tracking import logging
 
@@ -78,48 +74,21 @@ def open_index(corpus_path: str | Path, index_root: str | Path | None = None) ->
     bm25s = _bm25s()
     path = Path(corpus_path)
     analysis = "".join(map(inspect.getsource, (fold, stem, terms))) + " ".join(sorted(STOP_WORDS))
-    digest = f"{file_digest(path)[:24]}-{_FORMAT}-{hashlib.blake2b(analysis.encode(), digest_size=4).hexdigest()}"
-    folder = (Path(index_root) if index_root else _index_root(path)) / digest
-    if not (folder / "complete.json").exists():
-        _build(path, folder)
+    version = f"{_FORMAT}-{hashlib.blake2b(analysis.encode(), digest_size=4).hexdigest()}"
+    folder = stored_index(path, index_root, "bm25", version, functools.partial(_build, path), one=True)
     corpus = Corpus.with_layout(path, folder)
     vocabulary = json.loads((folder / "vocabulary.json").read_text(encoding="utf-8"))
     return corpus, BM25Retriever(bm25s.BM25.load(str(folder), mmap=True, load_vocab=False), vocabulary, len(corpus))
 
 
-def _build(path: Path, folder: Path) -> None:
-    """Build an index in a temporary folder and rename the folder, so that a reader sees a complete index or none."""
+def _build(path: Path, folder: Path) -> dict[str, Any]:
     logger.info("building the index of %s", path)
     corpus = Corpus.from_file(path)
     index, vocabulary, _ = _index(corpus.texts(), str(path))
-    complete = folder / "complete.json"
-
-    def refuse_second_build() -> None:
-        if complete.exists():
-            raise FileExistsError
-
-    try:
-        with replaced_directory(folder, durable=False, before_visible=refuse_second_build) as draft:
-            index.save(str(draft), show_progress=False)
-            corpus.save_layout(draft)
-            (draft / "vocabulary.json").write_text(json.dumps(vocabulary, ensure_ascii=False), encoding="utf-8")
-            facts = {"corpus": path.name, "rows": len(corpus), "terms": len(vocabulary)}
-            (draft / complete.name).write_text(json.dumps(facts))
-    except OSError:
-        if not complete.exists():
-            raise  # if the file exists, another process has finished the same index first
-    for other in folder.parent.iterdir():  # indexes of earlier content of this file
-        if other != folder and (other / "complete.json").exists():
-            shutil.rmtree(other, ignore_errors=True)
-
-
-def _index_root(path: Path) -> Path:
-    beside = path.resolve().parent
-    if os.access(beside, os.W_OK):
-        return beside / f"{path.name}.index"
-    cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
-    digest = hashlib.blake2b(str(path.resolve()).encode(), digest_size=8).hexdigest()
-    return cache / "rollwright" / "retrieval" / f"{path.name}-{digest}"
+    index.save(str(folder), show_progress=False)
+    corpus.save_layout(folder)
+    (folder / "vocabulary.json").write_text(json.dumps(vocabulary, ensure_ascii=False), encoding="utf-8")
+    return {"rows": len(corpus), "terms": len(vocabulary)}
 
 
 def _index(texts: Iterable[str], source: str) -> tuple[Any, dict[str, int], int]:

@@ -178,12 +178,15 @@ class Corpus:
         contents = [row["contents"] for row in rows if row["url"] == url]
         return {"url": url, "contents": "\n\n".join(contents)} if contents else None
 
+    def text(self, index: int) -> str:
+        """Return title and contents of row ``index``, as indexes read them."""
+        row = self.document(index)
+        title = row.get("wikipedia_title")
+        return f"{title}\n{row['contents']}" if title else row["contents"]
+
     def texts(self) -> Iterator[str]:
         """Yield title and contents of each row, for the index."""
-        for index in range(len(self)):
-            row = self.document(index)
-            title = row.get("wikipedia_title")
-            yield f"{title}\n{row['contents']}" if title else row["contents"]
+        return (self.text(index) for index in range(len(self)))
 
 
 def _map_file(path: Path) -> bytes | mmap.mmap:

@@ -1,6 +1,6 @@
 """The ``Retriever`` protocol, and the search tools of agents: one over HTTP and one in this process.
 
-A ``Retriever`` maps queries to row numbers and scores, by a lexical index (``bm25``) or a dense one.
+A ``Retriever`` maps queries to row numbers and scores: by words (``bm25``), by vectors (``dense``), or by both (``HybridRetriever``).
 """
 
 from __future__ import annotations
@@ -8,13 +8,16 @@ from __future__ import annotations
 import asyncio
 import os
 import weakref
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
 
+import numpy as np
+
 from rollwright.environments.bm25 import open_index
 from rollwright.environments.corpus import Corpus, SearchHits
+from rollwright.environments.encoders import EncoderSettings, named_encoder
 from rollwright.errors import ConfigError, RollwrightError
 from rollwright.registry import Registry
 
@@ -46,6 +49,83 @@ class SearchTool(Protocol):
 
     async def access(self, url: str) -> dict[str, str] | None:
         """Return ``{"url", "contents"}`` of a page, or None if the page is unknown."""
+
+
+class HybridRetriever:
+    """Fuses the lists of several retrievers by reciprocal ranks: a row's score is the sum of ``1 / (k + rank)`` over the lists
+    (Cormack, Clarke and Büttcher, SIGIR 2009).
+
+    Ties go to the row that the first retriever ranks higher, then to the lower row number.
+
+    Args:
+        retrievers: indexes over the same corpus.
+        k: a larger value gives lower ranks more weight.
+        depth: rows taken from each retriever; ``topk`` if that is more. The order does not depend on ``topk`` up to this value.
+    """
+
+    def __init__(self, retrievers: Sequence[Retriever], k: int = 60, depth: int = 100) -> None:
+        self.name = "hybrid of " + " and ".join(retriever.name for retriever in retrievers)
+        self._retrievers = retrievers
+        self._k = k
+        self._depth = depth
+
+    def search(self, queries: list[str], topk: int) -> list[SearchHits]:
+        """See ``Retriever``."""
+        lists = [retriever.search(queries, max(topk, self._depth)) for retriever in self._retrievers]
+        return [self._fuse(hits, topk) for hits in zip(*lists, strict=True)]
+
+    def _fuse(self, lists: Sequence[SearchHits], topk: int) -> SearchHits:
+        scores: dict[int, float] = {}
+        for hits in lists:
+            for rank, row in enumerate(hits.rows.tolist(), start=1):
+                scores[row] = scores.get(row, 0.0) + 1.0 / (self._k + rank)
+        first = {row: rank for rank, row in enumerate(lists[0].rows.tolist())}
+        rows = sorted(scores, key=lambda row: (-scores[row], first.get(row, len(first)), row))[:topk]
+        return SearchHits(np.asarray(rows, np.int64), np.asarray([scores[row] for row in rows], np.float32))
+
+
+#: What ``open_retriever`` opens.
+RETRIEVERS = ("bm25", "dense", "hybrid")
+
+
+def open_retriever(
+    corpus: str | Path,
+    retriever: str | None = None,
+    encoder: EncoderSettings | None = None,
+    index_root: str | Path | None = None,
+    embeddings: str | Path | None = None,
+) -> tuple[Corpus, Retriever]:
+    """Open a corpus file and an index over it, which is built and stored if there is none.
+
+    Args:
+        corpus: JSON-lines file; see ``bm25.open_index``.
+        retriever: one of ``RETRIEVERS``. None is ``"hybrid"`` with an encoder and ``"bm25"`` without.
+        encoder: the encoder of ``dense`` and ``hybrid``.
+        index_root, embeddings: see ``dense.open_dense_index``.
+
+    Raises:
+        ConfigError: the settings do not fit together, or do not fit the index.
+        DataError: the corpus or an index cannot be read.
+    """
+    chosen = retriever or ("hybrid" if encoder else "bm25")
+    if chosen not in RETRIEVERS:
+        raise ConfigError(f"The retriever {retriever!r} is unknown; known are {', '.join(RETRIEVERS)}.")
+    if (chosen == "bm25") != (encoder is None):
+        raise ConfigError(
+            f"The retriever {chosen!r} needs an encoder: name the directory of one."
+            if encoder is None
+            else "The retriever 'bm25' reads no encoder: leave the encoder out, or choose 'dense' or 'hybrid'."
+        )
+    if embeddings is not None and encoder is None:
+        raise ConfigError("The embeddings of a dense index need the encoder that made them: name its directory.")
+    if encoder is None:
+        return open_index(corpus, index_root)
+    from rollwright.environments.dense import open_dense_index
+
+    documents, vectors = open_dense_index(corpus, encoder, index_root, embeddings)
+    if chosen == "dense":
+        return documents, vectors
+    return documents, HybridRetriever([open_index(corpus, index_root)[1], vectors])
 
 
 @dataclass(frozen=True)
@@ -134,9 +214,32 @@ SEARCH_TOOLS["service"] = RetrievalClient
 
 
 @SEARCH_TOOLS.register("corpus")
-def corpus_tool(corpus: str | Path) -> LocalSearchTool:
-    """Build a tool that searches a JSON-lines corpus in this process."""
-    return LocalSearchTool(*open_index(Path(corpus)))
+def corpus_tool(
+    corpus: str | Path,
+    retriever: str | None = None,
+    encoder: str | Path | None = None,
+    encoder_style: str | None = None,
+    pooling: str | None = None,
+    query_prefix: str | None = None,
+    passage_prefix: str | None = None,
+    max_tokens: int = 256,
+    index_dir: str | Path | None = None,
+    embeddings: str | Path | None = None,
+) -> LocalSearchTool:
+    """Build a tool that searches a JSON-lines corpus in this process.
+
+    Args:
+        corpus: the file.
+        retriever: ``bm25``, ``dense`` or ``hybrid``; see ``open_retriever``.
+        encoder: directory of an encoder; the next five arguments are those of ``encoder_settings``.
+        index_dir: directory of indexes; see ``stored_index``.
+        embeddings: folder of a dense index that exists.
+
+    Raises:
+        ConfigError: see ``open_retriever`` and ``encoder_settings``.
+    """
+    settings = named_encoder(encoder, encoder_style, pooling, query_prefix, passage_prefix, max_tokens)
+    return LocalSearchTool(*open_retriever(corpus, retriever, settings, index_dir, embeddings))
 
 
 def make_search_tool(spec: Any) -> SearchTool:
@@ -148,7 +251,7 @@ def make_search_tool(spec: Any) -> SearchTool:
             * a tool, which is returned unchanged;
             * ``"host:port"`` or the URL of a service, which is sent the key in ``ROLLWRIGHT_API_KEY``, if any;
             * ``{"service": address, "api_key": key}``, a service that has its own key;
-            * ``{"corpus": file}``, an index in this process;
+            * ``{"corpus": file}`` or ``{"corpus": {arguments}}``, an index in this process (see ``corpus_tool``);
             * ``{name: arguments}``, a tool in ``SEARCH_TOOLS``.
 
     Raises:
