@@ -131,7 +131,11 @@ def _views(run: Any, url: str) -> Iterator[str]:
     yield from (url, f"{url}/config")
     if not run.has_journal:
         return
-    yield from (f"{url}/{name}" for name in ("steps", "timeline", "weights", "search", "search?text=a&order=reward"))
+    yield from (f"{url}/task/{quote(task, safe='')}" for task in list(run.last_evaluation())[:1])
+    yield from (
+        f"{url}/{name}"
+        for name in ("evaluations", "log", "steps", "timeline", "weights", "search", "search?text=a&order=reward")
+    )
     steps = [step["step"] for step in run.steps()]
     yield from (f"{url}/step/{step}" for step in {*steps[:1], *steps[-1:]})
     samples = [*run.search(limit=1, order="reward")["samples"], *run.search(limit=1, order="-reward")["samples"]]

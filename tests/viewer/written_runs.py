@@ -24,6 +24,7 @@ from rollwright.experience.journal.records import (
 )
 from rollwright.experience.journal.writing import Journal
 from rollwright.tracking.sinks import JSONLSink
+from rollwright.viewer.collector import identity_of_task
 
 GROUP = 4
 SPECIAL = ["<|im_start|>", "<|im_end|>"]
@@ -41,6 +42,12 @@ def byte_tokenizer() -> Tokenizer:
     return tokenizer
 
 
+def task_of(ordinal: int) -> dict:
+    """The task with an ordinal: a sum."""
+    left = ordinal % 10
+    return {"messages": [{"role": "user", "content": f"What is {left} + 3?"}], "answer": str(left + 3)}
+
+
 #: The addresses of the views of a run ``sums/first`` beside a run ``sums/second``.
 RUN = "/run/sums~first"
 VIEWS = {
@@ -56,6 +63,8 @@ VIEWS = {
     "tokens": f"{RUN}/sample/10/1?view=tokens&overlay=advantage",
     "table": f"{RUN}/sample/10/1?view=table",
     "requests": f"{RUN}/sample/10/1?view=requests",
+    "evaluations": f"{RUN}/evaluations",
+    "task": f"{RUN}/task/%23{identity_of_task(task_of(2))[1:]}",
     "timeline": f"{RUN}/timeline",
     "weights": f"{RUN}/weights",
     "search": f"{RUN}/search?text=sum",
@@ -150,7 +159,7 @@ class WrittenRun:
     def _episode(self, ordinal: int, index: int, generator: np.random.Generator, is_eval: bool = False) -> tuple[float, int]:
         number, version = self.journal.next_episode(), self.step - (0 if is_eval else 1)
         began, left, right = self.now, ordinal % 10, 3
-        task = {"messages": [{"role": "user", "content": f"What is {left} + {right}?"}], "answer": str(left + right)}
+        task = task_of(ordinal)
         self.journal.write(
             Begin(number, ordinal, index, 0, is_eval, version, "worlds.sums.SumWorkflow", GROUP, pack_value(task), "", began)
         )

@@ -63,6 +63,12 @@ def evaluations_of(index: Index, stage: str = "", *, is_one: bool = False) -> li
     return list(found.values())
 
 
+def names_of_tasks(index: Index) -> dict[str, str]:
+    """Return what people call each task that was evaluated, by its identity."""
+    rows = index.rows("SELECT task, min(ordinal) AS ordinal FROM samples WHERE is_eval AND task IS NOT NULL GROUP BY task")
+    return {row["task"]: row["task"] if not row["task"].startswith("#") else f"task {row['ordinal']}" for row in rows}
+
+
 def of_shared_tasks(evaluations: Iterable[Evaluation]) -> list[list[Evaluation]]:
     """Group evaluations so that those which share a task are in one group, in their order."""
     groups: list[tuple[set[str], list[Evaluation]]] = []

@@ -123,7 +123,7 @@ class Pages:
             context.update(stamp=run.stamp, stamp_url=f"{url}/stamp")
         return context
 
-    def of_whole(self, name: str, whole: WholeRun, *, title: str = "") -> dict[str, Any]:
+    def of_whole(self, name: str, whole: WholeRun, tab: str, *places: tuple[str, str], title: str = "") -> dict[str, Any]:
         """Return the template values that every page of a run of several stages needs; see ``of_run``."""
         run_id = id_of(name)
         url = url_of_run(run_id)
@@ -134,8 +134,10 @@ class Pages:
         if not all(run.progress()["is_complete"] for run in runs):
             entry["indexed"] = min(0.99, read / max(1, every))
         entry["missing"] = list(dict.fromkeys(each["message"] for run in runs for each in run.missing()))
-        crumbs = [{"text": run_id, "url": url if title else None}, *([{"text": title, "url": None}] if title else [])]
-        context = {"run": entry, "tab": "", "crumbs": crumbs, "title": f"{title or 'Run'} · {run_id}"}
+        crumbs = [{"text": run_id, "url": url if title else None}]
+        crumbs += [{"text": text, "url": url + address} for text, address in places]
+        crumbs += [{"text": title, "url": None}] if title else []
+        context = {"run": entry, "tab": tab, "crumbs": crumbs, "title": f"{title or 'Run'} · {run_id}"}
         return {**context, "stamp": whole.stamp, "stamp_url": f"{url}/stamp"}
 
 

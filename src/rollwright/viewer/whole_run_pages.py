@@ -45,7 +45,7 @@ def add_routes(router: APIRouter, pages: Pages) -> None:
             return as_file(
                 request, name, [{key: row[key] for key in ("stage", "kind", "state", "steps", "took")} for row in rows]
             )
-        context = pages.of_whole(name, whole)
+        context = pages.of_whole(name, whole, "")
         url, logs = context["run"]["url"], whole.log(LOG_LINES_SHOWN)
         ending = whole.ending()
         signs = [{**sign, "row": row} for row in rows if row["part"].run for sign in row["part"].run.diagnosis()]
@@ -67,7 +67,7 @@ def add_routes(router: APIRouter, pages: Pages) -> None:
 
     def log(name: str) -> Response:
         if (whole := pages.runs.whole(id_of(name))) is not None:
-            context, logs = pages.of_whole(name, whole, title="Log"), whole.log(LOG_LINES)
+            context, logs = pages.of_whole(name, whole, "/log", title="Log"), whole.log(LOG_LINES)
         else:
             run = pages.run(name)
             context, logs = pages.of_run(name, run, "", title="Log"), {"logs/run.log": run.log(LOG_LINES)}

@@ -92,7 +92,7 @@ def test_view_opens_the_page_of_the_whole_run(whole, depth):
     assert [name for _, name in linked] == ["before", "grpo", "after"]
     assert all(client.get(url).status_code == 200 for url, _ in linked)
     assert f'<a href="{address}">' in client.get(linked[1][0]).text  # the stage leads back
-    row = re.sub(r"<[^>]+>|\s+", " ", page.partition("<td>before → after")[2].partition("</tr>")[0]).split()
+    row = re.sub(r"<[^>]+>|\s+", " ", page.partition("before → after</a></td>")[2].partition("</tr>")[0]).split()
     assert row[:2] == ["4", "0.25"]
     assert "0.75" in row
     assert "+0.5" in row

@@ -97,6 +97,11 @@
     else if (button.dataset.do === "theme") toggleTheme();
     else if (button.dataset.do === "help") document.getElementById("help").showModal();
   });
+  // A cell of a table of tasks leads where its row leads.
+  document.addEventListener("click", (event) => {
+    const link = event.target.closest(".matrix td.cell")?.closest("[data-row]")?.querySelector("[data-open]");
+    if (link && !String(getSelection())) go(link.getAttribute("href"));
+  });
   document.addEventListener("change", (event) => {
     if (event.target.dataset.do === "values") event.target.closest("[data-tokens]").querySelector(".tokens").classList.toggle("values", event.target.checked);
     if (event.target.matches("[data-filters] select, [data-filters] input:not([type=search])")) event.target.form.requestSubmit();
