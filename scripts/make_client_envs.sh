@@ -1,17 +1,19 @@
 #!/usr/bin/env bash
 # Build the virtual environments with the clients of other projects that tests/clients runs, unmodified.
 #
-#   scripts/make_client_envs.sh [DIRECTORY]       .venv-clients, .venv-clients-openai2, .venv-clients-mcp2, .venv-clients-sources and
-#                                                 .venv-clients-node in it (default: this repository)
+#   scripts/make_client_envs.sh [DIRECTORY]       .venv-clients, .venv-clients-openai2, .venv-clients-mcp2, .venv-clients-openenv,
+#                                                 .venv-clients-verifiers3, .venv-clients-sources and .venv-clients-node in it (default:
+#                                                 this repository)
 #   scripts/make_client_envs.sh --lock            resolve the newest versions, and write their pins into constraints/
 #
 # PYTHON          interpreter that the environments are made from (default python3; needs 3.11 or newer)
 # XDG_CACHE_HOME  where the packages of Node are kept, which clones of the repository share (default ~/.cache)
 #
 # They are environments of their own because the clients want other versions of what Rollwright uses. There are two because DSPy and
-# verifiers pin older versions of openai and mcp than the others, and a third with version 2 of the MCP SDK alone, of which agents want
-# version 1. None of the clients computes with torch here, so torch is left out, and with it CUDA. Running it again does nothing where
-# the environments are complete and the pins are the same.
+# verifiers pin older versions of openai and mcp than the others, a third with version 2 of the MCP SDK alone, of which agents want
+# version 1, a fourth with the servers of OpenEnv, and a fifth with the last version of verifiers that has its classic environments.
+# None of the clients computes with torch here, so torch is left out, and with it CUDA. Running it again does nothing where the
+# environments are complete and the pins are the same.
 #
 # The last has the programs and packages of Node, 1.6 GB, with a Node of its own: npm installs it, of whatever version its Node is.
 # Without npm it is left out, and its tests are skipped.
@@ -28,6 +30,8 @@ requirements_of() {
       langchain-anthropic 'smolagents[openai]' 'agentscope>=2.0.9,<3' 'lm-eval[api]' transformers inspect-ai ;;
     clients-openai2) printf '%s\n' dspy 'verifiers>=0.4' mini-swe-agent ;;
     clients-mcp2) printf '%s\n' 'mcp>=2' ;;
+    clients-openenv) printf '%s\n' openenv ;;
+    clients-verifiers3) printf '%s\n' 'verifiers<0.4' ;;
   esac
 }
 
@@ -47,7 +51,7 @@ lock_pins() {  # NAME PYTHON PINS
   rm -rf "$work"
 }
 
-for name in clients clients-openai2 clients-mcp2; do
+for name in clients clients-openai2 clients-mcp2 clients-openenv clients-verifiers3; do
   environment="$directory/.venv-$name"
   pins="$here/constraints/$name.txt"
   stamp="$environment/.complete-$(sha256sum < "$pins" | cut -c 1-16)"

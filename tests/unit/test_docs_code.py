@@ -29,6 +29,7 @@ PAGES = {
 NOT_RUN = {
     ("agentscope", 0): "a sketch; tests/unit/workflows runs the built-in agent with the real package",
     ("boxes", 0): "bubblewrap is not everywhere; tests/unit/processes/test_documented_boxes.py runs this",
+    ("bring-your-environment", 0): "tests/clients/test_openenv.py starts such a server, in an environment of its own",
     ("coming-from", 0): "its first line imports AReaL",
     ("engine", 1): "tests/unit/inference publishes to an engine between its steps",
     ("engine", 2): "tests/unit/inference/test_builtin_adapters.py samples with several adapters",

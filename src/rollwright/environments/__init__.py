@@ -1,1 +1,1 @@
-"""Environments for agents: retrieval over a corpus, a shop, Gymnasium in text, task folders, MCP servers."""
+"""Environments for agents: retrieval over a corpus, a shop, Gymnasium and OpenEnv in text, task folders, MCP servers."""

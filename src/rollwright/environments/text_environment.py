@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from collections.abc import Awaitable
 from typing import Any, NamedTuple, Protocol
 
 from rollwright.data.arithmetic import SPLIT_SHARES, split_of
@@ -23,13 +24,16 @@ class StepResult(NamedTuple):
 
 
 class TextEnvironment(Protocol):
-    """One episode of an environment: texts in, texts out. The shop's sessions and :class:`GymnasiumText` are such environments."""
+    """One episode of an environment: texts in, texts out. The shop's sessions and :class:`GymnasiumText` are such environments.
 
-    def observation(self) -> str:
+    ``observation``, ``step`` and ``close``, if it has one, may be async, as those of :class:`OpenEnv`.
+    """
+
+    def observation(self) -> str | Awaitable[str]:
         """Return what the model sees now."""
         ...
 
-    def step(self, action: str) -> StepResult:
+    def step(self, action: str) -> StepResult | Awaitable[StepResult]:
         """Perform the action that a reply contains. An invalid reply changes nothing; see :class:`StepResult`."""
         ...
 

@@ -27,8 +27,8 @@ class EnvironmentWorkflow(ResettableWorkflow):
 
     ``workflow_args`` may hold:
 
-    * ``environment``: ``gymnasium`` (:class:`GymnasiumText`), or a class or function, or its name or import path, that is called with
-      the task's seed and returns a :class:`TextEnvironment`, whose methods may be async;
+    * ``environment``: ``gymnasium`` (:class:`GymnasiumText`), ``openenv`` (:class:`OpenEnv`), or a class or function, or its name or
+      import path, that is called with the task's seed and returns a :class:`TextEnvironment`, whose methods may be async;
     * ``environment_args``: its further arguments; a task's column of that name overrides single ones;
     * ``max_turns`` (20): maximum number of replies;
     * ``system_prompt``: by default the environment's ``instructions``; an empty string omits it;

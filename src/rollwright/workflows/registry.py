@@ -48,6 +48,7 @@ FUNCTIONS: Registry[Any] = Registry(
     built_in={
         "execute_python": "rollwright.workflows.tool_calling.execute_python",
         "gymnasium": "rollwright.environments.gymnasium_text.GymnasiumText",
+        "openenv": "rollwright.environments.openenv.OpenEnv",
     },
     marks=("uses_sandbox",),
     accepts=lambda entry: callable(entry) or isinstance(entry, McpServer),
