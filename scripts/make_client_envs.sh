@@ -97,14 +97,20 @@ digest="$(cat "$node_pins/package.json" "$node_pins/package-lock.json" | sha256s
 kept="${XDG_CACHE_HOME:-$HOME/.cache}/rollwright/clients-node-$digest"
 environment="$directory/.venv-clients-node"
 if [[ ! -e "$kept/.complete-$digest" ]]; then
-  rm -rf "$kept"
-  mkdir -p "$kept"
-  cp "$node_pins/package.json" "$node_pins/package-lock.json" "$kept"
+  mkdir -p "$(dirname "$kept")"
+  made="$(mktemp -d "$kept.XXXXXX")"  # renamed at the end: another clone may make the same at the same time
+  trap 'rm -rf "$made"' EXIT
+  chmod 755 "$made"
+  cp "$node_pins/package.json" "$node_pins/package-lock.json" "$made"
   # Not npm ci, which refuses a lock that lacks optional packages of other platforms. Of all install scripts only those are run that
   # put a program where npm links it.
-  npm install --prefix "$kept" --ignore-scripts --no-audit --no-fund --loglevel=error
-  (cd "$kept" && npm rebuild --loglevel=error @anthropic-ai/claude-code opencode-ai)
-  touch "$kept/.complete-$digest"
+  npm install --prefix "$made" --ignore-scripts --no-audit --no-fund --loglevel=error
+  (cd "$made" && npm rebuild --loglevel=error @anthropic-ai/claude-code opencode-ai)
+  touch "$made/.complete-$digest"
+  if [[ ! -e "$kept/.complete-$digest" ]]; then
+    rm -rf "$kept"  # left by an interrupted installation
+    mv "$made" "$kept"
+  fi
 fi
 ln -sfn "$kept" "$environment"
 echo "$environment is complete"

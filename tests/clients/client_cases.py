@@ -39,6 +39,7 @@ class Case:
         why: there is more than one row.
         is_long: runs with --whole-programs only.
         aside: text in the prompt of a side conversation, and the reply to it.
+        sub_agent: name that the second row has, which is a sub-agent's.
     """
 
     client: str
@@ -50,6 +51,7 @@ class Case:
     why: str = ""
     is_long: bool = False
     aside: tuple[str, str] | None = None
+    sub_agent: str = ""
 
     def __str__(self) -> str:
         return f"{self.client}-{self.name}"

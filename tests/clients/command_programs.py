@@ -26,8 +26,8 @@ from rollwright.workflows.command_presets import COMMAND_AGENTS, CommandAgent
 
 #: What every program is asked: a file is read and a command is run, so both are in the record.
 NOTE, TASK = "The number is 7341.", "Read note.txt, run a shell command, and tell the number."
-#: A machine that others use, too, starts some of them in half a minute.
-SECONDS = 240
+#: A machine that others use, too, starts some of them in a minute, and reads their first prompts in another.
+SECONDS = 480
 
 
 @dataclass(frozen=True)
@@ -85,8 +85,10 @@ PROGRAMS = {each.agent.program: each for each in (CODEX, CLAUDE, QWEN, OPENCODE,
 def form_of(program: CommandProgram, case: str) -> CommandAgent:
     """How a case starts a program: as its preset does, in another form, or with what the preset switches off."""
     agent = program.agent
-    if case == "whole":
-        return replace(agent, command=[word for word in agent.words if word != "--bare"])
+    if case in ("whole", "sub_agent"):
+        words = [word for word in agent.words if word != "--bare"]
+        more = ",Agent" if case == "sub_agent" else ""
+        return replace(agent, command=[word + more if word == "Bash,Edit,Read" else word for word in words])
     if case == "titled":
         return replace(agent, files={name: text.replace('"disable": true', "") for name, text in agent.files.items()})
     return agent
@@ -143,5 +145,6 @@ def described(program: CommandProgram) -> str:
         lines += [f"`{{home}}/{name}`:", "", "```", *content.rstrip("\n").split("\n"), "```", ""]
     for rule in agent.side_conversations:
         how = f"the model `{rule.model}`" if rule.model else f"a system prompt with `{rule.system}`"
-        lines += [f"Not trained: calls with {how} ({rule.name}).", ""]
+        how = f"the header `{rule.header}`" if rule.header else how
+        lines += [f"{'Sub-agents' if rule.trained else 'Not trained'}: calls with {how} ({rule.name}).", ""]
     return "\n".join(lines) + "\n"

@@ -40,6 +40,17 @@ OF_MINI = [
     call_of("bash", json.dumps({"command": COMMAND})),
     call_of("bash", json.dumps({"command": f"echo COMPLETE_TASK_AND_SUBMIT_FINAL_OUTPUT && echo '{ANSWER}'"})),
 ]
+
+
+def delegated(whole: list[str], tool: str, **more: object) -> list[str]:
+    """The replies with the first call made by a sub-agent, which a call of ``tool`` starts."""
+    asked = {"description": "read the note", "prompt": "Read note.txt and tell the number.", **more}
+    return [call_of(tool, json.dumps(asked)), whole[0], f"The note says: {NOTE}", *whole[1:]]
+
+
+IN_BACK = {"subagent_type": "general-purpose", "run_in_background": False}
+SUB_AGENT = "a sub-agent reads a file, a command is run"
+DELEGATES = {"rows": 2, "why": "the sub-agent's is its own", "is_long": True}
 NODE_OPENAI, NODE_ANTHROPIC = ("openai", "vendors_node"), ("@anthropic-ai/sdk", "vendors_node")
 VERCEL, VERCEL_OPENAI = ("@ai-sdk/openai-compatible", "vercel_node"), ("@ai-sdk/openai", "vercel_node")
 
@@ -59,6 +70,33 @@ CASES = [
     Case(*VERCEL, "generate_chat", "Node: `generateText`", OF_SCRIPTS, is_long=True),
     Case(*VERCEL_OPENAI, "stream_responses", "Node: `streamText`", OF_SCRIPTS, is_long=True),
     Case(CLAUDE.name, "claude", "whole", f"`claude -p`: {SHOWN}", OF_CLAUDE, is_long=True),
+    Case(
+        CLAUDE.name,
+        "claude",
+        "sub_agent",
+        f"`claude -p`: {SUB_AGENT}",
+        delegated(OF_CLAUDE, "Agent", **IN_BACK | {"subagent_type": "Explore"}),
+        sub_agent="agent",
+        **DELEGATES,
+    ),
+    Case(
+        QWEN.name,
+        "qwen",
+        "sub_agent",
+        f"`qwen`: {SUB_AGENT}",
+        delegated(OF_QWEN, "agent", **IN_BACK),
+        sub_agent="agent",
+        **DELEGATES,
+    ),
+    Case(
+        OPENCODE.name,
+        "opencode",
+        "sub_agent",
+        f"`opencode run`: {SUB_AGENT}",
+        delegated(OF_OPENCODE, "task", subagent_type="general"),
+        sub_agent="task",
+        **DELEGATES,
+    ),
     Case(
         OPENCODE.name,
         "opencode",
@@ -82,6 +120,9 @@ def test_programs(case, play, world):
     assert len({record.rid for record in played.records}) == case.rows, "one conversation each"
     assert played.side_calls == (case.aside is not None)
     assert not played.refused
+    assert [row.info.get("sub_agent", "") for row in played.rows] == [*[""] * (len(played.rows) - 1), case.sub_agent][
+        : case.rows
+    ]
     if case.client == CODEX.name:
         asked = played.records[0].metadata["warnings"]
         assert any("web_search is left out" in warning for warning in asked)

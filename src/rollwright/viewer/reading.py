@@ -24,7 +24,7 @@ from rollwright.experience.journal.records import (
     tokens_in,
     unpack_value,
 )
-from rollwright.inference.front.side_conversations import SIDE_CONVERSATION
+from rollwright.inference.front.side_conversations import SIDE_CONVERSATION, SUB_AGENT
 from rollwright.viewer.collector import REWARD_CALLS
 from rollwright.viewer.index import PLACE_BITS, Index, unpack_places
 
@@ -242,7 +242,7 @@ def plain_call(each: RecordedCall) -> dict[str, Any]:
     return {
         **{name: getattr(call, name) for name in same},
         "seed": call.seed,
-        "side_conversation": side_conversation_of(call),
+        **_beside(call),
         "temperature": call.temperature,
         "server": call.server,
         "seconds": call.finished - call.started,
@@ -255,10 +255,10 @@ def plain_call(each: RecordedCall) -> dict[str, Any]:
     }
 
 
-def side_conversation_of(call: ModelCall) -> str:
-    """Return the name of the side conversation that a call belongs to, which is not trained; empty if it belongs to none."""
+def _beside(call: ModelCall) -> dict[str, str]:
+    """Return the names of the side conversation, which is not trained, and of the sub-agent that a call belongs to; empty for none."""
     metadata = {} if call.metadata is None else unpack_value(call.metadata)
-    return metadata.get(SIDE_CONVERSATION, "")
+    return {key: metadata.get(key, "") for key in (SIDE_CONVERSATION, SUB_AGENT)}
 
 
 def plain_result(result: DurableResult) -> dict[str, Any]:
@@ -306,7 +306,7 @@ def chat_of(episode: RecordedEpisode, text: Callable[[list[int]], str]) -> list[
     Returns:
         Dicts of ``role`` (system, user, assistant, tool, reward or refused; ``given`` if unknown), ``text``, ``call`` (index of the call
         that produced it, None for input); for a tool or reward also ``result`` (see ``plain_result``), and for a message of a side
-        conversation ``side_conversation``, its name.
+        conversation or a sub-agent its name, as ``side_conversation`` or ``sub_agent``.
     """
     steps: list[tuple[float, int, Any]] = [(each.call.started, 1, each) for each in episode.calls]
     steps += [(result.time - result.seconds, 0, result) for result in episode.results]
@@ -329,8 +329,8 @@ def chat_of(episode: RecordedEpisode, text: Callable[[list[int]], str]) -> list[
         else:
             said = CLOSINGS.sub("", text(step.output.tolist()))
             new.append({"role": "assistant", "text": said, "call": call.index})
-        side = side_conversation_of(call)
-        messages += [{**each, "side_conversation": side} for each in new] if side else new
+        beside = {key: name for key, name in _beside(call).items() if name}
+        messages += [{**each, **beside} for each in new]
     return messages
 
 

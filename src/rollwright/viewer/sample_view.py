@@ -66,8 +66,7 @@ def chat(sample: Mapping[str, Any], href_of_tokens: str = "") -> list[dict[str, 
         elif result is not None:
             name, about = result["name"], seconds(result["seconds"])
             text = f"{result['error']['class']}: {result['error']['message']}" if result["error"] else as_text(result["value"])
-        if side := each.get("side_conversation"):
-            about = " · ".join(filter(None, [_not_trained(side), about]))
+        about = " · ".join(filter(None, [_beside(each), about]))
         messages.append(
             {
                 "role": "prompt" if each["role"] == "given" else each["role"],
@@ -87,8 +86,11 @@ def chat(sample: Mapping[str, Any], href_of_tokens: str = "") -> list[dict[str, 
     return messages
 
 
-def _not_trained(side_conversation: str) -> str:
-    return f"side conversation ({side_conversation}), not trained"
+def _beside(call: Mapping[str, Any]) -> str:
+    """Return what a call or message belongs to besides the main conversation."""
+    if side := call.get("side_conversation"):
+        return f"side conversation ({side}), not trained"
+    return f"sub-agent ({call['sub_agent']})" if call.get("sub_agent") else ""
 
 
 def _images(value: Any, depth: int = 0) -> Iterator[str]:
@@ -250,8 +252,8 @@ def requests(sample: Mapping[str, Any]) -> list[dict[str, Any]]:
     shown = []
     for call in sample["calls"]:
         about = f"conversation {call['conversation']}, turn {call['turn']}"
-        if side := call.get("side_conversation"):
-            about += f" · {_not_trained(side)}"
+        if beside := _beside(call):
+            about += f" · {beside}"
         facts = [
             ("took", seconds(call["seconds"])),
             ("first token after", seconds(call["ttft"]) if call["ttft"] else None),

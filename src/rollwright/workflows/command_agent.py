@@ -252,8 +252,10 @@ class CommandAgentWorkflow(FrontWorkflow):
             "stderr": ended.stderr,
             "exit_code": ended.exit_code,
         }
-        prompt_ids, completion_ids = records[0].prompt_ids, records[-1].output_ids
-        return await self.reward_fn(task, replies[-1] if replies else "", prompt_ids, completion_ids, **{**data, **columns})
+        completion_ids = next(record.output_ids for record in reversed(records) if record.rid == records[0].rid)
+        return await self.reward_fn(
+            task, replies[-1] if replies else "", records[0].prompt_ids, completion_ids, **{**data, **columns}
+        )
 
     async def _verify(self, verifier: Path, work: Path, data: dict[str, Any]) -> float:
         """Run the verifier in a box of its own."""

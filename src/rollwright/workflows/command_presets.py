@@ -46,7 +46,7 @@ class CommandAgent:
         environment: environment variables.
         files: files in the home directory: path -> content.
         stdin: standard input.
-        side_conversations: recognise the program's calls that are not trained, such as those for titles.
+        side_conversations: recognise the program's calls that are not trained, such as those for titles, and those of its sub-agents.
         imports: modules of a Python program that a process in the box imports once. It forks for each episode, whose program then starts
             without its imports. Of the ``environment``, the values without placeholders are set during the imports.
         install: command that installs the program.
@@ -226,7 +226,10 @@ CLAUDE_CODE = CommandAgent(
         "CLAUDE_CONFIG_DIR": "{home}/.claude",
         "IS_SANDBOX": "1",
     },
-    side_conversations=(SideConversation("background", model=SIDE_MODEL),),
+    side_conversations=(
+        SideConversation("background", model=SIDE_MODEL),
+        SideConversation("agent", header="x-claude-code-agent-id", trained=True),
+    ),
     install="npm install @anthropic-ai/claude-code",
     remark="The model must not be called `default`, which it takes for a model of Anthropic's: use `policy`. `IS_SANDBOX=1` lets root "
     "skip permissions. Without `--bare`, its prompts are four times as long.",
@@ -256,7 +259,10 @@ stream_max_retries = 0
 enabled = false
 """
     },
-    side_conversations=(SideConversation("memory", system="Memory Writing Agent"),),
+    side_conversations=(
+        SideConversation("memory", system="Memory Writing Agent"),
+        SideConversation("agent", header="x-openai-subagent", trained=True),
+    ),
     install="npm install @openai/codex",
     remark="`OPENAI_BASE_URL` alone is ignored. Its hosted web search is left out.",
 )
@@ -277,7 +283,10 @@ QWEN_CODE = CommandAgent(
 }
 """
     },
-    side_conversations=(SideConversation("memory", system="managed memory extraction subagent"),),
+    side_conversations=(
+        SideConversation("memory", system="managed memory extraction subagent"),
+        SideConversation("agent", system="You operate in non-interactive mode: do not ask the user", trained=True),
+    ),
     install="npm install @qwen-code/qwen-code",
     remark="Without `--bare` it offers more tools. The setting of `memory` saves a conversation at the end.",
 )
@@ -311,6 +320,7 @@ OPENCODE = CommandAgent(
     side_conversations=(
         SideConversation("background", model=SIDE_MODEL),
         SideConversation("title", system="You are a title generator"),
+        SideConversation("task", header="x-parent-session-id", trained=True),
     ),
     install="npm install opencode-ai",
     remark="The setting of `agent` saves a call for a title.",

@@ -105,6 +105,7 @@ def _experiences(episode: OpenAIEpisode) -> list[Experience]:
     get_tracker("rollout").scalar(
         agent_model_calls=len(episode.calls),
         agent_sequences=len(experiences),
+        agent_sub_agents=episode.sub_agents,
         agent_side_calls=episode.side_calls,
         agent_retries=episode.retries.count,
         malformed_tool_calls=episode.malformed_tool_calls,

@@ -127,6 +127,41 @@ async def test_side_conversations_are_answered_and_recorded_but_not_trained(fron
     assert [message["content"] for message in episode.conversations[0]] == ["1+2?", "it is", "and?", "so"]
 
 
+async def test_sub_agents_are_trained_in_rows_of_their_own_that_have_their_name(front, tokenizer):
+    rules = (
+        SideConversation("background", model="small"),
+        SideConversation("explorer", header="X-Agent-Id", trained=True),
+        SideConversation("writer", system="You write", trained=True),
+    )
+    sample = sample_engine(Script(tokenizer, "explore!", "found", "no title", "written", "so"))
+
+    def program(episode):
+        create = plain_client(episode).chat.completions.create
+        said = create(model="policy", messages=ASK).choices[0].message.content
+        of_agent = {"x-agent-id": "a7"}
+        found = create(model="policy", messages=[*ASK, *ASK], extra_headers=of_agent).choices[0].message.content
+        create(model="small", messages=ASK, extra_headers=of_agent)  # the first rule that holds counts
+        create(model="policy", messages=[{"role": "system", "content": "You write."}, *ASK])
+        history = [*ASK, {"role": "assistant", "content": said}, {"role": "user", "content": found}]
+        create(model="policy", messages=history)
+
+    with front.episode(sample, side_conversations=rules) as episode:
+        await asyncio.to_thread(program, episode)
+        episode.set_reward(1.0)
+    records = sample.recorder.records
+    assert [record.metadata.get("sub_agent") for record in records] == [None, "explorer", None, "writer", None]
+    assert (len(episode.calls), episode.side_calls, episode.sub_agents) == (4, 1, 2)
+    assert records[4].rid == records[0].rid
+    rows = episode.experiences()
+    assert [row.info for row in rows] == [{}, {"sub_agent": "explorer"}, {"sub_agent": "writer"}]
+    assert [int(row.action_mask.sum()) for row in rows] == [
+        len(records[0].output_ids) + len(records[4].output_ids),
+        len(records[1].output_ids),
+        len(records[3].output_ids),
+    ]
+    assert [messages[0]["content"] for messages in episode.conversations] == ["1+2?", "1+2?", "You write."]
+
+
 async def test_only_the_models_of_rules_are_further_names(front, tokenizer):
     refused = pytest.raises(openai.NotFoundError, match="also as default and policy and small")
     with front.episode(sample_engine(Script(tokenizer, "a")), side_conversations=RULES) as episode, refused:
@@ -136,12 +171,13 @@ async def test_only_the_models_of_rules_are_further_names(front, tokenizer):
 @pytest.mark.parametrize(
     ("rule", "said"),
     [
-        ({"name": "title"}, "at least one of system, model and route"),
+        ({"name": "title"}, "at least one of system, model, route and header"),
         ({"system": "x"}, "give it a name"),
         ({"name": "a", "route": "/v1/chat"}, "has no route"),
         ({"name": "a", "system": "("}, "no regular expression"),
-        ({"name": "a", "prompt": "x"}, "a mapping of name, system, model, route"),
+        ({"name": "a", "prompt": "x"}, "a mapping of name, system, model, route, header, trained"),
         ("title", "a mapping of"),
+        ({"name": "a", "model": "x", "trained": "no"}, "has to be true or false"),
     ],
 )
 def test_rules_that_cannot_hold_are_refused(rule, said):

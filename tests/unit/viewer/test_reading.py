@@ -187,17 +187,18 @@ def test_marks_of_roles_are_messages(tmp_path):
     ]
 
 
-def test_side_conversations_are_shown_as_such(tmp_path):
-    """What a program asks beside its task is in no row, and the chat and the requests say so."""
+@pytest.mark.parametrize(
+    ("key", "told"),
+    [("side_conversation", "side conversation (title), not trained"), ("sub_agent", "sub-agent (title)")],
+)
+def test_what_a_program_asks_beside_its_main_conversation_is_named(tmp_path, key, told):
     journal = Journal(tmp_path / "journal")
-    side = {"side_conversation": "title"}
-    write_episode(journal, [("a", [1, 2], [3], None), ("b", [4], [5], None, side)], ([1, 2, 3], [0, 0, 1]))
+    write_episode(journal, [("a", [1, 2], [3], None), ("b", [4], [5], None, {key: "title"})], ([1, 2, 3], [0, 0, 1]))
     journal.close()
     with Run(tmp_path) as run:
         run.refresh()
         sample = run.sample("0/0")
     assert [row["ids"] for row in sample["rows"]] == [[1, 2, 3]]
-    told = "side conversation (title), not trained"
     assert [told in message["about"] for message in sample_view.chat(sample)] == [False, False, True, True]
     assert [told in request["about"] for request in sample_view.requests(sample)] == [False, True]
 

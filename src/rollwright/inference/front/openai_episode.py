@@ -16,7 +16,7 @@ import contextlib
 import json
 import math
 import time
-from collections.abc import AsyncGenerator, Iterator, Sequence
+from collections.abc import AsyncGenerator, Iterator, Mapping, Sequence
 from typing import Any
 
 from fastapi import Request
@@ -25,21 +25,21 @@ from pydantic import Field
 from rollwright.config.generation import GenerationHyperparameters
 from rollwright.data.conversation import ConversationTokens
 from rollwright.errors import EngineError, ReplayError, WorkflowError
-from rollwright.experience.experience import Experience, experiences_of
+from rollwright.experience.experience import Experience, experience_of, sequences_of
 from rollwright.experience.journal.episodes import RecordedCall, RecordedEpisode
 from rollwright.experience.journal.records import pack_value, unpack_value
 from rollwright.experience.journal.writing import EpisodeWriter
 from rollwright.experience.recorder import Recorder, RequestRecord
 from rollwright.inference.engine import InferenceEngine
 from rollwright.inference.front.retries import Retries
-from rollwright.inference.front.side_conversations import ROUTE_OF_PREFIX, SIDE_CONVERSATION, SideConversation
+from rollwright.inference.front.side_conversations import ROUTE_OF_PREFIX, SIDE_CONVERSATION, SUB_AGENT, SideConversation
 from rollwright.inference.request import ModelResponse
 from rollwright.inference.server.bodies import Body, Chat, Completion
 from rollwright.inference.server.exchange import CONTEXT_LENGTH_EXCEEDED, RequestError, as_request_error
 from rollwright.inference.server.images import ImageReader
 from rollwright.inference.server.openai import OpenAIProtocol
 from rollwright.inference.server.openai_answer import CHAT, OpenAICall
-from rollwright.inference.server.prompts import Prompts, template_messages, tools_of
+from rollwright.inference.server.prompts import template_messages, tools_of
 
 #: Names of the journal's records of a run, in addition to the records of its tokens.
 _CALL, _REWARD = "front.call", "front.reward"
@@ -96,7 +96,7 @@ class OpenAIEpisode(OpenAIProtocol):
         context_length: maximum tokens of a prompt and its answer. None uses the engine's limit.
         images: image reader, shared by all runs of a front. None creates one.
         journal: records calls and rewards if the engine does not. None disables this.
-        side_conversations: recognise conversations that are not trained.
+        side_conversations: recognise conversations beside the main one: those that are not trained, and sub-agents.
         resamples_equal: sample an answered request anew if a client sends it again without marking it as a retry. False answers it
             again with the same answer.
         """
@@ -181,6 +181,11 @@ class OpenAIEpisode(OpenAIProtocol):
         """The records of the finished calls, without those of side conversations."""
         return [record for record in self.recorder.records if record.metadata.get("call") in self._turn_of_call]
 
+    @property
+    def sub_agents(self) -> int:
+        """Number of conversations of sub-agents."""
+        return len({record.rid for record in self.records if SUB_AGENT in record.metadata})
+
     def set_reward(self, reward: float, *, call: str | None = None, turn: int | None = None) -> None:
         """Reward the run, or one of its calls or turns; a later value replaces an earlier one.
 
@@ -254,9 +259,14 @@ class OpenAIEpisode(OpenAIProtocol):
             reward: reward of the run. None uses the value of ``set_reward``.
         """
         reward = self.run_reward if reward is None else reward
-        experiences = experiences_of(self.records, reward=reward, call_rewards=self.call_rewards())
-        for experience in experiences if self.recorder.outgrew_context else ():
-            experience.truncated = True
+        rewards = self.call_rewards()
+        experiences = []
+        for calls in sequences_of(self.records):
+            experience = experience_of(calls, reward, rewards)
+            experience.truncated = experience.truncated or self.recorder.outgrew_context
+            if SUB_AGENT in calls[0].metadata:
+                experience.info[SUB_AGENT] = calls[0].metadata[SUB_AGENT]
+            experiences.append(experience)
         return experiences
 
     # -- what differs from the plain protocol --------------------------------------------------------------------------
@@ -283,6 +293,7 @@ class OpenAIEpisode(OpenAIProtocol):
             if (earlier := await self.retries.answered_before(request, endpoint, body, prefix)) is not None:
                 return earlier
             call = await super().open_call(request, endpoint, body, size, prefix, warnings)
+        self._place(call, self._beside(call, request.headers))
         self.retries.opened(call)
         return call
 
@@ -314,23 +325,24 @@ class OpenAIEpisode(OpenAIProtocol):
             fields = {**fields, "max_tokens": self._defaults.max_new_tokens}
         return super()._gconfig(fields, endpoint, prompt_length, begins_reasoning)
 
-    def _call(self, endpoint: str, body: dict[str, Any], fields: dict[str, Any], prompts: Prompts, prefix: str) -> OpenAICall:
-        call = super()._call(endpoint, body, fields, prompts, prefix)
-        side = self._side_conversation_of(prompts.messages, fields.get("model") or "", ROUTE_OF_PREFIX[prefix])
-        if len(call.requests) == 1 and "rid" not in fields and not side:
-            call.requests[0].rid = self._conversation_of(call.requests[0].input_ids) or call.requests[0].rid
-        turn = sum(message["role"] == "user" for message in fields.get("messages", []))
-        for request in call.requests:
-            request.metadata |= {
-                "call": call.answer_id,
-                "user_turn": max(0, turn - 1),
-                **({SIDE_CONVERSATION: side} if side else {}),
-            }
-        return call
+    def _place(self, call: OpenAICall, belongs_to: dict[str, Any]) -> None:
+        """Give a new call the id of the conversation that it continues, and note in its metadata what it belongs to.
 
-    def _side_conversation_of(self, messages: list[dict[str, Any]], model: str, route: str) -> str:
-        """Return the name of the side conversation that a request belongs to; empty if it belongs to none."""
-        return next((rule.name for rule in self._side_conversations if rule.matches(messages, model, route)), "")
+        Args:
+            call: the call.
+            belongs_to: the side conversation or the sub-agent that it belongs to, as metadata.
+        """
+        if len(call.requests) == 1 and call.body.get("rid") is None and SIDE_CONVERSATION not in belongs_to:
+            call.requests[0].rid = self._conversation_of(call.requests[0].input_ids) or call.requests[0].rid
+        turn = sum(message["role"] == "user" for message in call.body.get("messages") or ())
+        for request in call.requests:
+            request.metadata |= {"call": call.answer_id, "user_turn": max(0, turn - 1), **belongs_to}
+
+    def _beside(self, call: OpenAICall, headers: Mapping[str, str]) -> dict[str, Any]:
+        """Return the name of the side conversation or sub-agent that a call belongs to, under its key; empty if it belongs to none."""
+        model, route = call.body.get("model") or "", ROUTE_OF_PREFIX[call.prefix]
+        matching = (rule for rule in self._side_conversations if rule.matches(call.messages, model, route, headers))
+        return next(({rule.key: rule.name} for rule in matching), {})
 
     def _conversation_of(self, prompt: list[int]) -> str | None:
         """Return the id of the conversation that a prompt continues, or None if it starts a new one.
@@ -414,6 +426,7 @@ class OpenAIEpisode(OpenAIProtocol):
         call = self._call(endpoint, body, fields, self._prompts(endpoint, fields), facts["prefix"])
         call.id = facts["id"]
         answers = [each for each in episode.calls if _metadata(each).get("call") == call.answer_id]
+        self._place(call, _metadata(answers[0]) if answers else {})
         for request, answer in zip(call.requests, answers, strict=True):
             if request.input_ids != answer.prompt.tolist():
                 raise ReplayError(

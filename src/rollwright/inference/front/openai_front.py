@@ -109,7 +109,7 @@ class OpenAIFront:
             context_length: maximum tokens of a prompt and its answer. None uses the engine's limit.
             journal: records the run's calls if the engine does not, so that ``OpenAIEpisode.restore`` can continue it.
             api_key: key of a run that continues. None makes a new one.
-            side_conversations: recognise conversations that are not trained, such as those for titles.
+            side_conversations: recognise conversations beside the main one: those that are not trained, such as for titles, and sub-agents.
             resamples_equal: sample an answered request anew if a client sends it again without marking it as a retry. False answers
                 it again with the same answer, for programs that retry by themselves.
 
