@@ -59,6 +59,7 @@ class Curves:
         self._read, self._inode = 0, -1
         self._columns: dict[str, tuple[array[float], array[float]]] = {}  # steps and values
         self.times: list[tuple[int, float]] = []  # step and seconds since the epoch
+        self.elapsed: list[tuple[int, float]] = []  # step and seconds of training
         self._reader = LineReader()
         self._damaged: list[str] = []
 
@@ -91,6 +92,8 @@ class Curves:
             return
         step = record["step"]
         self.times.append((step, record.get("unix_time") or 0.0))
+        if isinstance(elapsed := record.get("time"), int | float):
+            self.elapsed.append((step, elapsed))
         for name, value in record.items():
             if name in _NO_METRICS or not isinstance(value, int | float):
                 continue
@@ -137,7 +140,7 @@ class Curves:
             smoothing: weight of the past, from 0 to below 1.
         """
         chosen = self.names() if names is None else list(names)
-        return {name: _thinned(_smoothed(self.points(name), smoothing), points) for name in chosen}
+        return {name: thinned(_smoothed(self.points(name), smoothing), points) for name in chosen}
 
 
 def groups_of(names: Iterable[str]) -> dict[str, list[str]]:
@@ -156,7 +159,8 @@ def _smoothed(points: list[tuple[int, float]], weight: float) -> list[tuple[int,
     return list(zip([step for step, _ in finite], smoothed([value for _, value in finite], weight), strict=True))
 
 
-def _thinned(points: list[tuple[int, float]], limit: int) -> list[list[float]]:
+def thinned(points: list[tuple[int, float]], limit: int) -> list[list[float]]:
+    """Return about ``limit`` points at most: the lowest and the highest of each bin of steps."""
     if len(points) <= limit:
         return [list(point) for point in points]
     size = max(2, -(-2 * len(points) // limit))

@@ -22,7 +22,7 @@ from rollwright.viewer.step_and_sample_pages import title_of_key
 
 #: Longest time to bring the index up to date.
 _INDEX_SECONDS = 600.0
-_SCRIPTS = ("viewer.js", "uPlot.iife.min.js", "charts.js")
+_SCRIPTS = ("viewer.js", "uPlot.iife.min.js", "charts.js", "chart_bar.js", "chart_files.js")
 _STYLES = ("uPlot.min.css", "viewer.css")
 
 

@@ -5,11 +5,13 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from typing import Any
+from urllib.parse import urlencode
 
 from fastapi import APIRouter, Request
 from fastapi.responses import PlainTextResponse, Response
 
-from rollwright.tracking.readable import count, counted, number, seconds, visible
+from rollwright.tracking.readable import count, counted, number, seconds
+from rollwright.viewer.charts import by_setting, chart_rows, charts_of
 from rollwright.viewer.evaluations import compare as compare_evaluations
 from rollwright.viewer.pages import (
     Pages,
@@ -30,8 +32,8 @@ from rollwright.viewer.sweep_pages import grouped
 
 #: Rows of a table on one page.
 ROWS = 200
-_STEADY_FROM = 4  # fewest equal values of a steady curve
-_COMPARED = 6  # most runs in a comparison: as many as there are colours
+_COMPARED = 60  # most runs in a comparison
+_LINES = 6  # most lines in a chart: as many as there are colours
 #: Metrics in a run's tiles, and their titles.
 _TILES = {
     "reward": "reward",
@@ -141,19 +143,33 @@ def add_routes(router: APIRouter, pages: Pages) -> None:
         return pages.page("timeline.html", **context, drawing=drawing, zoom=zoom, about=about, address=address(request))
 
     def compare(request: Request) -> Response:
-        runs = [(name, pages.runs.get(name)) for name in request.query_params.getlist("run")[:_COMPARED]]
+        names = request.query_params.getlist("run")
+        runs = [(name, pages.runs.get(name)) for name in names[:_COMPARED]]
+        settings = by_setting(runs)
+        of_seeds = request.query_params.get("by", "setting" if len(runs) > _LINES else "run") == "setting"
+        lines = settings if of_seeds else [(name, [run]) for name, run in runs]
         if wants_file(request):
-            rows = [{"run": name, **row} for name, run in runs for row in metric_rows(run)]
-            return as_file(request, "compared", rows)
+            metric = request.query_params.get("metric")
+            rows = [{"run": name, **row} for name, run in runs for row in metric_rows(run)] if metric is None else []
+            return as_file(request, "compared", rows if metric is None else chart_rows(lines, metric))
+        charts = charts_of(lines[:_LINES])
+        for line, (_, members) in zip(charts["lines"], lines, strict=False):
+            line["url"] = url_of_run(next(name for name, run in runs if run is members[0])) if not of_seeds else ""
+        here = "/compare?" + urlencode([("run", name) for name in names])
         return pages.page(
             "compare.html",
             title="Compare",
             crumbs=[{"text": "Compare", "url": None}],
             runs=[{"id": name, "url": url_of_run(name)} for name, _ in runs],
-            curves=_curves(runs),
-            differences=_differences([run for _, run in runs]),
+            charts=charts,
+            lines=[label for label, _ in lines[:_LINES]],
+            left_out=len(lines) - len(lines[:_LINES]) + len(names) - len(runs),
+            seeds={"runs": f"{here}&by=run", "means": f"{here}&by=setting", "chosen": of_seeds}
+            if len(settings) < len(runs)
+            else None,
+            differences=_differences([members[0] for _, members in lines[:_LINES]]),
             held_out=compare_evaluations([(name, run.last_evaluation()) for name, run in runs]),
-            address=address(request),
+            address=f"{here}&by={'setting' if of_seeds else 'run'}",
         )
 
     for path, function in {
@@ -173,8 +189,8 @@ def add_routes(router: APIRouter, pages: Pages) -> None:
 
 def overview(run: Run, info: Mapping[str, Any]) -> dict[str, Any]:
     """Return the template values of a run's first page, which a report also shows."""
-    curves = _curves([("", run)])
-    last = {chart["name"]: chart["last"] for _, charts in curves for chart in charts}
+    charts = charts_of([(info["name"], [run])], always=_TILES)
+    last = {chart["name"]: chart["last"] for _, group in charts["groups"] for chart in group}
     planned = f"of {info['total_steps']}" if info["total_steps"] else ""
     tiles = [{"name": "step", "value": info["last_step"] or 0, "more": planned}]
     tiles += [{"name": text, "value": last[name], "more": ""} for name, text in _TILES.items() if name in last]
@@ -183,14 +199,10 @@ def overview(run: Run, info: Mapping[str, Any]) -> dict[str, Any]:
     so_far = " so far" if info["state"] == "running" else ""
     about = " · ".join(filter(None, [info["kind"], f"{seconds(took)}{so_far}" if took else None]))
     tiles += [{"name": name, "value": number(value), "more": ""} for name, value in run.scores().items()]
-    steady = [chart for _, charts in curves for chart in charts if _is_steady(chart)]
-    curves = [(title, [chart for chart in charts if chart not in steady]) for title, charts in curves]
-    facts = [(chart["title"], f"{chart['last']} {chart['unit']}".strip()) for chart in steady]
     if info["kind"] == "eval":
         tiles = tiles[1:]  # it makes no steps
     return {
-        "curves": curves,
-        "steady": facts,
+        "charts": charts,
         "tiles": tiles,
         "signs": run.diagnosis(),
         "about": about,
@@ -199,48 +211,11 @@ def overview(run: Run, info: Mapping[str, Any]) -> dict[str, Any]:
     }
 
 
-def main_curves(run: Run) -> list[tuple[str, list[dict[str, Any]]]]:
+def main_charts(run: Run) -> dict[str, Any]:
     """Return the charts of what a run is judged by: reward, held-out reward and loss."""
-    shown = [(title, [chart for chart in charts if chart["name"] in _JUDGED]) for title, charts in _curves([("", run)])]
-    return [(title, charts) for title, charts in shown if charts]
-
-
-def _is_steady(chart: Mapping[str, Any]) -> bool:
-    """Return True for a curve whose value never changes, unless a tile shows its metric."""
-    values = [value for each in chart["series"] for _, value in each["points"]]
-    return len(values) >= _STEADY_FROM and len(set(values)) == 1 and chart["name"] not in _TILES
-
-
-def _curves(runs: Sequence[tuple[str, Run]]) -> list[tuple[str, list[dict[str, Any]]]]:
-    """Return charts in groups; several runs share one chart for each metric."""
-    found = [(label, run.metrics()) for label, run in runs]
-    groups: dict[str, dict[str, None]] = {}
-    for _, metrics in found:
-        for title, names in metrics["groups"].items():
-            groups.setdefault(title, {}).update(dict.fromkeys(names))
-    shown = []
-    for title, names in groups.items():
-        charts = []
-        for name in sorted(names, key=lambda name: (name.count("/"), name)):
-            series = [
-                {"label": label, "points": points}
-                for label, metrics in found
-                if (points := [point for point in metrics["series"].get(name, ()) if point[1] is not None])
-            ]
-            if series:
-                last = " · ".join(number(each["points"][-1][1]) for each in series)
-                charts.append({"name": name, "title": visible(name), "unit": _unit(name), "last": last, "series": series})
-        if charts:
-            shown.append((title, charts))
-    return shown
-
-
-def _unit(name: str) -> str:
-    if name.startswith("tokens_per_second/"):
-        return "tokens/s"
-    if name.startswith("seconds/"):
-        return "s"
-    return "nats" if "entropy" in name or "kl" in name.rpartition("/")[2] or "logprob_difference" in name else ""
+    shown = charts_of([(run.name, [run])], always=_JUDGED)
+    groups = [(title, [chart for chart in charts if chart["name"] in _JUDGED]) for title, charts in shown["groups"]]
+    return {**shown, "groups": [(title, charts) for title, charts in groups if charts], "steady": []}
 
 
 def metric_rows(run: Run) -> list[dict[str, Any]]:

@@ -13,9 +13,12 @@ from fastapi.responses import Response
 from rollwright.errors import DataError
 from rollwright.tracking.logging import getLogger
 from rollwright.tracking.sweeps import SUFFIX, SweepRun, read_sweep, spreads
+from rollwright.viewer.charts import chart_rows, charts_of
 from rollwright.viewer.pages import Pages, as_file, id_of, in_address, wants_file
+from rollwright.viewer.run import Run
 
 logger = getLogger("viewer")
+_LINES = 6  # most lines in a chart: as many as there are colours
 
 
 def add_routes(router: APIRouter, pages: Pages) -> None:
@@ -26,6 +29,13 @@ def add_routes(router: APIRouter, pages: Pages) -> None:
         if (sweep := found.get(id_of(name))) is None:
             raise DataError(f"there is no sweep {id_of(name)} below {', '.join(map(str, pages.runs.roots))}.")
         rows = _table(sweep["members"])
+        stages = _stages(sweep["runs"])
+        stage = request.query_params.get("stage", "")
+        if stage not in stages:
+            stage = next((name for name, runs in stages.items() if any(run["curve"] == "reward" for run in runs)), "")
+        lines = _lines(pages, stages.get(stage, []))
+        if wants_file(request) and (metric := request.query_params.get("metric")) is not None:
+            return as_file(request, f"{name}-{metric}", chart_rows(lines, metric))
         if wants_file(request):
             return as_file(request, f"{name}-sweep", rows)
         return pages.page(
@@ -34,10 +44,35 @@ def add_routes(router: APIRouter, pages: Pages) -> None:
             crumbs=[{"text": sweep["id"], "url": None}],
             sweep=sweep,
             rows=rows,
+            charts=charts_of(lines[:_LINES]),
+            stage=stage,
+            stages=[
+                {"text": text, "href": f"{sweep['url']}?stage={quote(text)}", "chosen": text == stage}
+                for text in stages
+                if text
+            ],
             compare="/compare?" + "&".join(f"run={quote(run['id'])}" for run in sweep["runs"]),
         )
 
     router.add_api_route("/sweep/{name}", sweep_page, methods=["GET"], include_in_schema=False, response_model=None)
+
+
+def _stages(runs: Sequence[dict[str, Any]]) -> dict[str, list[dict[str, Any]]]:
+    """Return the runs of each stage that has curves, by the name of the stage; runs of one stage have the name \"\"."""
+    stages: dict[str, list[dict[str, Any]]] = {}
+    for run in runs:
+        path, trials = Path(run["path"]), run["trials"]
+        if run["last_step"]:
+            stages.setdefault("" if path.name in trials else path.name, []).append(run)
+    return stages
+
+
+def _lines(pages: Pages, runs: Sequence[Mapping[str, Any]]) -> list[tuple[str, list[Run]]]:
+    """Return one line for each setting, with the runs of its seeds."""
+    lines: dict[str, list[Run]] = {}
+    for run in runs:
+        lines.setdefault(run["setting"] or "all seeds", []).append(pages.runs.get(run["id"]))
+    return list(lines.items())
 
 
 def grouped(entries: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
@@ -85,6 +120,7 @@ def _settle(group: dict[str, Any]) -> None:
             member.state = "stopped"
     for run in group["runs"]:
         member = next((of_trial[part] for part in Path(run["path"]).parts[-2:] if part in of_trial), None)
+        run["trials"], run["setting"] = list(of_trial), member.setting if member else ""
         run["member"] = member and " ".join(filter(None, [member.setting, f"seed={member.seed}" if member.seed else ""]))
     order = {member.trial: index for index, member in enumerate(group["members"])}
     if group["id"] is not None:

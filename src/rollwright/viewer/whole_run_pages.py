@@ -9,10 +9,11 @@ from fastapi import APIRouter, Request
 from fastapi.responses import Response
 
 from rollwright.tracking.readable import as_text, count, number, seconds
+from rollwright.viewer.charts import chart_rows
 from rollwright.viewer.evaluations import of_shared_tasks, progress
 from rollwright.viewer.pages import Pages, as_file, id_of, url_of_run, wants_file
 from rollwright.viewer.pictures import curve_points
-from rollwright.viewer.run_pages import main_curves, metric_rows, overview
+from rollwright.viewer.run_pages import main_charts, metric_rows, overview
 from rollwright.viewer.whole_run import StageOfRun, WholeRun, changed_keys, read_marker, stages_of
 
 LOG_LINES, LOG_LINES_SHOWN = 2_000, 25
@@ -26,7 +27,9 @@ def add_routes(router: APIRouter, pages: Pages) -> None:
             return whole_page(request, name, whole)
         run = pages.run(name)
         if wants_file(request):
-            return as_file(request, name, metric_rows(run))
+            metric = request.query_params.get("metric")
+            rows = metric_rows(run) if metric is None else chart_rows([(run.name, [run])], metric)
+            return as_file(request, name if metric is None else f"{name}-{metric}", rows)
         context = pages.of_run(name, run, "")
         is_alone = context["run"]["whole"] is None
         marker = read_marker(run.root)
@@ -58,7 +61,7 @@ def add_routes(router: APIRouter, pages: Pages) -> None:
             ending_run={"url": _url_of(ending["part"])} if ending and ending["part"] and ending["part"].run else None,
             signs=[sign for sign in signs if sign["level"] != "info"],
             progress=[progress(each) for each in of_shared_tasks(whole.evaluations())],
-            trained=trained and {"name": trained[0].name, "url": _url_of(trained[0]), "curves": main_curves(trained[1])},
+            trained=trained and {"name": trained[0].name, "url": _url_of(trained[0]), "charts": main_charts(trained[1])},
             changed_keys=_about(whole.marker, stages_of(whole.marker)),
             log=next(reversed(logs.values()), []),
             log_name=next(reversed(logs), ""),
