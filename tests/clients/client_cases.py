@@ -40,6 +40,7 @@ class Case:
         is_long: runs with --whole-programs only.
         aside: text in the prompt of a side conversation, and the reply to it.
         sub_agent: name that the second row has, which is a sub-agent's.
+        lost: how the first answers are lost after the model has given them; ``error`` or ``closed``.
     """
 
     client: str
@@ -52,6 +53,7 @@ class Case:
     is_long: bool = False
     aside: tuple[str, str] | None = None
     sub_agent: str = ""
+    lost: tuple[str, ...] = ()
 
     def __str__(self) -> str:
         return f"{self.client}-{self.name}"
@@ -68,6 +70,7 @@ class Played:
         requests: that the engine was asked.
         refused: method, path and status of the requests that the front did not answer.
         side_calls: number of calls that are not trained.
+        retries: number of requests that were answered again.
     """
 
     value: Any
@@ -76,16 +79,18 @@ class Played:
     requests: list[Any]
     refused: list[tuple[str, str, int]]
     side_calls: int
+    retries: int
 
 
 @dataclass
 class World:
-    """The engine, the front over it, where the model is, and the requests that were refused, by key."""
+    """The engine, the front over it, where the model is, and by key the requests that were refused and the answers to lose."""
 
     engine: Any
     front: Any
     path: Path
     refused: dict[str, list[tuple[str, str, int]]]
+    losses: dict[str, list[str]]
 
     def text(self, ids: Any) -> str:
         """Decoded, special tokens included."""

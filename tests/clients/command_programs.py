@@ -6,6 +6,7 @@ Their settings are the presets of ``rollwright.workflows.command_presets``; docs
 from __future__ import annotations
 
 import json
+import re
 import shlex
 from collections.abc import Callable
 from dataclasses import dataclass, replace
@@ -89,6 +90,10 @@ def form_of(program: CommandProgram, case: str) -> CommandAgent:
         words = [word for word in agent.words if word != "--bare"]
         more = ",Agent" if case == "sub_agent" else ""
         return replace(agent, command=[word + more if word == "Bash,Edit,Read" else word for word in words])
+    if case == "retried":  # the presets of Codex and Claude Code switch retries off; opencode has no such setting
+        files = {name: re.sub(r"\w+_max_retries = 0\n", "", text) for name, text in agent.files.items()}
+        kept = {name: text for name, text in agent.environment.items() if name != "CLAUDE_CODE_MAX_RETRIES"}
+        return replace(agent, files=files, environment=kept)
     if case == "titled":
         return replace(agent, files={name: text.replace('"disable": true', "") for name, text in agent.files.items()})
     return agent

@@ -30,14 +30,19 @@ def world(tmp_path_factory):
     pytest.importorskip("llguidance")
     from rollwright.inference.front.openai_front import OpenAIFront
 
-    path, refused = tmp_path_factory.mktemp("clients") / "policy", defaultdict(list)
-    with watched_for_refusals(refused), small_engine(path) as engine, OpenAIFront(engine.tokenizer, str(path)) as front:
-        yield World(engine, front, path, refused)
+    path, refused, losses = tmp_path_factory.mktemp("clients") / "policy", defaultdict(list), defaultdict(list)
+    watched = watched_for_refusals(refused, losses)
+    with watched, small_engine(path) as engine, OpenAIFront(engine.tokenizer, str(path)) as front:
+        yield World(engine, front, path, refused, losses)
 
 
 @contextlib.contextmanager
-def watched_for_refusals(refused: dict[str, list[tuple[str, str, int]]]) -> Iterator[None]:
-    """Note each request of a front that is made meanwhile and not answered with success, under its key."""
+def watched_for_refusals(refused: dict[str, list[tuple[str, str, int]]], losses: dict[str, list[str]]) -> Iterator[None]:
+    """Note each request of a front that is made meanwhile and not answered with success, under its key; lose answers on their way.
+
+    ``losses`` has, for each key, how the next answers are lost after the model has given them: ``error`` (status 500), or ``closed`` (the
+    connection ends in their middle).
+    """
     from rollwright.inference.front import openai_front
     from rollwright.inference.server.exchange import given_key
 
@@ -48,10 +53,13 @@ def watched_for_refusals(refused: dict[str, list[tuple[str, str, int]]]) -> Iter
 
         @app.middleware("http")
         async def watch(request: Any, call_next: Any) -> Any:
-            response = await call_next(request)
+            response, key = await call_next(request), given_key(request.headers) or ""
             if response.status_code >= 400:
                 seen = request.method, request.url.path, response.status_code
-                refused[given_key(request.headers) or ""].append(seen)
+                refused[key].append(seen)
+            elif request.method == "POST" and losses[key]:
+                answer = b"".join([part async for part in response.body_iterator])
+                return lost(answer, response.media_type, losses[key].pop())
             return response
 
         return app
@@ -59,6 +67,20 @@ def watched_for_refusals(refused: dict[str, list[tuple[str, str, int]]]) -> Iter
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(openai_front, "_application", watched)
         yield
+
+
+def lost(answer: bytes, media_type: str | None, how: str) -> Any:
+    """The response of a server that fails after the model has answered."""
+    from fastapi.responses import JSONResponse, StreamingResponse
+
+    if how == "error":
+        return JSONResponse({"error": {"message": "The server had an error.", "type": "server_error"}}, status_code=500)
+
+    async def half() -> Any:
+        yield answer[: len(answer) // 2]
+        raise ConnectionResetError("lost on purpose")
+
+    return StreamingResponse(half(), media_type=media_type or "text/event-stream")
 
 
 @pytest.fixture(scope="session")
@@ -89,7 +111,9 @@ def processes(request, world):
         opened = {}
         for case in cases:
             engine = Directed(world.engine, case.replies, case.aside)
-            opened[case.name] = engine, world.front.episode(engine, gconfig=defaults(), **settings_of(case))
+            episode = world.front.episode(engine, gconfig=defaults(), **settings_of(case))
+            world.losses[episode.api_key] += case.lost
+            opened[case.name] = engine, episode
         shared = {"model_path": str(world.path)} if cases[0].program.startswith("evaluators") else {}
         asked = {
             name: {"base_url": episode.base_url, "api_key": episode.api_key, **shared} for name, (_, episode) in opened.items()
@@ -126,6 +150,8 @@ def play(processes, world, shown, skipped):
         told = case.shown + (f"; {case.why}" if case.why else "")
         shown.append((case.client, said["versions"][case.client], dialects, told, str(len(episode.calls)), str(len(rows))))
         refused = world.refused[episode.api_key]
-        return Played(result["value"], rows, episode.records, engine.requests, refused, episode.side_calls)
+        return Played(
+            result["value"], rows, episode.records, engine.requests, refused, episode.side_calls, episode.retries.count
+        )
 
     return played

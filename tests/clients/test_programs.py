@@ -49,6 +49,7 @@ def delegated(whole: list[str], tool: str, **more: object) -> list[str]:
 
 
 IN_BACK = {"subagent_type": "general-purpose", "run_in_background": False}
+RETRIED = "answers are lost, and asked for again"
 SUB_AGENT = "a sub-agent reads a file, a command is run"
 DELEGATES = {"rows": 2, "why": "the sub-agent's is its own", "is_long": True}
 NODE_OPENAI, NODE_ANTHROPIC = ("openai", "vendors_node"), ("@anthropic-ai/sdk", "vendors_node")
@@ -70,6 +71,9 @@ CASES = [
     Case(*VERCEL, "generate_chat", "Node: `generateText`", OF_SCRIPTS, is_long=True),
     Case(*VERCEL_OPENAI, "stream_responses", "Node: `streamText`", OF_SCRIPTS, is_long=True),
     Case(CLAUDE.name, "claude", "whole", f"`claude -p`: {SHOWN}", OF_CLAUDE, is_long=True),
+    Case(CODEX.name, "codex", "retried", f"`codex exec`: {RETRIED}", OF_CODEX, lost=("closed", "error"), is_long=True),
+    Case(OPENCODE.name, "opencode", "retried", f"`opencode run`: {RETRIED}", OF_OPENCODE, lost=("error",), is_long=True),
+    Case(CLAUDE.name, "claude", "retried", f"`claude --bare -p`: {RETRIED}", OF_CLAUDE, lost=("error",), is_long=True),
     Case(
         CLAUDE.name,
         "claude",
@@ -119,6 +123,7 @@ def test_programs(case, play, world):
     assert PRINTED in last, "what the command printed"
     assert len({record.rid for record in played.records}) == case.rows, "one conversation each"
     assert played.side_calls == (case.aside is not None)
+    assert played.retries == len(case.lost)
     assert not played.refused
     assert [row.info.get("sub_agent", "") for row in played.rows] == [*[""] * (len(played.rows) - 1), case.sub_agent][
         : case.rows
