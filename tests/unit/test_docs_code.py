@@ -45,6 +45,7 @@ NOT_RUN = {
     ("openai-front", 8): "the same",
     ("retrieval", 0): "tests/integration/test_retrieval_service.py asks a service",
     ("run-data", 0): "tests/unit/viewer reads a recorded run",
+    ("run-data", 1): "tests/unit/viewer/test_reported.py makes such a table",
     ("sandbox", 1): "docker's daemon is not everywhere; tests/unit/processes/test_sandbox.py runs this",
     ("sequence-processing", 1): "its dataset and its sink are elsewhere",
     ("servers", 0): "tests/integration sends requests to real servers",

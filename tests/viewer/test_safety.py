@@ -159,7 +159,7 @@ def test_a_report_is_one_file_that_needs_nothing_else(watched, viewer, runs, tmp
     tab.page.goto(file.as_uri())
     tab.page.wait_for_selector("canvas")
     assert tab.page.locator("details.card:not([data-group])").count() == 7  # the samples, and the config
-    tab.page.locator("details.card summary").first.click()
+    tab.page.locator("details.card:has(.tokens) > summary").first.click()
     assert tab.page.locator(".tokens .t").first.is_visible()
 
 

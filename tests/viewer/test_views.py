@@ -49,7 +49,7 @@ def test_a_bar_filters_the_groups_and_the_address_says_so(watched, viewer):
     tab.visit(f"{RUN}/step/4")
     groups = viewer.pages.runs.get("sums/first").step(4)["groups"]
     zero = sum(any(sample["reward"] == 0 for sample in group["samples"]) for group in groups)
-    tab.follow(tab.page.locator("svg[aria-label='Histogram of rewards'] a").first, r"reward=0\.0\.\.0")
+    tab.follow(tab.page.locator("svg[aria-label='Histogram of reward'] a").first, r"reward=0\.0\.\.0")
     assert tab.page.locator(".group").count() == zero < len(groups) + 1
     fresh = watched()
     fresh.page.goto(tab.page.url)
@@ -114,8 +114,18 @@ def test_the_search_by_address_text_and_filters(watched, viewer):
     tab = watched()
     tab.visit(f"{RUN}/search?step=3-4&reward=0.5..1&eval=0&order=reward")
     expected = run.search(step=(3, 4), reward=(0.5, 1), is_eval=False, order="reward")
-    assert tab.page.locator(".results > li").count() == min(50, expected["total"])
-    assert tab.page.locator(".results [data-open]").first.inner_text() == expected["samples"][0]["key"]
+    assert tab.page.locator(".listed tbody tr").count() == min(50, expected["total"])
+    row, first = tab.page.locator(".listed tbody tr").first, expected["samples"][0]
+    left = first["ordinal"] % 10
+    assert row.locator("[data-open]").inner_text() == f"What is {left} + 3?"
+    assert row.locator(".note").inner_text().startswith(f"{first['key']} · ")
+    assert row.locator(".answer").all_inner_texts()[:2] == [first["answer"], str(left + 3)]
+    assert first["answer"].startswith("The sum is ")
+    tab.follow(row.locator("[data-open]"), "/sample/")
+    assert tab.page.locator("h1").inner_text() == f"What is {left} + 3?, sample {first['index']}"
+    tab.follow(tab.page.get_by_role("link", name="Group"), "/group/")
+    assert tab.page.locator("h1").inner_text() == f"What is {left} + 3?"
+    assert f"expected {left + 3}" in tab.page.locator(".head").inner_text()
     tab.visit(f"{RUN}/search")
     tab.page.get_by_label("Text or regular expression").fill("sum is (1")
     tab.page.get_by_label("regular expression", exact=True).check()
@@ -130,7 +140,7 @@ def test_the_search_by_address_text_and_filters(watched, viewer):
 def test_the_keys_go_through_samples_groups_search_and_help(watched):
     tab = watched()
     tab.visit(f"{RUN}/search?step=4&eval=0&order=reward")
-    keys = tab.page.locator(".results [data-open]").all_inner_texts()
+    keys = [note.partition(" · ")[0] for note in tab.page.locator(".listed .note").all_inner_texts()]
     tab.page.locator("h1").click()
     tab.page.keyboard.press("j")
     tab.page.keyboard.press("j")

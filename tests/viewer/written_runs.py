@@ -65,7 +65,6 @@ VIEWS = {
     "requests": f"{RUN}/sample/10/1?view=requests",
     "evaluations": f"{RUN}/evaluations",
     "task": f"{RUN}/task/%23{identity_of_task(task_of(2))[1:]}",
-    "pair": "/pair?sample=sums/first+10/1&sample=sums/second+10/2&overlay=logprob",
     "timeline": f"{RUN}/timeline",
     "weights": f"{RUN}/weights",
     "search": f"{RUN}/search?text=sum",
@@ -221,7 +220,12 @@ class WrittenRun:
                 )
             )
             self.journal.write(ModelCall(number, *second[1:], *answered, gconfig, began + 0.7, began + 0.8, 0.1, 0.01))
-        self.journal.write(End(number, "accepted", "", [row], began + 0.9))
+        figures = {
+            "reward/right": float(is_right),
+            "tool_calls": 1.0,
+            "verdict": "it is right" if is_right else "a <b>product</b>",
+        }
+        self.journal.write(End(number, "accepted", "", [row], began + 0.9, figures=figures))
         self.now = began + 0.05
         return reward, len(asked) + len(said)
 

@@ -19,6 +19,7 @@ from urllib.parse import parse_qsl, urldefrag, urlsplit
 import httpx2
 
 from rollwright.errors import RewardError
+from rollwright.rewards.score import Score
 
 #: Seconds before the first retry, doubled for each further one up to the maximum.
 _FIRST_PAUSE, _LONGEST_PAUSE = 0.5, 30.0
@@ -113,7 +114,8 @@ class HttpReward:
     * ``solution``: ``data_source``, ``solution_str``, ``ground_truth`` (the row's ``answer``) and ``extra_info`` (the row's other columns
       and ``prompt``).
 
-    The answer is a number, or an object that holds it as ``reward``, ``score`` or ``key``. If ``batch_size`` is above 1, bodies and
+    The answer is a number, or an object that holds it as ``reward``, ``score`` or ``key``; its other numbers and texts are kept with the
+    sample. If ``batch_size`` is above 1, bodies and
     answers are lists; the answer may also be an object that holds its list as ``rewards``, ``scores`` or ``key``.
 
     Args:
@@ -245,7 +247,11 @@ class HttpReward:
             raise self._error(
                 f"answered {_shown(answer)}; it has to be a finite number, or an object that holds one as {wanted}"
             )
-        return float(value)
+        if not isinstance(answer, Mapping):
+            return float(value)
+        others = {str(name): each for name, each in answer.items() if name not in names}
+        parts = {name: float(each) for name, each in others.items() if isinstance(each, int | float) and math.isfinite(each)}
+        return Score(float(value), parts, {name: each for name, each in others.items() if isinstance(each, str)})
 
     def _error(self, what: str) -> RewardError:
         return RewardError(f"the reward service {self.service.url} {what}.")

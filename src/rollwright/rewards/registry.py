@@ -9,6 +9,7 @@ from typing import Any
 
 from rollwright.errors import RewardError
 from rollwright.registry import Registry
+from rollwright.rewards.score import Score
 
 
 class RewardRegistry(Registry[Callable[..., Any]]):
@@ -93,7 +94,7 @@ class SummedParts:
         *,
         answer: Any = None,
         **columns: Any,
-    ) -> float:
+    ) -> Score:
         """Return the sum of the parts.
 
         Raises:
@@ -105,7 +106,7 @@ class SummedParts:
             raise RewardError(
                 f"{type(self.parts).__name__} returned {parts!r:.80}; a RewardFn returns a dict of numbers, whose sum is the reward."
             )
-        return float(sum(parts.values()))
+        return Score(float(sum(parts.values())), {str(name): float(part) for name, part in parts.items()})
 
 
 def in_parts(function: Any, arguments: Mapping[str, Any]) -> Callable[..., dict[str, float]]:

@@ -13,7 +13,6 @@ import asyncio
 import functools
 import inspect
 import itertools
-import math
 import pickle
 import re
 import sys
@@ -28,6 +27,8 @@ from rollwright.processes.pool import FunctionFailedError, WorkerCrashError, Wor
 from rollwright.processes.sandbox import sandbox_name, sandboxed
 from rollwright.registry import why_not_called
 from rollwright.rewards.registry import REWARD_FUNCTIONS, RewardFn, SummedParts
+from rollwright.rewards.score import Score, as_score, packed, unpacked
+from rollwright.tracking.metrics import get_tracker
 
 #: The positional arguments of every reward function.
 POSITIONAL = ("prompt", "completion", "prompt_ids", "completion_ids")
@@ -67,6 +68,9 @@ class AsyncRewardWrapper:
 
     After three equal code errors with no success in between, such as a ``TypeError`` at the same line, the call is not retried. If these
     errors come from more than one task, the run stops (``BrokenRewardError``).
+
+    A function may also return a mapping (``Score.of_mapping``): its parts and texts are kept with the sample as ``reward/NAME``, and the
+    parts are metrics, too.
 
     Scores of functions that do not run inline are recorded in the journal (``durable``), so a replayed episode gets the same score.
     """
@@ -147,21 +151,24 @@ class AsyncRewardWrapper:
         keywords = self.columns.keywords(data) if len(arguments) == len(POSITIONAL) else self._as_given(arguments, data)
         if self._inline:
             try:
-                reward = as_float(self.reward_fn(*arguments, **keywords))
+                reward = as_score(self.reward_fn(*arguments, **keywords))
             except Exception as error:
                 self._is_enough(error, prompt, data)
                 raise self._error(error, 1, prompt, data) from error
             self._faults.clear()
-            return reward
-        return await self._durable.awaited(self._scored, arguments, keywords, prompt, data)
+            return _reported(reward)
+        return _reported(unpacked(await self._durable.awaited(self._scored, arguments, keywords, prompt, data)))
 
-    async def _scored(self, arguments: tuple[Any, ...], keywords: dict[str, Any], prompt: Any, data: dict[str, Any]) -> float:
+    async def _scored(
+        self, arguments: tuple[Any, ...], keywords: dict[str, Any], prompt: Any, data: dict[str, Any]
+    ) -> float | dict[str, Any]:
+        """Return a reward as the journal keeps it: a number, or a dict if it has parts or notes."""
         attempt = self._in_loop if self._is_async else self._in_worker
         for tries in itertools.count(1):
             try:
                 reward = await attempt(arguments, keywords)
                 self._faults.clear()
-                return reward
+                return packed(reward)
             except Exception as error:
                 is_hopeless = isinstance(error, WorkerTimeoutError | _NotSendableError) or self._is_enough(error, prompt, data)
                 if tries > self.max_retries or is_hopeless or self._limits_itself:
@@ -180,7 +187,7 @@ class AsyncRewardWrapper:
         try:
             async with asyncio.timeout(None if self._limits_itself else self.timeout_seconds) as limit:
                 with sandboxed():  # a separate jail from that of the episode being scored
-                    return as_float(await self.reward_fn(*arguments, **keywords))
+                    return as_score(await self.reward_fn(*arguments, **keywords))
         except TimeoutError as error:
             if limit.expired():
                 raise WorkerTimeoutError("no answer within the limit") from error
@@ -193,7 +200,8 @@ class AsyncRewardWrapper:
             body = pickle.dumps((arguments, keywords), protocol=pickle.HIGHEST_PROTOCOL)
         except Exception:
             body = _cloudpickle((arguments, keywords), "the task's columns")
-        return await asyncio.wrap_future(shared_pool(self.max_workers).submit(self._key, function, body, self.timeout_seconds))
+        submitted = shared_pool(self.max_workers).submit(self._key, function, body, self.timeout_seconds)
+        return unpacked(await asyncio.wrap_future(submitted))
 
     def _pickle_function(self) -> bytes:
         import cloudpickle
@@ -301,27 +309,13 @@ class TaskColumns:
         return out
 
 
-def as_float(value: Any) -> float:
-    """Convert a bool, a number, or an array or tensor with one element to a finite float.
-
-    Raises:
-        TypeError: the value is not a number.
-        ValueError: the value is NaN or infinite.
-    """
-    if inspect.isawaitable(value):
-        name = getattr(value, "__qualname__", type(value).__name__)
-        if inspect.iscoroutine(value):
-            value.close()
-        raise TypeError(f"it returned a call of {name} that was not awaited: write await before it")
-    if isinstance(value, str | bytes) or value is None:
-        raise TypeError(f"it returned {value!r}, not a number")
-    try:
-        number = float(value.item() if hasattr(value, "item") else value)
-    except Exception as error:
-        raise TypeError(f"it returned {type(value).__name__}, not one number") from error
-    if not math.isfinite(number):
-        raise ValueError(f"it returned {number}, not a finite number")
-    return number
+def _reported(reward: float) -> float:
+    """Report the parts and notes of a reward, and return it as a plain number."""
+    if isinstance(reward, Score):
+        tracker = get_tracker("rollout/reward")
+        tracker.scalar(**reward.parts)
+        tracker.note(**reward.notes)
+    return float(reward)
 
 
 def is_async(function: Any) -> bool:
@@ -337,15 +331,15 @@ def task_name(prompt: Any, data: dict[str, Any]) -> str:
     return next(names, f"with prompt {str(prompt)[:80]!r}")
 
 
-def _score(function: Callable[..., Any], sandbox: str, /, *arguments: Any, **keywords: Any) -> float:
-    """Run a reward function in a worker."""
+def _score(function: Callable[..., Any], sandbox: str, /, *arguments: Any, **keywords: Any) -> float | dict[str, Any]:
+    """Run a reward function in a worker; return a JSON value."""
 
     async def awaited() -> Any:
         return await value
 
     with sandboxed(sandbox):
         value = function(*arguments, **keywords)
-        return as_float(asyncio.run(awaited()) if inspect.isawaitable(value) else value)
+        return packed(as_score(asyncio.run(awaited()) if inspect.isawaitable(value) else value))
 
 
 class _NotSendableError(RewardError):

@@ -36,7 +36,7 @@ from rollwright.rollout.seeds import SampleName
 from rollwright.rollout.task_group import Group
 from rollwright.rollout.teachers import Teachers
 from rollwright.tracking.logging import getLogger
-from rollwright.tracking.metrics import get_tracker
+from rollwright.tracking.metrics import FIGURES, get_tracker
 
 logger = getLogger("rollout")
 
@@ -70,6 +70,7 @@ async def run(
     """
     CURRENT_SAMPLE.set(sample)
     EPISODE.set(sample.episode)
+    FIGURES.set(sample.episode.figures)
     UNCOUNTED.set(sample.uncounted)
     with sandboxed(sandbox):
         result = await workflow.arun_episode(sample, dict(data))

@@ -23,7 +23,7 @@ import os
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Self
@@ -91,11 +91,55 @@ def _quantile(ordered: list[float], share: float) -> float:
     return ordered[low] + (ordered[high] - ordered[low]) * (position - low)
 
 
+#: Characters of a text that an episode reports; the end of a longer one is left out.
+LONGEST_NOTE = 4_000
+#: Scopes that say nothing about an episode, because all of its figures have them.
+_SCOPES_OF_ALL = ("eval/", "rollout/")
+
+
+class EpisodeFigures:
+    """The numbers and texts that one episode reported, by name without the scopes ``rollout`` and ``eval``. Thread-safe."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._entries: dict[str, _Entry] = {}
+        self._texts: dict[str, str] = {}
+
+    def add(self, kind: str, name: str, values: Sequence[float], weight: float) -> None:
+        """Add reports of a metric; several are reduced as in the run's metrics."""
+        with self._lock:
+            entry = self._entries.setdefault(_without_scopes(name), _Entry(kind))
+            for value in values:
+                entry.add(value, weight)
+
+    def note(self, name: str, text: str) -> None:
+        """Set a text."""
+        with self._lock:
+            self._texts[_without_scopes(name)] = text[:LONGEST_NOTE]
+
+    def export(self) -> dict[str, float | str]:
+        """Return the reduced numbers and the texts."""
+        with self._lock:
+            numbers = {name: number for own, entry in self._entries.items() for name, number in entry.result(own).items()}
+            return {**numbers, **self._texts}
+
+
+def _without_scopes(name: str) -> str:
+    for scope in _SCOPES_OF_ALL:
+        name = name.removeprefix(scope)
+    return name
+
+
+#: The figures of the current asyncio task's episode; inherited by the tasks and threads that it starts.
+FIGURES: contextvars.ContextVar[EpisodeFigures | None] = contextvars.ContextVar("figures", default=None)
+
+
 class MetricsTracker:
     """Collects metrics from any number of threads and event loops.
 
     A tracker from :meth:`get` shares its parent's numbers and adds its scope to every name.
-    Scopes opened with :meth:`scope` belong to the thread or asyncio task that opened them.
+    Scopes opened with :meth:`scope` belong to the thread or asyncio task that opened them. What an episode reports is also kept with its
+    sample (``EpisodeFigures``), where the viewer shows it.
     """
 
     def __init__(self) -> None:
@@ -153,6 +197,12 @@ class MetricsTracker:
         """Report one or many values whose mean, std, min, p50, p90 and max are exported."""
         self._add("histogram", values)
 
+    def note(self, **texts: str) -> None:
+        """Report texts about the episode that runs, such as a judge's verdict. They are kept with its sample, and not exported."""
+        if (figures := FIGURES.get()) is not None:
+            for name, text in texts.items():
+                figures.note(self.full_name(name), str(text))
+
     def export(self, reset: bool = True) -> dict[str, float]:
         """Reduce everything reported since the last reset. Returns full name (with scopes) -> number, sorted by name.
 
@@ -201,6 +251,9 @@ class MetricsTracker:
                     )
                 for item in items:
                     entry.add(item, weight)
+        if (figures := FIGURES.get()) is not None:
+            for name, items in numbers.items():
+                figures.add(kind, prefix + name, items, weight)
 
 
 def _numbers(name: str, value: Any) -> list[float]:

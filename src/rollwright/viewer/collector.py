@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+import math
 import sqlite3
+from collections import Counter
 from collections.abc import Callable, Mapping
 from functools import lru_cache
 from itertools import islice
@@ -31,6 +33,7 @@ from rollwright.experience.journal.records import (
     Trained,
     unpack_task,
 )
+from rollwright.viewer.words import expected_of_task, words_of_task
 
 #: Prefix of the names of durable calls that score a completion; not imported from ``rewards.wrapper``, which loads torch.
 REWARD_CALLS = "reward "
@@ -61,8 +64,23 @@ _BEGUN: dict[str, Any] = {
     "trained": None,
     "advantage": None,
     "advantages": None,
+    "figures": None,
 }
-_COLUMNS = [*_BEGUN, "writer", "ordinal", "idx", "attempt", "is_eval", "version", "task", "workflow", "began", "places"]
+_COLUMNS = [
+    *_BEGUN,
+    "writer",
+    "ordinal",
+    "idx",
+    "attempt",
+    "is_eval",
+    "version",
+    "task",
+    "words",
+    "expected",
+    "workflow",
+    "began",
+    "places",
+]
 _INSERT = f"INSERT INTO samples ({', '.join(_COLUMNS)}) VALUES (:{', :'.join(_COLUMNS)})"
 _TRAINED = """
 UPDATE samples SET step = ?, step_writer = ?, trained = ?, advantage = ?, advantages = ?, trained_places = ?, is_undone = ? WHERE id = ?
@@ -77,6 +95,9 @@ _UNDONE_BY_SAMPLE = """
 UPDATE samples SET is_undone = 1
 WHERE ordinal = :ordinal AND is_eval = :is_eval AND idx = :idx AND attempt >= :attempt AND writer < :resumed
     AND (NOT is_eval OR version = :version)
+"""
+_FIGURE = """
+INSERT INTO figures VALUES (?, ?, ?) ON CONFLICT DO UPDATE SET numbers = numbers + excluded.numbers, texts = texts + excluded.texts
 """
 _STEP = """
 INSERT OR REPLACE INTO steps (step, writer, version, time, way, seconds, bytes, engines, audit)
@@ -117,6 +138,7 @@ class Collector:
         self._trained: list[tuple[int, int, Trained]] = []  # writer, place and record: the rows of one group
         self._behind_gap: int | None = None  # the writer whose last record follows damaged bytes
         self._is_cut = False  # True if rows of the group may be lost
+        self._figures: Counter[tuple[str, bool]] = Counter()  # (name, is a text) -> samples with it that are not written yet
         for row in connection.execute("SELECT * FROM running"):
             self._open[row["writer"], row["episode"]] = msgspec.msgpack.decode(row["state"])
         self._first_steps = first_steps(connection)
@@ -190,6 +212,9 @@ class Collector:
     def save(self) -> None:
         """Write all pending rows to the index."""
         self._flush()
+        counts = [(name, 0 if is_text else count, count if is_text else 0) for (name, is_text), count in self._figures.items()]
+        self._connection.executemany(_FIGURE, counts)
+        self._figures.clear()
         self._find_waiting()
         self._connection.execute("DELETE FROM running")
         rows = [(*key, msgspec.msgpack.encode(sample)) for key, sample in self._open.items()]
@@ -211,7 +236,7 @@ class Collector:
             "attempt": record.attempt,
             "is_eval": record.is_eval,
             "version": record.version,
-            "task": _identity(record.task) if record.is_eval and record.task is not None else None,
+            **_of_task(record.task),
             "workflow": record.workflow,
             "began": record.time,
             "places": _packed(place),
@@ -283,6 +308,9 @@ class Collector:
                 "truncated": any(each.truncated for each in rows),
                 "prompt_tokens": rows[0].mask[0] if rows[0].mask else row["prompt_tokens"],
             }
+        if figures := figures_of(record):
+            row["figures"] = json.dumps(figures)
+            self._figures.update((name, isinstance(value, str)) for name, value in figures.items())
         self._ended.append(row)
 
     def _arguments(self, writer: int, place: int, record: Arguments) -> None:
@@ -447,6 +475,21 @@ class Collector:
         self._connection.execute("INSERT OR REPLACE INTO resumes VALUES (?, ?, ?, ?, ?, ?, ?)", values)
 
 
+_MOST_FIGURES = 200  # of one sample
+
+
+def figures_of(end: End) -> dict[str, float | str]:
+    """Return what an episode reported, by name: its own figures, and the means of its rows' metrics. Numbers that are not finite are left out."""
+    of_rows: dict[str, list[float]] = {}
+    for row in end.rows:
+        for name, number in row.figures.items():
+            of_rows.setdefault(name, []).append(number)
+    found = {**{name: sum(numbers) / len(numbers) for name, numbers in of_rows.items()}, **end.figures}
+    return {
+        name: value for name, value in islice(found.items(), _MOST_FIGURES) if isinstance(value, str) or math.isfinite(value)
+    }
+
+
 def first_steps(connection: sqlite3.Connection) -> dict[int, int]:
     """Return the first step of each process; a resume undoes the steps that earlier processes made from there on."""
     made = connection.execute("SELECT writer, min(step) FROM steps GROUP BY writer").fetchall()
@@ -467,8 +510,12 @@ def identity_of_task(task: Mapping[str, Any]) -> str:
 
 
 @lru_cache(1024)  # the samples of a group share one task
-def _identity(packed: bytes) -> str:
-    return identity_of_task(unpack_task(packed))
+def _of_task(packed: bytes | None) -> Mapping[str, str | None]:
+    """Return identity, words and expected answer of a packed task; None if they are unknown."""
+    if packed is None:
+        return {"task": None, "words": None, "expected": None}
+    task = unpack_task(packed)
+    return {"task": identity_of_task(task), "words": words_of_task(task) or None, "expected": expected_of_task(task) or None}
 
 
 def _packed(place: int) -> bytes:

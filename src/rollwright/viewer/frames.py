@@ -7,6 +7,7 @@ from typing import Any, Protocol
 
 from rollwright.errors import DataError
 from rollwright.viewer.curves import Curves
+from rollwright.viewer.reported import PREFIX
 
 
 class Tables(Protocol):
@@ -54,7 +55,8 @@ def frame(run: Tables, what: str, query: Mapping[str, Any]) -> Any:
         raise DataError(f"the pattern takes too long: {answer['scanned']} samples were looked through; add filters.")
     found = answer["samples"]
     if what == "samples":
-        return pandas.DataFrame(found).drop(columns=["snippet", "preview"], errors="ignore")
+        rows = [{**each, **{f"{PREFIX}{name}": value for name, value in each["figures"].items()}} for each in found]
+        return pandas.DataFrame(rows).drop(columns=["snippet", "preview", "figures"], errors="ignore")
     return pandas.DataFrame([token for sample in found for token in tokens_of(run, sample["key"])])
 
 

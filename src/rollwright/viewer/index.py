@@ -31,6 +31,7 @@ from rollwright.experience.journal.records import AnyRecord, ModelCall
 from rollwright.tracking.logging import getLogger
 from rollwright.viewer.collector import PLACE_BITS, Collector
 from rollwright.viewer.tokens import Vocabulary
+from rollwright.viewer.words import answer_of_text
 
 logger = getLogger("viewer")
 
@@ -48,14 +49,17 @@ CREATE TABLE gaps (file INT, begin INT, end INT, writer INT, first INT, last INT
 CREATE TABLE arguments (writer INT, number INT, place INT, PRIMARY KEY (writer, number)) WITHOUT ROWID;
 CREATE TABLE running (writer INT, episode INT, state BLOB, PRIMARY KEY (writer, episode)) WITHOUT ROWID;
 CREATE TABLE samples (
-    id INTEGER PRIMARY KEY, writer INT, ordinal INT, idx INT, attempt INT, is_eval INT, version INT, task TEXT, workflow TEXT, status TEXT,
-    reason TEXT, reward REAL, rewards TEXT, prompt_tokens INT, tokens INT, length INT, rows INT, calls INT, tools INT, tool_names TEXT,
+    id INTEGER PRIMARY KEY, writer INT, ordinal INT, idx INT, attempt INT, is_eval INT, version INT, task TEXT, words TEXT, expected TEXT,
+    workflow TEXT, status TEXT, reason TEXT, reward REAL, rewards TEXT, prompt_tokens INT, tokens INT, length INT, rows INT, calls INT, tools INT, tool_names TEXT,
     first_version INT, last_version INT, model_seconds REAL, tool_seconds REAL, began REAL, ended REAL, truncated INT, places BLOB,
-    step INT, step_writer INT, trained INT, advantage REAL, advantages TEXT, trained_places BLOB, is_undone INT DEFAULT 0, is_damaged INT DEFAULT 0
+    step INT, step_writer INT, trained INT, advantage REAL, advantages TEXT, trained_places BLOB, is_undone INT DEFAULT 0, is_damaged INT DEFAULT 0,
+    figures TEXT
 );
+CREATE TABLE figures (name TEXT PRIMARY KEY, numbers INT, texts INT) WITHOUT ROWID;
 CREATE INDEX samples_of_group ON samples (ordinal, is_eval);
 CREATE INDEX samples_of_step ON samples (step) WHERE step IS NOT NULL;
 CREATE INDEX samples_of_evaluation ON samples (version, task) WHERE is_eval;
+CREATE INDEX samples_of_task ON samples (task);
 CREATE INDEX samples_began ON samples (began);
 CREATE INDEX samples_undone ON samples (id) WHERE is_undone;
 CREATE TABLE groups (
@@ -74,7 +78,7 @@ CREATE TABLE phases (step INT, writer INT, name TEXT, seconds REAL, began REAL, 
 CREATE TABLE resumes (writer INT PRIMARY KEY, step INT, version INT, frontier INT, episodes INT, tokens INT, time REAL);
 CREATE TABLE waiting (number INT, writer INT, step INT, trained BLOB, PRIMARY KEY (number, writer)) WITHOUT ROWID;
 CREATE TABLE checkpoints (step INT, writer INT, frontier INT, time REAL, beyond INT, unfinished INT, PRIMARY KEY (step, writer)) WITHOUT ROWID;
-CREATE TABLE texts (id INTEGER PRIMARY KEY, given TEXT, said TEXT);
+CREATE TABLE texts (id INTEGER PRIMARY KEY, given TEXT, said TEXT, answer TEXT);
 CREATE VIRTUAL TABLE found USING fts5 (given, said, content = 'texts', content_rowid = 'id', detail = full);
 """
 _CONTENT = 4  # version of the content; raise it if the content changes but the tables do not
@@ -433,6 +437,7 @@ class TextIndex:
         self._vocabulary = vocabulary
         self._records = records
         self._prompt = lru_cache(_PROMPTS_KEPT)(self._decoded)
+        self._special = vocabulary.special_texts
 
     def advance(self, connection: sqlite3.Connection, deadline: float | None) -> bool:
         """Add the texts of samples until all are indexed or the time is over. Returns True if all are indexed."""
@@ -451,19 +456,19 @@ class TextIndex:
             (_TEXTS_AT_ONCE,),
         ).fetchall()
         rows = [(sample, *self._texts(places)) for sample, places in waiting]
-        connection.executemany("INSERT INTO texts VALUES (?, ?, ?)", rows)
-        connection.executemany("INSERT INTO found (rowid, given, said) VALUES (?, ?, ?)", rows)
+        connection.executemany("INSERT INTO texts VALUES (?, ?, ?, ?)", rows)
+        connection.executemany("INSERT INTO found (rowid, given, said) VALUES (?, ?, ?)", [row[:3] for row in rows])
         return len(rows)
 
-    def _texts(self, places: bytes) -> tuple[str, str]:
-        """Return the input and output text of a sample, with each token once."""
+    def _texts(self, places: bytes) -> tuple[str, str, str]:
+        """Return the input and output text of a sample, with each token once, and its last answer on one line."""
         try:
             calls = [record for record in self._records(places) if isinstance(record, ModelCall)]
         except (JournalError, OSError):
-            return "", ""  # its file was removed
+            return "", "", ""  # its file was removed
         given = [self._prompt(call.added) for call in calls if call.added]
         said = [self._decoded(call.output) for call in calls if call.output]
-        return _GAP.join(given), _GAP.join(said)
+        return _GAP.join(given), _GAP.join(said), answer_of_text(said[-1], self._special) if said else ""
 
     def _decoded(self, packed: bytes) -> str:
         return self._vocabulary.text(np.frombuffer(packed, dtype="<i4").tolist())

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -305,33 +305,101 @@ def chat_of(episode: RecordedEpisode, text: Callable[[list[int]], str]) -> list[
 
     Returns:
         Dicts of ``role`` (system, user, assistant, tool, reward or refused; ``given`` if unknown), ``text``, ``call`` (index of the call
-        that produced it, None for input); for a tool or reward also ``result`` (see ``plain_result``), and for a message of a side
-        conversation or a sub-agent its name, as ``side_conversation`` or ``sub_agent``.
+        that produced it, None for input) and ``lane`` (place in ``lanes_of``); for a tool or reward also ``result`` (see
+        ``plain_result``), and for a message of a side conversation or a sub-agent its name, as ``side_conversation`` or ``sub_agent``.
+        A message that a later prompt of its lane repeats is there once.
     """
     steps: list[tuple[float, int, Any]] = [(each.call.started, 1, each) for each in episode.calls]
     steps += [(result.time - result.seconds, 0, result) for result in episode.results]
     steps.sort(key=lambda step: step[:2])
     messages: list[dict[str, Any]] = []
+    lanes = _lane_of_calls(episode)
+    answered: list[tuple[float, int]] = []  # end of each request so far, and its lane
+    seen: dict[int, set[tuple[str, str]]] = {}  # lane -> role and text of its messages so far
     for _, _, step in steps:
         if isinstance(step, DurableResult):
             result = plain_result(step)
             shown = result["error"]["message"] if result["error"] else result["value"]
             role = "reward" if result["is_reward"] else "tool"
-            messages.append(
-                {"role": role, "text": shown if isinstance(shown, str) else repr(shown), "call": None, "result": result}
-            )
+            began = result["time"] - result["seconds"]
+            before = [each for each in answered if each[0] <= began + _CLOCK_NOISE] or answered[-1:]
+            lane = max(before)[1] if before else 0
+            told = shown if isinstance(shown, str) else repr(shown)
+            messages.append({"role": role, "text": told, "call": None, "result": result, "lane": lane})
             continue
         call: ModelCall = step.call
-        given = step.prompt[len(step.prompt) - tokens_in(call.added) :]
-        new = messages_in(text(given.tolist()))
+        lane = lanes[call.index]
+        answered.append((call.finished, lane))
+        known = seen.setdefault(lane, set())
+        goes_on = call.base >= 0 and lanes[call.base] == lane and call.kept == _length(episode.calls[call.base])
+        given = step.prompt[call.kept if goes_on else 0 :]
+        new = [each for each in messages_in(text(given.tolist())) if goes_on or _gist(each) not in known]
         if call.refused is not None:
             new.append({"role": "refused", "text": call.refused, "call": call.index})
         else:
             said = CLOSINGS.sub("", text(step.output.tolist()))
             new.append({"role": "assistant", "text": said, "call": call.index})
+        known.update(map(_gist, new))
         beside = {key: name for key, name in _beside(call).items() if name}
-        messages += [{**each, **beside} for each in new]
+        messages += [{**each, "lane": lane, **beside} for each in new]
     return messages
+
+
+_CLOCK_NOISE = 1e-3  # seconds
+_REASONING = re.compile(r"\A.*?</think(?:ing)?>", re.DOTALL)
+
+
+def _length(call: RecordedCall) -> int:
+    return len(call.prompt) + tokens_in(call.call.output)
+
+
+def _gist(message: Mapping[str, Any]) -> tuple[str, str]:
+    """Return what is equal for a message and its repetition in a later prompt, which may lack its reasoning."""
+    text = message["text"]
+    return message["role"], "".join((_REASONING.sub("", text, count=1) if "</think" in text else text).split())
+
+
+def lanes_of(episode: RecordedEpisode) -> list[dict[str, Any]]:
+    """Return the lanes of an episode: ``name`` and ``about``. A lane is one agent's conversation, a branch of one, or a side conversation."""
+    lanes, of_call, agents = [], _lane_of_calls(episode), _agents(episode)
+    for number in range(max(of_call, default=0) + 1):
+        own = [each for each, lane in zip(episode.calls, of_call, strict=True) if lane == number]
+        first = own[0].call if own else None
+        agent = agents.get(first.conversation, "") if first is not None else ""
+        side = "" if first is None else next(filter(None, _beside(first).values()), "")
+        about = ""
+        if first is not None and first.base >= 0 and first.kept and of_call[first.base] != number:
+            about = f"shares {first.kept:,} tokens with request {first.base + 1}"
+        lanes.append({"name": agent or side or f"conversation {number + 1}", "about": about})
+    names = [lane["name"] for lane in lanes]
+    for number, lane in enumerate(lanes):  # an agent may begin a new conversation
+        if names.count(lane["name"]) > 1:
+            lane["name"] += f" {names[: number + 1].count(lane['name'])}"
+    return lanes
+
+
+def _lane_of_calls(episode: RecordedEpisode) -> list[int]:
+    """Return the lane of each call: its conversation, in order of first appearance; side conversations of one name share a lane."""
+    numbers: dict[Any, int] = {}
+    keys = [_beside(each.call)[SIDE_CONVERSATION] or each.call.conversation for each in episode.calls]
+    return [numbers.setdefault(key, len(numbers)) for key in keys]
+
+
+def _agents(episode: RecordedEpisode) -> dict[int, str]:
+    """Return the agent (and role) of each conversation, from the tags of its calls or of the row that ends with it."""
+    found: dict[int, str] = {}
+    for each in episode.calls:
+        tags = {} if each.call.metadata is None else unpack_value(each.call.metadata)
+        if tagged := _tagged(tags.get("agent"), tags.get("role")):
+            found.setdefault(each.call.conversation, tagged)
+    for row in [] if episode.end is None else episode.end.rows:
+        if row.base >= 0 and (tagged := _tagged(row.agent, row.role)):
+            found.setdefault(episode.calls[row.base].call.conversation, tagged)
+    return found
+
+
+def _tagged(agent: Any, role: Any) -> str:
+    return f"{agent} ({role})" if agent and role else str(agent or role or "")
 
 
 def messages_in(text: str) -> list[dict[str, Any]]:

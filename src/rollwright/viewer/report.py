@@ -18,7 +18,8 @@ from rollwright.viewer import sample_view
 from rollwright.viewer.pages import Pages
 from rollwright.viewer.run import Run
 from rollwright.viewer.run_pages import overview
-from rollwright.viewer.step_and_sample_pages import title_of_key
+from rollwright.viewer.transcript import transcript
+from rollwright.viewer.words import title_of
 
 #: Longest time to bring the index up to date.
 _INDEX_SECONDS = 600.0
@@ -97,8 +98,8 @@ def _shown(sample: dict[str, Any]) -> dict[str, Any]:
     ]
     return {
         **sample,
-        "title": f"{title_of_key(sample['group'])}, sample {sample['index']}",
-        "chat": sample_view.chat(sample),
+        "title": f"{title_of(sample['words'], sample['group'])}, sample {sample['index']}",
+        "chat": transcript(sample),
         "facts": sample_view.facts(sample),
         "shown_rows": rows,
     }

@@ -30,6 +30,7 @@ from rollwright.viewer.ending import ending_of, last_lines
 from rollwright.viewer.evaluations import held_out_tasks, last_evaluation
 from rollwright.viewer.frames import frame
 from rollwright.viewer.index import Index
+from rollwright.viewer.reported import reported
 from rollwright.viewer.run_parts import find_part
 from rollwright.viewer.samples import NOT_UNDONE, Samples
 from rollwright.viewer.timeline import timeline
@@ -396,6 +397,7 @@ class Run:
             "calls": [reading.plain_call(each) for each in episode.calls],
             "rows": self._rows(episode, trained),
             "messages": reading.chat_of(episode, self.text),
+            "lanes": reading.lanes_of(episode),
             "results": [reading.plain_result(each) for each in episode.results],
             "attempts": [self._attempt(each) for each in group if each["index"] == sample["index"]],
             "neighbours": _neighbours(sample, group),
@@ -525,6 +527,10 @@ class Run:
         """
         found = search.search(self.index, self.samples, **search.as_arguments(query))
         return {**found, "indexed": self.index.progress()["text"]}
+
+    def reported(self) -> dict[str, bool]:
+        """Return the names that samples reported (``report.NAME`` in filters and frames), each with True if its values are texts."""
+        return reported(self.index) if self.has_journal else {}
 
     def frame(self, what: str, **query: Any) -> Any:
         """Return a pandas ``DataFrame`` of ``samples``, ``tokens``, ``metrics`` or ``publications``.

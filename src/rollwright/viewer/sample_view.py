@@ -3,18 +3,17 @@
 from __future__ import annotations
 
 import math
-import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
-from rollwright.inference.server.tool_calls import tool_convention
 from rollwright.tracking.readable import as_json, as_text, clipped, number, seconds, signed, visible, without_noise
 from rollwright.viewer.pictures import lanes_of_sample, shade, signed_shade
+from rollwright.viewer.transcript import beside_of
 
 #: Tokens and table lines that a page shows before "Show all".
 TOKENS_SHOWN, LINES_SHOWN = 2000, 500
 
-VIEWS = {"chat": "Chat", "tokens": "Tokens", "table": "Table", "requests": "Requests"}
+VIEWS = {"chat": "Transcript", "tokens": "Tokens", "table": "Table", "requests": "Requests"}
 
 #: Overlay -> its title, and the meaning of its colours.
 OVERLAYS = {
@@ -29,81 +28,6 @@ OVERLAYS = {
     "version": ("Version", "Marks show where a weight update arrived; darker: newer weights."),
     "reward": ("Reward", "Reward by token: blue above 0, orange below."),
 }
-_IMAGE = re.compile(r"data:image/(png|jpeg|webp|gif);base64,[A-Za-z0-9+/=\s]+")
-
-
-# -- chat --------------------------------------------------------------------------------------------------------------
-
-
-def chat(sample: Mapping[str, Any], href_of_tokens: str = "") -> list[dict[str, Any]]:
-    """Prepare the conversation, with tool calls parsed from the model's answers, and each tool's result and duration.
-
-    Args:
-        sample: a result of ``Run.sample``.
-        href_of_tokens: address of the token view; empty for no links.
-    """
-    calls = {call["index"]: call for call in sample["calls"]}
-    messages: list[dict[str, Any]] = []
-    for each in sample["messages"]:
-        result, call = each.get("result"), calls.get(each["call"]) if each["call"] is not None else None
-        before = messages[-1] if messages else None
-        if (
-            result is None
-            and each["role"] == "tool"
-            and before
-            and before["kind"] == "tool"
-            and before["text"].strip() == each["text"].strip()
-        ):
-            continue  # the prompt repeats a tool result that is already shown
-        text, about, name, arguments = each["text"], "", None, None
-        if each["role"] == "assistant":
-            convention = tool_convention(text)
-            if convention.is_known and (reply := convention.parse(text)).calls:
-                text, name = reply.text, ", ".join(asked.name for asked in reply.calls)
-                arguments = clipped("\n".join(f"{asked.name}({asked.arguments})" for asked in reply.calls))
-            if call is not None:
-                about = f"{len(call['output']):,} tokens · {seconds(call['seconds'])} · {call['stop_reason'] or 'runs'}"
-        elif result is not None:
-            name, about = result["name"], seconds(result["seconds"])
-            text = f"{result['error']['class']}: {result['error']['message']}" if result["error"] else as_text(result["value"])
-        about = " · ".join(filter(None, [_beside(each), about]))
-        messages.append(
-            {
-                "role": "prompt" if each["role"] == "given" else each["role"],
-                "kind": each["role"] if each["role"] in ("system", "user", "assistant", "tool", "reward") else "user",
-                "name": name,
-                "arguments": arguments,
-                "text": clipped(text),
-                "about": about,
-                "is_error": each["role"] == "refused" or bool(result and result["error"]),
-                "tokens_href": href_of_tokens if call is not None else None,
-                "images": [],
-            }
-        )
-    if messages:
-        asked = next((message for message in messages if message["role"] == "user"), messages[0])
-        asked["images"] = list(_images(sample.get("task")))
-    return messages
-
-
-def _beside(call: Mapping[str, Any]) -> str:
-    """Return what a call or message belongs to besides the main conversation."""
-    if side := call.get("side_conversation"):
-        return f"side conversation ({side}), not trained"
-    return f"sub-agent ({call['sub_agent']})" if call.get("sub_agent") else ""
-
-
-def _images(value: Any, depth: int = 0) -> Iterator[str]:
-    """Yield the pictures in a task that are ``data:`` URLs; no others are loaded."""
-    if isinstance(value, str):
-        if _IMAGE.fullmatch(value):
-            yield value
-    elif depth < 6 and isinstance(value, Mapping):
-        for item in value.values():
-            yield from _images(item, depth + 1)
-    elif depth < 6 and isinstance(value, list):
-        for item in value:
-            yield from _images(item, depth + 1)
 
 
 # -- tokens ------------------------------------------------------------------------------------------------------------
@@ -252,7 +176,7 @@ def requests(sample: Mapping[str, Any]) -> list[dict[str, Any]]:
     shown = []
     for call in sample["calls"]:
         about = f"conversation {call['conversation']}, turn {call['turn']}"
-        if beside := _beside(call):
+        if beside := beside_of(call):
             about += f" · {beside}"
         facts = [
             ("took", seconds(call["seconds"])),
@@ -314,6 +238,8 @@ def facts(sample: Mapping[str, Any]) -> list[tuple[str, Any]]:
         versions = f"v{versions[0]}" if versions[0] == versions[1] else f"v{versions[0]} to v{versions[1]}"
     duration = sample["ended"] - sample["began"] if sample["ended"] and sample["began"] else None
     return [
+        ("answer", sample.get("answer")),
+        ("expected", sample.get("expected")),
         ("workflow", (sample.get("workflow") or "").rpartition(".")[2]),
         ("reason", sample["reason"]),
         ("weights", versions),

@@ -21,7 +21,7 @@ _UNFINISHED = ("failed", "cut", "diverged")  # outcomes after which another atte
 _LISTED = """
 samples.id, writer, ordinal, idx, attempt, is_eval, version, workflow, status, reason, reward, rewards, prompt_tokens, tokens, length, rows,
 calls, tools, tool_names, first_version, last_version, model_seconds, tool_seconds, began, ended, truncated, step, step_writer, trained,
-advantage, advantages, is_undone, is_damaged, substr(texts.said, 1, 120) AS preview
+advantage, advantages, is_undone, is_damaged, task, words, expected, figures, substr(texts.said, 1, 120) AS preview, texts.answer AS answer
 """
 _READ_AT_ONCE = 500  # samples
 #: SQL order of attempts with the same name that puts the one to show first.
@@ -103,7 +103,7 @@ class Samples:
             sample = as_row(msgspec.msgpack.decode(row["state"]))
             status = self._status if sample["writer"] >= self._resumed else "interrupted"
             if key is None or key.names(sample):
-                yield {**sample, "status": status, "preview": None}
+                yield {**sample, "status": status, "preview": None, "answer": None}
 
     def everything(
         self, is_eval: bool | None = None, version: int | None = None
@@ -144,7 +144,7 @@ class Samples:
         first, last = row["first_version"], row["last_version"]
         same = (
             "ordinal attempt workflow status reason reward step advantage prompt_tokens tokens length rows calls tools model_seconds "
-            "tool_seconds began ended preview"
+            "tool_seconds began ended preview expected answer"
         )
         return {
             "key": self._key(row),
@@ -164,6 +164,8 @@ class Samples:
             else [row["advantage"]],
             "tool_names": json.loads(row["tool_names"]) if row["tool_names"] else [],
             "group": group_key(row),
+            "words": row["words"],
+            "figures": json.loads(row["figures"]) if row["figures"] else {},
             **{name: row[name] for name in same.split()},
         }
 
@@ -206,7 +208,7 @@ class Samples:
             first = samples[0]
             facts = {"key": first["group"], "ordinal": first["ordinal"], "is_eval": first["is_eval"], "state": self._status}
             nothing = {"reason": "", "policy": "", "step": None, "time": None, "has_variance": True, "is_undone": False}
-            return {**facts, "version": None, **nothing, "samples": list(samples)}
+            return {**facts, "version": None, **nothing, **_task_of(samples), "samples": list(samples)}
         is_dropped = row["state"] not in ("delivered", "trained")
         return {
             "key": group_key(row),
@@ -220,6 +222,7 @@ class Samples:
             "time": row["time"],
             "has_variance": bool(row["has_variance"]),
             "is_undone": row["step"] is not None and self._is_undone(row["writer"], row["step"]),
+            **_task_of(samples),
             "samples": list(samples),
         }
 
@@ -291,6 +294,10 @@ class Samples:
 def group_key(row: sqlite3.Row | Mapping[str, Any]) -> str:
     """Return the key of a group, or of a sample's group."""
     return f"eval:{row['ordinal']}@v{row['version']}" if row["is_eval"] else str(row["ordinal"])
+
+
+def _task_of(samples: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    return {name: samples[0][name] if samples else None for name in ("words", "expected")}
 
 
 def plain_publication(row: sqlite3.Row) -> dict[str, Any]:

@@ -16,6 +16,7 @@ import regex
 
 from rollwright.errors import DataError
 from rollwright.viewer.index import Index
+from rollwright.viewer.reported import PREFIX, reported, spread, sql_of
 from rollwright.viewer.samples import NOT_UNDONE, Samples, select
 
 #: Orders of results; a leading ``-`` reverses one.
@@ -38,6 +39,7 @@ _SEARCHES = threading.BoundedSemaphore(2)  # concurrent searches for patterns
 _AROUND = 60  # characters shown before and after a match
 _LONGEST_MATCH = 400  # characters shown of a match
 _MARKS = ("\x02", "\x03")  # delimit matches in SQLite's snippets
+_BINS = 20  # of a histogram
 _SNIPPET = f"snippet(found, -1, '{_MARKS[0]}', '{_MARKS[1]}', '…', 24)"
 
 Bounds = int | float | tuple[float | None, float | None] | None
@@ -61,10 +63,12 @@ def search(
     tool: str | None = None,
     is_eval: bool | None = None,
     truncated: bool | None = None,
+    report: Mapping[str, Bounds | str] | None = None,
     undone: bool = False,
     order: str = "began",
     offset: int = 0,
     limit: int = 50,
+    counted_by: str | None = None,
 ) -> dict[str, Any]:
     """Find samples. Filters that are None are not applied.
 
@@ -80,14 +84,16 @@ def search(
         tool: name of a durable call, or part of it.
         is_eval: True for evaluations, False for training.
         truncated: True for samples cut by a length limit, False for others.
+        report: what samples reported, by name: a value or a pair as above, an address's range as a string, or a part of a text.
         undone: include samples that a resume undid, because their step was lost or they ran again.
-        order: one of ``ORDERS``.
+        order: one of ``ORDERS``, or ``report.NAME``; a leading ``-`` reverses it.
         offset: number of results to skip.
         limit: largest number of results; -1 for all.
+        counted_by: also count all samples that fit by this value (see ``reported.spread``); not with a pattern.
 
     Returns:
         ``total`` (None if not all texts were searched), ``samples`` with a ``snippet`` each, ``scanned`` (number of samples whose text
-        was searched for a pattern), and ``is_cut`` (True if the time limit ended the search before enough were found).
+        was searched for a pattern), ``is_cut`` (True if the time limit ended the search before enough were found), and ``spread``.
 
     Raises:
         DataError: a filter, an order or a pattern is invalid; the message says which.
@@ -96,7 +102,8 @@ def search(
     conditions = [condition for name, given in ranges.items() for condition in _limits(name, given)]
     conditions += [("status = ?", status), ("workflow = ?", tag), ("instr(tool_names, ?) > 0", tool)]
     conditions += [("is_eval = ?", is_eval), ("truncated = ?", truncated)]
-    sql_order = _order(order)
+    conditions += [condition for name, given in (report or {}).items() for condition in _reported(index, name, given)]
+    sql_order = _order(index, order)
     if where not in WHERES:
         raise DataError(f"where is {where!r}: choose from {', '.join(WHERES)}.")
     match = _match_query(text, where) if text else None
@@ -114,25 +121,48 @@ def search(
     for row in index.rows(f"{columns}{rest} ORDER BY {sql_order} LIMIT ? OFFSET ?", *values, limit, offset):
         snippet = _marked_parts(row["snippet"]) if match is not None else [[row["preview"], False]] if row["preview"] else []
         found.append({**samples.plain(row), "snippet": snippet})
-    return {"total": counted[0], "samples": found, "scanned": 0, "is_cut": False}
+    counts = None if counted_by is None else spread(index, counted_by, rest, values, _BINS)
+    return {"total": counted[0], "samples": found, "scanned": 0, "is_cut": False, "spread": counts}
 
 
-def _limits(name: str, given: Bounds) -> list[tuple[str, Any]]:
-    """Return SQL conditions for a lowest and a highest value. A sample has all versions from its first to its last one."""
+def _limits(name: str, given: Bounds, sql: str = "") -> list[tuple[str, Any]]:
+    """Return SQL conditions for the lowest and the highest value of a column, or of ``sql``.
+
+    A sample has all versions from its first to its last one.
+    """
     try:
         low, high = (given, given) if given is None or isinstance(given, int | float) else given
     except (TypeError, ValueError):
         raise DataError(f"{name} is {given!r}: give a number, or the lowest and the highest one.") from None
-    first, last = ("first_version", "last_version") if name == "version" else (name, name)
+    first, last = ("first_version", "last_version") if name == "version" else (sql or name, sql or name)
     return [(f"{last} >= ?", low), (f"{first} <= ?", high)]
 
 
-def _order(given: str) -> str:
-    order = ORDERS.get(given.removeprefix("-"))
-    if order is None:
-        raise DataError(f"order is {given!r}: choose from {', '.join(ORDERS)}, with - before it for the other way round.")
+def _reported(index: Index, name: str, given: Bounds | str) -> list[tuple[str, Any]]:
+    """Return SQL conditions for a value that samples reported."""
+    sql = sql_of(index, name)
+    if isinstance(given, str) and reported(index)[name]:
+        return [(f"instr({sql}, ?) > 0", given)]
+    if isinstance(given, str):
+        try:
+            given = span(given)
+        except ValueError as error:
+            raise DataError(f"{PREFIX}{name}: {error}") from None
+    return _limits(f"{PREFIX}{name}", given, sql)
+
+
+def _order(index: Index, given: str) -> str:
+    name = given.removeprefix("-")
+    order = (
+        [sql_of(index, name.removeprefix(PREFIX)), "samples.id"]
+        if name.startswith(PREFIX)
+        else ORDERS.get(name, "").split(", ")
+    )
+    if order == [""]:
+        known = f"{', '.join(ORDERS)} and {PREFIX}NAME"
+        raise DataError(f"order is {given!r}: choose from {known}, with - before it for the other way round.")
     turned = " DESC" if given.startswith("-") else ""
-    return ", ".join(f"{part}{turned} NULLS LAST" for part in order.split(", "))
+    return ", ".join(f"{part}{turned} NULLS LAST" for part in order)
 
 
 def _pattern(text: str | None, given: str | None, match: str | None) -> regex.Pattern[str] | None:
@@ -197,6 +227,7 @@ def _scan(
         "samples": [{**chosen[number], "snippet": snippet} for number, snippet in shown.items() if number in chosen],
         "scanned": scanned,
         "is_cut": not is_whole and (last is None or len(matches) <= last),
+        "spread": None,
     }
 
 
@@ -279,6 +310,8 @@ def as_arguments(query: Mapping[str, Any]) -> dict[str, Any]:
     given = dict(query)
     if "eval" in given:
         given["is_eval"] = given.pop("eval")
+    if named := [name for name in given if name.startswith(PREFIX)]:
+        given["report"] = {**(given.get("report") or {}), **{name.removeprefix(PREFIX): given.pop(name) for name in named}}
     if unknown := sorted(given.keys() - _ARGUMENTS):
         raise DataError(f"samples are not found by {unknown[0]!r}: choose from eval, {', '.join(sorted(_ARGUMENTS))}.")
     for name in ("is_eval", "truncated", "undone"):
@@ -307,7 +340,20 @@ def filters(query: Mapping[str, str]) -> dict[str, Any]:
     given["where"] = query.get("where") if query.get("where") in ("given", "said") else None
     given |= {"is_eval": _FLAGS.get(query.get("eval")), "truncated": _FLAGS.get(query.get("truncated"))}
     given |= {"undone": query.get("undone") == "1" or None, "order": query.get("order")}
-    return {name: value for name, value in given.items() if value not in (None, "")}
+    given["report"] = {
+        name.removeprefix(PREFIX): query[name].strip() for name in query if is_reported(name) and query[name].strip()
+    }
+    return {name: value for name, value in given.items() if value not in (None, "", {})}
+
+
+def is_asked(name: str) -> bool:
+    """Return True if a parameter of an address is one that the search accepts."""
+    return name in ASKED or is_reported(name)
+
+
+def is_reported(name: str) -> bool:
+    """Return True if a parameter of an address names something that samples reported."""
+    return name.startswith(PREFIX)
 
 
 def span(text: str) -> tuple[float | None, float | None] | None:

@@ -1,4 +1,4 @@
-"""The pages about samples: a step with its groups, a group with its prefix tree, one sample, and the search."""
+"""The pages about samples: a step with its groups, a group with its prefix tree, and one sample."""
 
 from __future__ import annotations
 
@@ -11,15 +11,16 @@ from fastapi import APIRouter, Request
 from fastapi.responses import Response
 
 from rollwright.errors import DataError
-from rollwright.tracking.readable import advantage, as_json, clipped, count, counted, number, seconds
+from rollwright.tracking.readable import as_json, clipped, number, seconds
 from rollwright.viewer import sample_view
 from rollwright.viewer.pages import Pages, address, as_file, key_in_address, number_in, pager, wants_file, wants_undone, without
 from rollwright.viewer.pictures import histogram, prefix_tree, shade
 from rollwright.viewer.run import Run
-from rollwright.viewer.search import ASKED, filters, span
+from rollwright.viewer.samples_page import about, reported_by
+from rollwright.viewer.search import filters, span
+from rollwright.viewer.transcript import transcript
+from rollwright.viewer.words import title_of
 
-#: Search results on one page, and in one downloaded file.
-RESULTS, IN_FILE = 50, 10_000
 GROUPS = 100  # groups of a step on one page
 
 
@@ -49,7 +50,8 @@ def add_routes(router: APIRouter, pages: Pages) -> None:
         rewards = _rewards(found["samples"])
         mean = f"mean reward {_mean(rewards)}" if rewards else ""
         versions = f"weights v{found['version']}" if found["version"] is not None else ""
-        shown["about"] = " · ".join(filter(None, [f"{len(found['samples'])} samples", mean, versions]))
+        of_task = [f"task {found['ordinal']}", f"expected {found['expected']}" if found["expected"] else ""]
+        shown["about"] = " · ".join(filter(None, [*of_task, f"{len(found['samples'])} samples", mean, versions]))
         tree = prefix_tree(found["tree"], hrefs)
         return pages.page("group.html", **context, group=shown, tree=tree, address=address(request))
 
@@ -63,75 +65,18 @@ def add_routes(router: APIRouter, pages: Pages) -> None:
             table = sample_view.table(found["rows"][row_number], None) if found["rows"] else {"names": [], "lines": []}
             return as_file(request, f"{name}-{key}", [dict(zip(table["names"], line, strict=True)) for line in table["lines"]])
         group_key = found["group"]
-        places = [*_place(found), (title_of_key(group_key), f"/group/{key_in_address(group_key)}")]
+        places = [*_place(found), (title_of(found["words"], group_key), f"/group/{key_in_address(group_key)}")]
         context = pages.of_run(
             name, run, "/steps", *places, title=f"Sample {found['index']}", is_followed=found["status"] == "running"
         )
         return pages.page("sample.html", **context, **sample_context(run, found, context["run"]["url"], request, row_number))
 
-    def search(request: Request, name: str) -> Response:
-        run = pages.run(name)
-        offset, problem = number_in(request, "offset"), ""
-        limit = IN_FILE if wants_file(request) else RESULTS
-        found: dict[str, Any] = {"samples": [], "total": 0, "indexed": 1.0, "is_cut": False}
-        try:
-            found = run.search(**filters(request.query_params), offset=offset, limit=limit)
-        except (DataError, ValueError) as error:
-            problem = str(error)
-        if wants_file(request):
-            return as_file(request, f"{name}-samples", found["samples"])
-        context = pages.of_run(name, run, "/search", title="Samples", is_followed=not request.query_params)
-        url = context["run"]["url"]
-        query = {key: value for key, value in request.query_params.items() if value and key in ASKED}
-        low, high = _bounds(found["samples"])
-        shown = []
-        for index, each in enumerate(found["samples"]):
-            place = {"list": urlencode(query), "at": str(offset + index)}
-            view = {"view": "tokens"} if query.get("text") and query.get("where") == "said" else {}
-            href = f"{url}/sample/{key_in_address(each['key'])}?{urlencode({**view, **place})}"
-            snippet = each.get("snippet") or [[each.get("preview") or "", False]]
-            shown.append(
-                {**each, "shade": shade(each["reward"], low, high), "href": href, "snippet": snippet, "about": _about(each)}
-            )
-        total = found["total"]
-        heading = f"{count(total)} samples" if total is not None else f"at least {count(offset + len(shown))} samples"
-        here = f"{url}/search" + (f"?{urlencode(query)}" if query else "")
-        return pages.page(
-            "search.html",
-            **context,
-            asked={name: request.query_params.get(name, "") for name in ASKED},
-            is_filtered=bool(query),
-            problem=problem,
-            samples=shown,
-            heading=heading,
-            cut=f"the pattern takes long: {counted(found['scanned'], 'sample')} looked through" if found["is_cut"] else "",
-            indexed=found["indexed"],
-            address=here,
-            pager=pager(here, offset, RESULTS, total, len(shown)),
-        )
-
     for path, function in {
         "/run/{name}/step/{number_of_step:int}": step,
         "/run/{name}/group/{key:path}": group,
         "/run/{name}/sample/{key:path}": sample,
-        "/run/{name}/search": search,
     }.items():
         router.add_api_route(path, function, methods=["GET"], include_in_schema=False, response_model=None)
-
-
-# -- search --------------------------------------------------------------------------------------------------------------
-
-
-def _about(sample: Mapping[str, Any]) -> str:
-    parts = [
-        f"step {sample['step']}" if sample["step"] is not None else "",
-        f"{sample['tokens'] or 0:,} tokens",
-        f"advantage {advantage(sample['advantage'])}" if sample["advantage"] is not None else "",
-        counted(sample["tools"], "tool call") if sample["tools"] else "",
-        seconds(sample["ended"] - sample["began"]) if sample["ended"] and sample["began"] else "",
-        sample["reason"],
-    ]
-    return " · ".join(filter(None, parts))
 
 
 # -- steps and groups ----------------------------------------------------------------------------------------------------
@@ -214,23 +159,15 @@ def decorated(
             "key": key_in_address(sample["key"]),
             "shade": shade(sample["reward"], low, high),
             "dim": not fits(sample),
-            "about": _about(sample),
+            "about": about(sample),
         }
         for sample in group["samples"]
     ]
     why = group["reason"] or ""
     if not why and group["state"] == "trained" and not group["has_variance"] and len(group["samples"]) > 1:
         why = "one reward only"
-    title, key = title_of_key(group["key"]), key_in_address(group["key"])
+    title, key = title_of(group["words"], group["key"]), key_in_address(group["key"])
     return {**group, "title": title, "address": key, "samples": samples, "mark": group["state"], "why": why}
-
-
-def title_of_key(key: str) -> str:
-    """Return the title of the group with a key such as ``12`` or ``eval:5@v4``."""
-    if not key.startswith("eval:"):
-        return f"Task {key}"
-    ordinal, _, version = key.removeprefix("eval:").partition("@")
-    return f"Held-out task {ordinal}" + (f", {version}" if version else "")
 
 
 def _place(of: Mapping[str, Any]) -> list[tuple[str, str]]:
@@ -305,7 +242,7 @@ def sample_context(run: Run, found: Mapping[str, Any], url: str, request: Reques
     return {
         "sample": {
             **found,
-            "title": f"{title_of_key(group_key)}, sample {found['index']}",
+            "title": f"{title_of(found['words'], group_key)}, sample {found['index']}",
             "failure": failure,
             "task_text": clipped(as_json(found["task"])) if found["task"] is not None else "",
             "prompt_json": clipped(as_json(prompt)),
@@ -313,27 +250,26 @@ def sample_context(run: Run, found: Mapping[str, Any], url: str, request: Reques
         },
         "view": view,
         "views": [{"href": link(view=name), "text": text, "chosen": name == view} for name, text in sample_view.VIEWS.items()],
-        "messages": sample_view.chat(found, link(view="tokens")) if view == "chat" else [],
+        "transcript": transcript(found, link(view="tokens"), _lane(query)) if view == "chat" else {"turns": [], "lanes": []},
+        "lane_links": [link(lane=str(number)) for number in range(len(found["lanes"]))],
+        "all_lanes": link(lane=""),
         "row": row,
         "table": table,
         "calls": sample_view.requests(found) if view == "requests" else [],
         "results": sample_view.results(found) if view == "requests" else [],
         "facts": sample_view.facts(found),
+        "reported": reported_by(found),
         "lanes": sample_view.lanes(found),
-        "beside": [
-            (text, other)
-            for text, other in (
-                ("the better one that it parted from", (found["parts"] or {}).get("key")),
-                ("the best of its group", found["neighbours"]["best"]),
-                ("the worst of its group", found["neighbours"]["worst"]),
-                ("the next of its group", found["neighbours"]["next"]),
-            )
-            if other is not None and other != found["key"]
-        ],
         "attempts": [each for each in found["attempts"] if each["key"] != found["key"]],
         "neighbours": neighbours,
         "address": link(),
     }
+
+
+def _lane(query: Mapping[str, str]) -> int | None:
+    """Return the number of the lane that an address names; None for all."""
+    asked = query.get("lane", "")
+    return int(asked) if asked.isdecimal() and len(asked) < 10 else None
 
 
 def _neighbours(run: Run, sample: Mapping[str, Any], url: str, request: Request) -> dict[str, str | None]:

@@ -25,8 +25,11 @@ from rollwright.viewer import sample_view
 from rollwright.viewer.run import Run
 from rollwright.viewer.search import ASKED, filters
 from rollwright.viewer.terminal_parts import Table, View, line
+from rollwright.viewer.transcript import chat
+from rollwright.viewer.words import one_line
 
 _LISTED = 500  # most samples in a list
+_LONGEST_TASK = 32  # characters of a task and of its expected answer
 _DIM = Style(dim=True)
 _PLUS, _MINUS, _SCALE = Color.parse("#3987e5"), Color.parse("#e8743b"), Color.parse("#7a6ee0")
 
@@ -58,7 +61,7 @@ class SamplesView(View):
             yield Input(
                 self.asked, placeholder="words, step=12, reward=0..0.5, status=failed, tool=add, order=-tokens", compact=True
             )
-        yield Table("sample", "step", "reward", "advantage", "tokens", "status", "said")
+        yield Table("sample", "task", "expected", "step", "reward", "advantage", "tokens", "status", "said")
         yield Footer()
 
     def on_mount(self) -> None:
@@ -73,7 +76,7 @@ class SamplesView(View):
             turned = known[::-1] + order[len(known) :] if self.order == "-reward" else order
             return {**found, "samples": turned, "total": len(turned), "indexed": 1.0, "order": self.order}
         query = {"order": self.order, **filters(query_of(self.asked)), "limit": _LISTED}
-        return {**self.watched.search(**query), "order": query["order"]}
+        return {**self.watched.search(**query), "order": query["order"], "is_searched": "text" in query or "regex" in query}
 
     def show(self, found: Any) -> None:
         total, samples = found["total"], found["samples"]
@@ -89,11 +92,16 @@ class SamplesView(View):
         rows = {}
         for each in samples:
             said = Text(no_wrap=True)
-            for part, is_found in each.get("snippet") or [[each["reason"] or each["preview"] or "", False]]:
+            shown = each["reason"] or each["answer"] or each["preview"] or ""
+            for part, is_found in (each.get("snippet") if found.get("is_searched") else None) or [[shown, False]]:
                 said.append_text(line(part)).stylize("bold underline" if is_found else "", len(said) - len(line(part)))
             step = "–" if each["step"] is None else str(each["step"])
             numbers = number(each["reward"]), signed(each["advantage"]), number(each["tokens"])
-            rows[each["key"]] = [each["key"], step, *numbers, each["status"], said]
+            task = (
+                line(one_line(each["words"] or "", limit=_LONGEST_TASK)),
+                line(one_line(each["expected"] or "", limit=_LONGEST_TASK)),
+            )
+            rows[each["key"]] = [each["key"], *task, step, *numbers, each["status"], said]
         self.query_one(Table).fill(rows)
 
     def on_input_submitted(self, event: Input.Submitted) -> None:
@@ -243,11 +251,16 @@ class SampleView(View):
         self.query_one(TokenView).display = not is_shown
         (self.query_one("#chat") if is_shown else self.query_one(TokenView)).focus()
         text = Text()
-        for message in sample_view.chat(self.found) if self.found and is_shown else []:
+        for message in chat(self.found) if self.found and is_shown else []:
             name = f" {message['name']}" if message["name"] else ""
             text.append(visible(f"── {message['role']}{name} {message['about']}".rstrip()) + "\n", "bold")
-            said = "\n".join(filter(None, [message["text"], message["arguments"]]))
-            text.append(visible(said) + "\n\n", "bold red" if message["is_error"] else "")
+            if message["reasoning"]:
+                text.append(visible(message["reasoning"]) + "\n", "dim")
+            text.append(visible(message["text"]) + "\n\n", "bold red" if message["is_error"] else "")
+            for card in message["cards"]:
+                text.append(visible(f"── tool {card['name']} {card['about']}".rstrip()) + "\n", "bold")
+                told = filter(None, [card["arguments"], card["seen"] or card["result"] or "no result"])
+                text.append(visible("\n→ ".join(told)) + "\n\n", "bold red" if card["is_error"] else "")
         for attempt in self.found["attempts"] if self.found and is_shown else []:
             if attempt["traceback"] or attempt["message"]:
                 text.append(f"── attempt {attempt['attempt'] + 1}, {attempt['status']}\n", "bold")

@@ -31,6 +31,7 @@ class Vocabulary:
         self._tokenizer = Tokenizer.from_file(str(path))
         added: Mapping[int, Any] = self._tokenizer.get_added_tokens_decoder()
         self.special = frozenset(number for number, token in added.items() if token.special)
+        self.special_texts = tuple(token.content for token in added.values() if token.special and token.content)
         self._parts = self._bytes_of_tokens(added)
 
     def _bytes_of_tokens(self, added: Mapping[int, Any]) -> list[bytes] | None:

@@ -173,11 +173,13 @@ class EpisodeWorkflow(RolloutWorkflow):
         completion = self.tokenizer.decode(completion_ids, skip_special_tokens=skip_special_tokens)
         return await self.async_reward_fn(prompt, completion, prompt_ids, completion_ids, **data)
 
-    def report(self, **figures: float) -> None:
-        """Report metrics of an episode in the workflow's scope."""
-        get_tracker(self.rollout_stat_scope).scalar(**figures)
+    def report(self, **figures: float | str) -> None:
+        """Report figures of an episode: its numbers are averaged into the run's metrics; numbers and texts are kept with its sample."""
+        tracker = get_tracker(self.rollout_stat_scope)
+        tracker.note(**{name: text for name, text in figures.items() if isinstance(text, str)})
+        tracker.scalar(**{name: number for name, number in figures.items() if not isinstance(number, str)})
 
-    async def end(self, sequence: TokenSequence, data: dict[str, Any], reward: float, **figures: float) -> dict[str, Any]:
+    async def end(self, sequence: TokenSequence, data: dict[str, Any], reward: float, **figures: float | str) -> dict[str, Any]:
         """Report the figures of a single-sequence episode, dump the episode if ``dump_dir`` is set, and return its row.
 
         In the dump, tokens that the policy did not sample are between ``⟦`` and ``⟧``, as in the rollouts of the run directory.

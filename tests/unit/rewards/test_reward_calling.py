@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import asyncio
 import functools
 
 import pytest
 
 from rollwright.errors import RewardError
 from rollwright.experience.durable import function_name
+from rollwright.rewards.score import Score
 from rollwright.rewards.wrapper import AsyncRewardWrapper, TaskColumns, is_async, task_name
+from rollwright.tracking.metrics import FIGURES, EpisodeFigures
 
 
 def plain(prompt, completion, prompt_ids, completion_ids, **data):
@@ -85,3 +88,36 @@ def test_names_for_messages():
     assert function_name(Callable()).endswith("Callable")
     assert task_name("p", {"id": "x", "ordinal": 3}) == "ordinal 3"
     assert task_name("What is it?" * 20, {}).startswith("with prompt 'What is it?")
+
+
+def judged(prompt, completion, prompt_ids, completion_ids, **columns):
+    return {"right": 1.0, "short": 0.5, "verdict": f"{completion} is right"}
+
+
+@pytest.mark.parametrize("runs_inline", [True, False])
+def test_parts_and_texts_of_a_reward_are_kept_with_the_sample(runs_inline):
+    figures = EpisodeFigures()
+
+    async def scored():
+        FIGURES.set(figures)
+        return await AsyncRewardWrapper(inline(judged) if runs_inline else judged)("1+1=", "2", [1], [2])
+
+    reward = asyncio.run(scored())
+    assert (type(reward), reward) == (float, 1.5)
+    assert figures.export() == {"reward/right": 1.0, "reward/short": 0.5, "reward/verdict": "2 is right"}
+
+
+def inline(function):
+    def called(prompt, completion, prompt_ids, completion_ids):
+        return {**function(prompt, completion, prompt_ids, completion_ids)}
+
+    called.runs_inline = True
+    return called
+
+
+def test_a_mapping_with_a_reward_is_not_summed():
+    score = Score.of_mapping({"reward": 0.25, "grade": 4, "why": "late"})
+    assert (float(score), score.parts, score.notes) == (0.25, {"grade": 4.0}, {"why": "late"})
+    for wrong in ({}, {"why": "late"}, {"reward": [1]}):
+        with pytest.raises(TypeError, match="a mapping has a number 'reward', or parts"):
+            Score.of_mapping(wrong)

@@ -17,11 +17,13 @@ from rollwright.config.sections import (
 from rollwright.config.tasksets import DatasetConfig
 from rollwright.data.tokenizer import load_tokenizer
 from rollwright.inference.request import ModelRequest
+from rollwright.tracking.metrics import get_tracker
 from rollwright.trainers.loops.rl import PPOTrainer
 
 GCONFIG = GenerationHyperparameters(max_new_tokens=6, temperature=0.7)
 TASKS = [{"question": f"{number}+{number}="} for number in range(8)]
 STEPS = 3
+VERDICTS = ["wrong", "nearly", "it's right"]
 
 
 class Adds:
@@ -52,6 +54,8 @@ class Adds:
                 ids += told
                 mask += [0] * len(told)
         reward = float(sum(ids) % 3) if max(answer.output_versions) < self.good_until else 0.0
+        get_tracker("rollout").scalar(spoken=len(ids), half=reward / 2)
+        get_tracker("rollout").note(verdict=VERDICTS[int(reward)])
         return {"input_ids": ids, "loss_mask": mask, "reward": reward}
 
     @staticmethod

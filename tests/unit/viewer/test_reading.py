@@ -20,6 +20,7 @@ from rollwright.viewer import sample_view
 from rollwright.viewer.reading import chat_of, rows_of
 from rollwright.viewer.run import Run
 from rollwright.viewer.tokens import Vocabulary, _characters
+from rollwright.viewer.transcript import chat
 from rollwright.viewer.tree import prefix_tree
 
 GCONFIG = GenerationHyperparameters(max_new_tokens=4)
@@ -199,7 +200,7 @@ def test_what_a_program_asks_beside_its_main_conversation_is_named(tmp_path, key
         run.refresh()
         sample = run.sample("0/0")
     assert [row["ids"] for row in sample["rows"]] == [[1, 2, 3]]
-    assert [told in message["about"] for message in sample_view.chat(sample)] == [False, False, True, True]
+    assert [told in message["about"] for message in chat(sample)] == [False, False, True, True]
     assert [told in request["about"] for request in sample_view.requests(sample)] == [False, True]
 
 

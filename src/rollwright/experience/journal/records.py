@@ -115,6 +115,9 @@ class Row(Record):
     reward: float
     truncated: bool
     digest: bytes  # digest of ids, mask, log-probabilities and versions
+    figures: dict[str, float] = {}  # metrics of the row's experience
+    agent: str = ""  # the player that made it
+    role: str = ""
 
 
 class End(Record, tag="end"):
@@ -126,6 +129,7 @@ class End(Record, tag="end"):
     rows: list[Row]
     time: float
     traceback: str = ""  # traceback of its exception
+    figures: dict[str, float | str] = {}  # what the episode reported: numbers, parts of its reward, and texts such as verdicts
 
 
 class GroupEnd(Record, tag="group"):

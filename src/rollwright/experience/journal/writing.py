@@ -48,6 +48,7 @@ from rollwright.experience.journal.records import (
 )
 from rollwright.experience.recorder import TOKEN_TYPE, RequestRecord, TokenPrefix, common_length
 from rollwright.tracking.logging import getLogger
+from rollwright.tracking.metrics import EpisodeFigures
 
 if TYPE_CHECKING:
     from rollwright.experience.contract import Trajectory
@@ -350,6 +351,7 @@ class EpisodeWriter:
         self.is_replay = is_replay
         self.diverged: Exception | None = None  # the first difference from the past
         self.to_restore: dict[object, Callable[[], object]] = {}  # environments to restore before the first new call
+        self.figures = EpisodeFigures()  # what the episode reports
         self._journal = journal
         self._number = -1 if journal is None else journal.next_episode()
         self._calls: list[tuple[TokenPrefix, bytes]] = []  # prompt and output of each call
@@ -478,7 +480,7 @@ class EpisodeWriter:
         """Write the end of the episode and its complete ``rows``."""
         if self._journal is not None:
             entries = [] if rows is None else rows_of(rows, self._calls)
-            self._journal.write(End(self._number, outcome, reason, entries, time.time(), traceback))
+            self._journal.write(End(self._number, outcome, reason, entries, time.time(), traceback, self.figures.export()))
 
 
 def _shared(ids: np.ndarray, prompt: TokenPrefix, output: bytes) -> int:
@@ -497,11 +499,20 @@ def _packable(metadata: Mapping[str, Any]) -> dict[str, Any]:
 def rows_of(rows: Trajectory, calls: list[tuple[TokenPrefix, bytes]]) -> list[Row]:
     """Encode each row of a complete trajectory as a delta of its last call."""
     rewards, truncated = rows["rewards"].tolist(), rows["truncated"].tolist()
+    figures = [_numbers(each.get("metrics", {})) for each in rows["details"]] if "details" in rows else [{}] * len(rewards)
+    players = [rows.get(name, [""] * len(rewards)) for name in ("agent", "role")]
     entries = []
     for row, (ids, mask, digest) in enumerate(_packed_rows(rows)):
         base, kept = _last_call(ids, calls)
-        entries.append(Row(base, kept, ids[kept * _WIDTH :], _edges(mask), rewards[row], bool(truncated[row]), digest))
+        about = (rewards[row], bool(truncated[row]), digest, figures[row], *(str(names[row] or "") for names in players))
+        entries.append(Row(base, kept, ids[kept * _WIDTH :], _edges(mask), *about))
     return entries
+
+
+def _numbers(metrics: Mapping[str, Any]) -> dict[str, float]:
+    """Return metrics as plain numbers; a value that is none fails where the run's metrics are averaged."""
+    plain = {name: value.item() if hasattr(value, "item") else value for name, value in metrics.items()}
+    return {str(name): float(value) for name, value in plain.items() if isinstance(value, int | float)}
 
 
 def _edges(mask: bytes) -> list[int]:

@@ -167,7 +167,7 @@
   // Why the page is not replaced now, in words; empty if it may be.
   function pause() {
     if (document.hidden || document.querySelector(".htmx-request")) return "waits";
-    if (document.querySelector("details[open]:not([data-group]), dialog[open]")) return "paused while something is open";
+    if (document.querySelector("details[open]:not([data-group], .turn), dialog[open]")) return "paused while something is open";
     if (document.activeElement?.matches(".tokens")) return "paused while the tokens have the focus";
     if (document.activeElement?.matches("input, select, textarea")) return "paused while a field has the focus";
     return String(getSelection()) ? "paused while text is selected" : "";

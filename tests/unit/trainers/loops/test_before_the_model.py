@@ -10,7 +10,8 @@ from rollwright.config.source import parse_yaml
 from rollwright.data.tokenizer import build_character_tokenizer
 from rollwright.errors import ConfigError
 from rollwright.experience.normaliser import normalise
-from rollwright.rewards.wrapper import AsyncRewardWrapper, as_float
+from rollwright.rewards.score import as_float
+from rollwright.rewards.wrapper import AsyncRewardWrapper
 from rollwright.trainers.loops.rl import PPOTrainer
 
 WORKFLOWS = """
