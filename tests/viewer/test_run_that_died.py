@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 from starlette.testclient import TestClient
+from viewed_runs import serve
 
 import rollwright
 from rollwright.experience.journal.reading import journal_files
@@ -66,6 +67,22 @@ def test_the_page_says_why_the_run_died(pages, died):
     assert "in breaks" in rest.partition("<pre")[2].partition("</pre>")[0]  # the traceback of the reward function
     assert (died / "grpo" / "logs" / "run.log").read_text().strip().splitlines()[-1][:80] in page
     assert "This page follows the run" not in page
+
+
+def test_one_click_from_the_list_of_runs_says_why_it_died(watched, died):
+    served = serve([died.parents[1]])
+    try:
+        tab = watched(1280, "light", served.url)
+        tab.visit("/")
+        tab.follow(tab.page.get_by_role("link", name="quickstart/trial", exact=True).first, "/run/quickstart~trial$")
+        assert 'KeyError: "no score for' in tab.page.locator(".ending .cause").inner_text()
+        states = tab.page.get_by_role("region", name="Stages").locator("tbody tr .state").all_inner_texts()
+        assert states == ["finished", "finished", "finished", "stopped", "waiting"]
+        assert (
+            tab.page.get_by_role("region", name="Before and after").locator("tbody tr").first.inner_text().startswith("before")
+        )
+    finally:
+        served.stop()
 
 
 def test_it_leads_to_the_samples_that_failed(pages, died):

@@ -65,6 +65,7 @@ VIEWS = {
     "requests": f"{RUN}/sample/10/1?view=requests",
     "evaluations": f"{RUN}/evaluations",
     "task": f"{RUN}/task/%23{identity_of_task(task_of(2))[1:]}",
+    "pair": "/pair?sample=sums/first+10/1&sample=sums/second+10/2&overlay=logprob",
     "timeline": f"{RUN}/timeline",
     "weights": f"{RUN}/weights",
     "search": f"{RUN}/search?text=sum",

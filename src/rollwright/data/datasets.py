@@ -63,6 +63,7 @@ DATASET_REGISTRY = DatasetRegistry(
         "gsm8k": "rollwright.data.gsm8k:gsm8k",
         "gsm8k_r1_template": "rollwright.data.gsm8k:gsm8k_r1_template",
         "seeds": "rollwright.environments.text_environment:seeds",
+        "games": "rollwright.environments.games.tasks:games",
         "harbor": "rollwright.environments.harbor.tasks:harbor",
     },
 )

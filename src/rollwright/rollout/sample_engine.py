@@ -77,14 +77,18 @@ class SampleEngine(SampleBoundEngine):
 
     async def agenerate(self, request: ModelRequest) -> ModelResponse:
         """Sample one completion; see :meth:`InferenceEngine.agenerate`. May be awaited on any event loop."""
+        return await self.answer(request, self.engine)
+
+    async def answer(self, request: ModelRequest, model: InferenceEngine) -> ModelResponse:
+        """Sample one completion with a model, the policy or another; otherwise as ``agenerate``."""
         if asyncio.get_running_loop() is not self.loop:
-            return await asyncio.wrap_future(asyncio.run_coroutine_threadsafe(self.agenerate(request), self.loop))
+            return await asyncio.wrap_future(asyncio.run_coroutine_threadsafe(self.answer(request, model), self.loop))
         sent, place = self._taken(request)
         started = time.time()
         with self._noting_overflow(sent, place):
             if (kept := self._from_past(sent, place)) is not None:
                 return kept
-            response = await self.engine.agenerate(sent)
+            response = await model.agenerate(sent)
         self._refuse_if_closed()
         self.episode.call(self.recorder.record(sent, response, place=place, started=started))
         return response
@@ -108,6 +112,10 @@ class SampleEngine(SampleBoundEngine):
                     yield response
         if response is not None:
             self.episode.call(self.recorder.record(sent, response, place=place, started=started))
+
+    def asking(self, model: InferenceEngine) -> InferenceEngine:
+        """See :meth:`SampleBoundEngine.asking`."""
+        return OtherModel(self, model)
 
     def close(self, because: str) -> None:
         """Reject every further model call of this sample."""
@@ -193,6 +201,35 @@ class SampleEngine(SampleBoundEngine):
         """Abort this sample's conversation ``rid``, or all of its conversations."""
         for own in list(self._conversations) if rid is None else self._conversations & {rid}:
             self.engine.abort(own)
+
+
+class OtherModel(SampleBoundEngine):
+    """Another model than the policy, bound to a sample: what it answers is in the sample's record.
+
+    Args:
+        sample: the engine of the sample.
+        model: the model's engine.
+    """
+
+    def __init__(self, sample: SampleEngine, model: InferenceEngine) -> None:
+        self._sample = sample
+        self._model = model
+        self.recorder = sample.recorder
+        self.loop = sample.loop
+        self.context_length = model.context_length
+
+    async def agenerate(self, request: ModelRequest) -> ModelResponse:
+        """See :meth:`SampleEngine.agenerate`."""
+        return await self._sample.answer(request, self._model)
+
+    def get_version(self) -> int:
+        """Return the version of the other model."""
+        return self._model.get_version()
+
+    def abort(self, rid: str | None = None) -> None:
+        """Abort the sample's conversation ``rid`` with the other model; None aborts nothing, because other samples use it, too."""
+        if rid is not None:
+            self._model.abort(rid)
 
 
 def _first_difference(prompt: np.ndarray, kept: RecordedCall, tokenizer: Any) -> str:

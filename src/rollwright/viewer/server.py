@@ -28,7 +28,15 @@ from rollwright.inference.server.request_guard import Guard
 from rollwright.inference.server.service import make_service
 from rollwright.inference.server.settings import LOOPBACK, ServiceSettings
 from rollwright.tracking.logging import getLogger
-from rollwright.viewer import evaluation_pages, run_pages, samples_page, step_and_sample_pages, sweep_pages, whole_run_pages
+from rollwright.viewer import (
+    evaluation_pages,
+    pair_page,
+    run_pages,
+    samples_page,
+    step_and_sample_pages,
+    sweep_pages,
+    whole_run_pages,
+)
 from rollwright.viewer.pages import Pages
 
 logger = getLogger("viewer")
@@ -117,6 +125,7 @@ def make_app(places: Sequence[str | Path], settings: ServiceSettings | None = No
     run_pages.add_routes(router, pages)
     sweep_pages.add_routes(router, pages)
     evaluation_pages.add_routes(router, pages)
+    pair_page.add_routes(router, pages)
     whole_run_pages.add_routes(router, pages)
     step_and_sample_pages.add_routes(router, pages)
     samples_page.add_routes(router, pages)

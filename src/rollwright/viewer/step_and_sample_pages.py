@@ -260,6 +260,16 @@ def sample_context(run: Run, found: Mapping[str, Any], url: str, request: Reques
         "facts": sample_view.facts(found),
         "reported": reported_by(found),
         "lanes": sample_view.lanes(found),
+        "beside": [
+            (text, other)
+            for text, other in (
+                ("the better one that it parted from", (found["parts"] or {}).get("key")),
+                ("the best of its group", found["neighbours"]["best"]),
+                ("the worst of its group", found["neighbours"]["worst"]),
+                ("the next of its group", found["neighbours"]["next"]),
+            )
+            if other is not None and other != found["key"]
+        ],
         "attempts": [each for each in found["attempts"] if each["key"] != found["key"]],
         "neighbours": neighbours,
         "address": link(),

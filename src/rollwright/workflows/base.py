@@ -37,6 +37,13 @@ class SampleBoundEngine(InferenceEngine):
     samples_asked: int = 1
     sample_of_row: list[int] | None = None
 
+    def asking(self, model: InferenceEngine) -> InferenceEngine:
+        """Return an engine that answers this sample's requests with another model, one that is not trained.
+
+        Its requests are seeded and recorded like those of the policy.
+        """
+        raise EngineError(f"{type(self).__name__} cannot ask another model than the policy.")
+
     def set_version(self, version: int) -> None:
         """Raise an error, because only the trainer publishes versions."""
         self._refuse("set_version")

@@ -20,6 +20,8 @@ WORKFLOWS: Registry[Any] = Registry(
         "multi_turn": "rollwright.workflows.multi_turn.MultiTurnWorkflow",
         "vision_rlvr": "rollwright.workflows.vision_rlvr.VisionRLVRWorkflow",
         "parallel_generation": "rollwright.workflows.parallel_generation.ParallelGenerationWorkflow",
+        "self_play": "rollwright.workflows.self_play.SelfPlayWorkflow",
+        "kuhn_exploitability": "rollwright.workflows.kuhn_exploitability.KuhnExploitability",
         "search_agent": "rollwright.workflows.search_agent.SearchAgentWorkflow",
         "grouped_search_agent": "rollwright.workflows.search_agent.GroupedSearchAgentWorkflow",
         "tool_integrated": "rollwright.workflows.tool_integrated.ToolIntegratedWorkflow",

@@ -112,7 +112,7 @@ def test_the_best_moves_of_nim_are_those_of_a_search(heaps, largest):
 
 
 def test_no_heaps_of_a_held_out_position_are_trained_in_any_order():
-    game = Nim(2, 15)
+    game = Nim(2, 9)
     rows = {split: [tuple(row["heaps"]) for row in game.tasks(split)] for split in ("train", "valid", "test")}
     sets = {split: {tuple(sorted(heaps)) for heaps in each} for split, each in rows.items()}
     assert not sets["train"] & (sets["valid"] | sets["test"])

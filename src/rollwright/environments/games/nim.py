@@ -6,6 +6,7 @@ answers with a heap and what it leaves in it: ``b5`` takes 4 from the second hea
 
 from __future__ import annotations
 
+import hashlib
 import itertools
 import operator
 import string
@@ -13,8 +14,10 @@ from collections.abc import Mapping, Sequence
 from functools import reduce
 from typing import Any, NamedTuple
 
-from rollwright.data.arithmetic import SPLIT_SHARES, split_of
 from rollwright.errors import DataError, WorkflowError
+
+#: Share of the positions in each split, in percent.
+SPLIT_SHARES = {"train": 70, "valid": 10, "test": 20}
 
 
 class NimPosition(NamedTuple):
@@ -38,7 +41,7 @@ class Nim:
     name = "nim"
     roles: Sequence[str] = ("first", "second")
 
-    def __init__(self, heaps: int = 2, largest: int = 15) -> None:
+    def __init__(self, heaps: int = 2, largest: int = 9) -> None:
         if not 1 <= heaps <= len(string.ascii_lowercase) or largest < 1:
             raise WorkflowError(f"nim: {heaps} heaps of at most {largest}; there are 1 to 26 heaps of at least 1.")
         self.heaps = heaps
@@ -60,7 +63,9 @@ class Nim:
 
     def split(self, position: NimPosition) -> str:
         """Return the split that a position belongs to, whatever the order of its heaps."""
-        return split_of(f"nim {sorted(position.heaps)}")
+        digest = hashlib.blake2b(f"nim {sorted(position.heaps)}".encode(), digest_size=8).digest()
+        bucket, ends = int.from_bytes(digest, "big") % 100, itertools.accumulate(SPLIT_SHARES.values())
+        return next(split for split, end in zip(SPLIT_SHARES, ends, strict=True) if bucket < end)
 
     def start(self, task: Mapping[str, Any]) -> NimPosition:
         """See ``Game.start``."""

@@ -1,0 +1,173 @@
+"""Games that the policy plays against itself, or against models that are not trained.
+
+Each player has a conversation of its own, which is a row of its own: it never sees what another was told. Rows carry ``agent``, ``role``
+and ``environment``, so each role has its own baseline, and the rows of opponents are not trained (``rollwright.experience.players``).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from rollwright.config.generation import GenerationHyperparameters
+from rollwright.data.conversation import ConversationTokens
+from rollwright.environments.games.game import NamedGame, make_game
+from rollwright.errors import WorkflowError
+from rollwright.inference.engine import InferenceEngine, run_concurrently
+from rollwright.workflows.base import SampleBoundEngine
+from rollwright.workflows.episode import EpisodeWorkflow, task_name
+from rollwright.workflows.opponents import Opponents, drawn
+from rollwright.workflows.registry import WORKFLOWS
+from rollwright.workflows.turns import Turns
+
+POLICY = "policy"
+
+
+class Player:
+    """One seat of a game: its conversation, as the tokens that were sampled.
+
+    Args:
+        engine: the model that answers.
+        agent: name of the model.
+        gconfig: how it is sampled.
+        tokenizer: its tokenizer.
+        enable_thinking: passed to the chat template.
+    """
+
+    def __init__(
+        self, engine: InferenceEngine, agent: str, gconfig: GenerationHyperparameters, tokenizer: Any, enable_thinking: bool
+    ) -> None:
+        self.agent = agent
+        self.turns: Turns | None = None
+        self._engine, self._gconfig, self._tokenizer = engine, gconfig, tokenizer
+        self._conversation = ConversationTokens(tokenizer, enable_thinking=enable_thinking)
+        self._messages: list[dict[str, Any]] = []
+
+    async def answer(self, says: str, *, is_trained: bool = True) -> str | None:
+        """Tell the player something, and return its answer; None if the request was aborted or the context is full.
+
+        Args:
+            says: the user's message.
+            is_trained: False leaves the answer out of the loss.
+
+        Raises:
+            WorkflowError: the chat template rewrites earlier turns.
+        """
+        self._messages.append({"role": "user", "content": says})
+        ids = self._conversation.encode(self._messages)
+        if self.turns is None:
+            self.turns = Turns(self._engine, ids, self._gconfig, self._tokenizer, max_turns=2**31)
+        else:
+            if ids[: len(self.turns)] != self.turns.input_ids:
+                raise WorkflowError(
+                    f"self_play: the chat template of {type(self._tokenizer).__name__} changes earlier turns, so a player's conversation "
+                    "is not one sequence of the tokens that were sampled. Use a template that only appends."
+                )
+            self.turns.append_context(ids[len(self.turns) :])
+        response = await anext(aiter(self.turns), None)
+        if response is None:
+            return None
+        if not is_trained:
+            self.turns.loss_mask[-response.output_len :] = [0] * response.output_len
+        text = self._tokenizer.decode(response.output_tokens, skip_special_tokens=True)
+        reply = {"role": "assistant", "content": text}
+        self._conversation.remember(self._messages, reply, response.input_tokens, response.output_tokens)
+        self._messages.append(reply)
+        return text.strip()
+
+
+@WORKFLOWS.register_module("self_play")
+class SelfPlayWorkflow(EpisodeWorkflow):
+    """Plays a game; returns one row for each player that has moved.
+
+    The policy has every seat, unless ``opponents`` or a ``pool`` say otherwise. Then it has one seat, and a model that is not trained has
+    the others. The seat is the task's column ``seat``, or is drawn for each task by its ordinal; so is the opponent.
+
+    A player that makes a move which is not allowed loses: it gets ``illegal_reward``, the others 0.
+
+    Args:
+        gconfig: how each turn is sampled.
+        tokenizer: the policy's tokenizer.
+        game: name of the game, or a mapping with its ``name`` and arguments.
+        opponents: models that are not trained, by name: the directory of each. Every game is played against one of them. They are
+            sampled with the policy's generation arguments.
+        pool: arguments of :class:`Pool`: earlier versions of this run are the opponents of a share of the games.
+        illegal_reward: reward of a player that makes a move which is not allowed.
+        max_moves: moves after which a game is given up, and its sample rejected.
+        enable_thinking, rollout_stat_scope: see :class:`EpisodeWorkflow`.
+    """
+
+    def __init__(
+        self,
+        gconfig: GenerationHyperparameters | Mapping[str, Any] | None = None,
+        tokenizer: Any = None,
+        game: NamedGame = "nim",
+        opponents: Mapping[str, str] | None = None,
+        pool: Mapping[str, Any] | None = None,
+        illegal_reward: float = -1.0,
+        max_moves: int = 200,
+        enable_thinking: bool = False,
+        rollout_stat_scope: str = "rollout",
+    ) -> None:
+        super().__init__(None, gconfig, tokenizer, enable_thinking, rollout_stat_scope)
+        self.game = make_game(game)
+        self.opponents = Opponents(self.tokenizer, opponents, pool)
+        self.illegal_reward = illegal_reward
+        self.max_moves = max_moves
+
+    async def arun_episode(self, engine: InferenceEngine, data: dict[str, Any]) -> Any:
+        """Play the games of a task; see :class:`RolloutWorkflow`. Rows of one game are one sample."""
+        count = self.group_size or self.gconfig.n_samples
+        games = await run_concurrently(self.episode(engine, data) for _ in range(count))
+        if any(game is None for game in games):
+            return None
+        return [{**row, "sample_ids": number} for number, game in enumerate(games) for row in game]
+
+    async def episode(self, engine: InferenceEngine, data: dict[str, Any]) -> Any:
+        """Play one game. Returns the rows of its players, or None if it was not played to the end."""
+        game = self.game
+        state, players = game.start(data), self._players(engine, data)
+        rewards, moves = None, 0
+        while (seat := game.player(state)) is not None and rewards is None:
+            answer = await players[seat].answer(game.says(state), is_trained=not game.is_held_out(state))
+            turns = players[seat].turns
+            is_lost = answer is None and (turns is None or turns.is_aborted)
+            if is_lost or moves >= self.max_moves:
+                return None
+            if answer in game.moves(state):
+                state, moves = game.play(state, answer), moves + 1
+            else:
+                rewards = [self.illegal_reward if other == seat else 0.0 for other in range(len(players))]
+        is_legal = rewards is None
+        rewards = list(game.rewards(state)) if rewards is None else rewards
+        self.report(moves=moves, illegal=not is_legal)
+        if others := {player.agent for player in players} - {POLICY}:
+            own = next(seat for seat, player in enumerate(players) if player.agent == POLICY)
+            best = max(reward for seat, reward in enumerate(rewards) if seat != own)
+            won = 1.0 if rewards[own] > best else 0.5 if rewards[own] == best else 0.0
+            names = ("win_rate", f"win_rate/{game.roles[own]}", *(f"win_rate/{name}" for name in others))
+            self.report(**dict.fromkeys(names, won))
+        return [
+            {
+                **player.turns.row(rewards[seat]),
+                "agent": player.agent,
+                "role": game.roles[seat],
+                "environment": game.name,
+                "trainable": player.agent == POLICY,
+            }
+            for seat, player in enumerate(players)
+            if player.turns is not None
+        ]
+
+    def _players(self, engine: InferenceEngine, data: Mapping[str, Any]) -> list[Player]:
+        """Seat the players of a game."""
+        arguments = self.gconfig, self.tokenizer, self.enable_thinking
+        seats, task = len(self.game.roles), f"{data.get('ordinal')} {task_name(data)}"
+        opponent = self.opponents.draw(task, engine.get_version())
+        if opponent is None:
+            return [Player(engine, POLICY, *arguments) for _ in range(seats)]
+        name, path = opponent
+        model = self.opponents.engine(path)
+        other = engine.asking(model) if isinstance(engine, SampleBoundEngine) else model
+        own = int(data["seat"]) if data.get("seat") is not None else drawn(f"seat {task}", seats)
+        return [Player(engine, POLICY, *arguments) if seat == own else Player(other, name, *arguments) for seat in range(seats)]
