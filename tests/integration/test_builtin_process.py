@@ -258,3 +258,21 @@ def test_a_run_that_cannot_begin_leaves_no_server_and_its_directory_free(tmp_pat
     monkeypatch.undo()
     with PPOTrainer(config, ROWS) as again:
         assert again.rollout.client.get_version() == 0
+
+
+def test_servers_that_take_turns_with_the_trainer_learn_the_same(tmp_path, monkeypatch):
+    """With rollout.colocate, the server frees its cache for each update, and everything else is as without it."""
+    released, release = [], SGLangBackend.release_memory
+    monkeypatch.setattr(
+        SGLangBackend, "release_memory", lambda *given, **named: [released.append(given), release(*given, **named)]
+    )
+    learned = {}
+    for colocate in (False, True):
+        config = config_of(tmp_path / str(colocate))
+        config.rollout.max_head_offpolicyness, config.rollout.colocate = 0, colocate
+        config.deterministic = True
+        with PPOTrainer(config, ROWS) as trainer:
+            trainer.train(workflow="rlvr", workflow_kwargs={"reward_fn": reward})
+            learned[colocate] = {name: each.detach().clone() for name, each in trainer.actor.model.named_parameters()}
+        assert len(released) == (config.total_train_steps if colocate else 0)
+    assert all(learned[True][name].equal(each) for name, each in learned[False].items())

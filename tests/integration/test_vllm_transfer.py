@@ -71,7 +71,7 @@ class GlooHalf:
         GlooHalf.port = find_free_ports(1)[0]
         return base64.b64encode(f"127.0.0.1|{GlooHalf.port}|gloo".encode().ljust(128, b"\0")).decode()
 
-    def __init__(self, place):
+    def __init__(self, place, timeout):
         self.name = place.group_name
         self._group = WeightGroup("127.0.0.1", GlooHalf.port, 0, place.world_size, "gloo", "gloo")
 

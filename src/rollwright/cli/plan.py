@@ -94,4 +94,6 @@ def _show_splits(plans: list[Plan], shape: ModelShape) -> None:
     if plans and all(each.faults for each in plans):
         console().print(f"Nothing fits: {'; '.join(plans[0].faults)}.")
     if not plans:
-        console().print("There is no division: trainer and servers need a GPU each. Share one with rollout.first_gpu=0.")
+        console().print(
+            "There is no division: trainer and servers need a GPU each. Let them take turns on one with rollout.colocate=true."
+        )

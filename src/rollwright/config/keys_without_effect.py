@@ -31,7 +31,7 @@ _OF_REMOTE_ENGINES = [f"rollout.{name}" for name in ("request_timeout", "setup_t
 _OF_SERVERS_AND_TRAINING = [
     f"rollout.{name}"
     for name in (
-        *("addresses", "servers", "tensor_parallel", "first_gpu", "api_key", "path", "openai_front"),
+        *("addresses", "servers", "tensor_parallel", "first_gpu", "colocate", "api_key", "path", "openai_front"),
         *("request_retries", "weight_update", "weight_update_path", "weight_update_timeout", "weight_dtype"),
         *("weight_update_every_steps", "canary"),
     )

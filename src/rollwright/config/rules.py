@@ -13,6 +13,7 @@ from typing import Any
 from rollwright.config import keys_without_effect
 from rollwright.config.adapter_rules import ADAPTER_RULES
 from rollwright.config.cluster_rules import CLUSTER_RULES
+from rollwright.config.colocation_rules import COLOCATION_RULES
 from rollwright.config.experiment import (
     BaseExperimentConfig,
     DPOConfig,
@@ -589,6 +590,7 @@ RULES: tuple[Rule, ...] = (
     *keys_without_effect.RULES,
     *_POLICY,
     *TEACHER_RULES,
+    *COLOCATION_RULES,
     *_ENGINES,
     *CLUSTER_RULES,
     *_MODES,

@@ -246,6 +246,10 @@ class RolloutConfig:
         "trainer.",
         ge=0,
     )
+    colocate: bool = key(
+        False,
+        "Servers that are started here share the trainer's GPUs: they give their memory back while the model trains (docs/scale.md).",
+    )
     api_key: str | None = key(None, "Bearer token for the servers. ${oc.env:NAME} keeps it out of the file.", secret=True)
     path: str = key("", "Model of an engine without a trainer; default: the actor's.", public=True)
     device: str = key("auto", "Device of the built-in engine.")

@@ -209,6 +209,9 @@ class InferenceEngine(WeightReceiver, ABC):
     def resume(self) -> None:
         """Continue after ``pause``."""
 
+    def rest(self) -> None:
+        """Give back memory that sampling needs until ``resume``, if the model trains on the same device; called while paused."""
+
     @abstractmethod
     def abort(self, rid: str | None = None) -> None:
         """End the requests of one conversation, or all requests. Each returns the tokens sampled so far, with stop_reason "abort"."""

@@ -186,6 +186,11 @@ class RemoteInferenceEngine(InferenceEngine):
         """See ``ServerWeights.resume``."""
         self.weights.resume()
 
+    def rest(self) -> None:
+        """See ``InferenceEngine.rest``; only with ``rollout.colocate``."""
+        if self.config.colocate:
+            self.weights.release_memory()
+
     def checksums(self) -> dict[str, dict[str, str]]:
         """See ``ServerBackend.checksums``; of the servers that the proof concerns."""
         named, failed = self.servers.settled(self.backend.checksums, self.weights.proofs.updated)

@@ -46,6 +46,8 @@ def first_gpu_of_servers(config: PPOConfig, *, trains_here: bool) -> int:
     training = _training_processes(config) if trains_here else 0
     wanted = rollout.servers * rollout.tensor_parallel
     first = training if rollout.first_gpu is None else rollout.first_gpu
+    if rollout.colocate:
+        first = 0
     if not present or not _needs_gpu(config):
         return first if rollout.first_gpu is not None else 0
     if first + wanted > present or training > present:
@@ -77,7 +79,7 @@ def _fitting(config: PPOConfig, training: int, present: int) -> str:
         if rollout.first_gpu is not None:
             remedies[0] += " and leave rollout.first_gpu out"
     if training and rollout.first_gpu is None and rollout.servers * rollout.tensor_parallel <= present and training <= present:
-        remedies.append("share GPUs deliberately with rollout.first_gpu=0 (both have to fit into their memory)")
+        remedies.append("share GPUs by turns with rollout.colocate=true (docs/scale.md)")
     return ", or ".join(remedies) or "start the servers on another machine and name them in rollout.addresses"
 
 

@@ -127,6 +127,10 @@ def _kept(config: Any, queries: int, keys: int) -> int:
 # ------------------------------------------------------------------ one process
 
 
+#: What stays of ``rank_memory`` between two updates.
+_RESIDENT = ("base, frozen", "weights, gradients and optimizer state", "reference")
+
+
 def rank_memory(config: PPOConfig, shape: ModelShape) -> dict[str, float]:
     """Return the bytes that a rank takes on its GPU during an update, by what they are for."""
     actor, processes = config.actor, config.cluster.processes
@@ -161,6 +165,11 @@ def rank_memory(config: PPOConfig, shape: ModelShape) -> dict[str, float]:
         found["activations kept"] = of_layer * shape.layers
     found["logits"] = 3 * actor.logits_chunk_mib * 2**20
     return {name: amount for name, amount in found.items() if amount}
+
+
+def resident_memory(config: PPOConfig, shape: ModelShape) -> float:
+    """Return the bytes that a rank takes on its GPU between two updates, while servers sample."""
+    return sum(amount for name, amount in rank_memory(config, shape).items() if name in _RESIDENT)
 
 
 def adapter_parameters(shape: ModelShape, rank: int) -> int:
@@ -225,14 +234,15 @@ def plan_of(config: PPOConfig, shape: ModelShape, count: int, gpu: float) -> Pla
     trainer = sum(rank_memory(config, shape).values())
     held: list[list[tuple[str, float]]] = [[] for _ in range(count)]
     faults: list[str] = []
-    first = (ranks if rollout.first_gpu is None else rollout.first_gpu) if has_servers else 0
+    first = (ranks if rollout.first_gpu is None else rollout.first_gpu) if has_servers and not rollout.colocate else 0
+    of_rank = resident_memory(config, shape) if rollout.colocate else trainer  # beside a server that has its memory
     wanted = max(ranks, first + rollout.servers * rollout.tensor_parallel * has_servers)
     if wanted > count:
         faults.append(
             f"{wanted} GPUs are needed, and there are {count}: lower cluster.processes, rollout.servers or rollout.tensor_parallel"
         )
     for rank in range(min(ranks, count)):
-        held[rank].append((f"rank {rank}", trainer))
+        held[rank].append((f"rank {rank}", of_rank))
     tokens = 0.0
     if has_servers:
         weights, reserved, tokens = server_memory(config, shape, gpu)
@@ -251,7 +261,8 @@ def plan_of(config: PPOConfig, shape: ModelShape, count: int, gpu: float) -> Pla
         )
     elif any(sum(amount for _, amount in each) > gpu for each in held):
         faults.append(
-            "trainer and server do not fit into one GPU together: leave rollout.first_gpu out, or lower the server's share"
+            "trainer and server do not fit into one GPU together: give the server a GPU of its own, lower its share, or let them take turns "
+            "(rollout.colocate)"
         )
     return Plan(config, tuple(map(tuple, held)), tokens, tuple(faults))
 
@@ -283,7 +294,8 @@ def described(plan: Plan, shape: ModelShape, gpu: float) -> list[str]:
     """
     parts = rank_memory(plan.config, shape)
     lines = ["a rank during an update, in GB:", *(f"  {amount / GB:7.2f}  {name}" for name, amount in parts.items())]
-    lines += [f"  {sum(parts.values()) / GB:7.2f}  of {gpu / GB:.4g}", "on each GPU:"]
+    lines += [f"  {sum(parts.values()) / GB:7.2f}  of {gpu / GB:.4g}"]
+    lines.append("on each GPU while servers sample:" if plan.config.rollout.colocate else "on each GPU:")
     for number, held in enumerate(plan.gpus):
         processes = ", ".join(f"{name} ({amount / GB:.1f} GB)" for name, amount in held)
         lines.append(f"  GPU {number}: {processes or 'nothing'}")

@@ -62,6 +62,7 @@ def _open_engine(config: Any, spec: FinetuneSpec, shares_weights: bool) -> Train
     else:
         engine = (PreferenceEngine if isinstance(config, DPOConfig) else TrainEngine)(config.model)
     engine.shares_weights = shares_weights
+    engine.shares_gpu = isinstance(config, PPOConfig) and config.rollout.colocate
     reference = getattr(config, "ref", None)
     if reference is not None:  # otherwise the engine copies its initial weights if it needs a reference
         engine.load_reference(reference)

@@ -82,6 +82,7 @@ class RolloutEngine(InferenceEngine):
         self._client = client
         self._executor: RolloutExecutor | None = None
         self._pauses = 0
+        self._rests = False
         self._pause_lock = threading.Lock()
 
     # -- from start to end ---------------------------------------------------------------------------------------------
@@ -214,6 +215,19 @@ class RolloutEngine(InferenceEngine):
                 self.client.resume()
                 executor.resume()
             self._pauses -= 1
+
+    def rest(self) -> None:
+        """With ``rollout.colocate``, pause and have the servers give back memory until ``wake``, for a step of the model."""
+        if self.config.colocate and not self._rests:
+            self.pause()
+            self._rests = True
+            self.client.rest()
+
+    def wake(self) -> None:
+        """Continue after ``rest``; a no-op if the engine does not rest."""
+        if self._rests:
+            self._rests = False
+            self.resume()
 
     def get_version(self) -> int:
         """Return the version of the weights that the next token is sampled with."""

@@ -423,6 +423,8 @@ class FSDPPPOActor(TrainEngine):
         Raises:
             WeightUpdateError: there is no engine, or it did not confirm the version.
         """
+        if self.shares_gpu:  # the servers are about to take their memory again
+            torch.cuda.empty_cache()
         if self._publisher is None or (meta is not None and meta != self._meta):
             self._meta = meta if meta is not None else self._meta
             before, self._publisher = self._publisher, publisher_for(self, self._engine, self._meta)

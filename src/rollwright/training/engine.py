@@ -96,6 +96,9 @@ class TrainEngine:
     #: The dropout of ``config.lora`` may be active in optimizer steps.
     drops_out = True
 
+    #: Servers take memory of this process's GPU whenever it publishes (``rollout.colocate``).
+    shares_gpu = False
+
     #: An inference engine in this process may compute with the model's own tensors, so a single process on a GPU does not shard them.
     shares_weights = True
 

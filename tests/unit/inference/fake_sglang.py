@@ -29,7 +29,8 @@ class FakeSGLang:
         self.fails: set[str] = set()  # control calls that are answered with 500
         self.app = FastAPI()
         for path in ("pause_generation", "continue_generation", "abort_request", "update_weight_version", "update_weights_from_disk",
-                     "init_weights_update_group", "update_weights_from_distributed"):  # fmt: skip
+                     "init_weights_update_group", "update_weights_from_distributed", "release_memory_occupation",
+                     "resume_memory_occupation"):  # fmt: skip
             self.app.post(f"/{path}")(self._recorder(path))
         self.app.get("/health")(lambda: {})
         self.app.get("/server_info")(lambda: self.info)

@@ -54,7 +54,7 @@ class Group:
     def invitation():
         return "the id"
 
-    def __init__(self, place):
+    def __init__(self, place, timeout):
         self.name, self.sent, self.place = place.group_name, [], place
 
     def send(self, named):

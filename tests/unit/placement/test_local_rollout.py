@@ -62,6 +62,13 @@ def test_the_first_gpu(started, tmp_path, monkeypatch, trains_here, processes, s
     assert started["base_gpu"] == first
 
 
+def test_servers_that_take_turns_with_the_trainer_have_its_gpus(started, tmp_path, monkeypatch):
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "1")
+    start(object(), tmp_path, servers=1, colocate=True)
+    assert started["base_gpu"] == 0
+
+
 @pytest.mark.parametrize(
     ("present", "processes", "rollout", "message"),
     [
@@ -70,7 +77,7 @@ def test_the_first_gpu(started, tmp_path, monkeypatch, trains_here, processes, s
         (4, 4, {"servers": 2}, r"set cluster\.processes=2, rollout\.servers=2, rollout\.tensor_parallel=1"),
         (4, 1, {"tensor_parallel": 4}, r"process wants 1 GPU, .*=4 want 4, and .* has 4: set cluster\.processes=1, rollout\.servers=1, "
                                        r"rollout\.tensor_parallel=3"),
-        (1, 1, {}, r"has 1: sample in the trainer's process \(rollout\.backend: builtin\), or .*rollout\.first_gpu=0"),
+        (1, 1, {}, r"has 1: sample in the trainer's process \(rollout\.backend: builtin\), or .*rollout\.colocate=true"),
         (2, 0, {"servers": 3}, r"^rollout\.servers=3 .* want 3, and this machine has 2: set rollout\.servers=2"),
         (4, 1, {"servers": 2, "first_gpu": 3}, r"from rollout\.first_gpu=3 on, .*rollout\.servers=2.* and leave rollout\.first_gpu out"),
         (2, 4, {"servers": 1}, r"set cluster\.processes=1, rollout\.servers=1, rollout\.tensor_parallel=1\.$"),

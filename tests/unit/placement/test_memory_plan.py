@@ -10,7 +10,7 @@ from rollwright.config.experiment import PPOConfig
 from rollwright.config.loading import build_config
 from rollwright.config.source import Document
 from rollwright.errors import ConfigError
-from rollwright.placement.memory_plan import adapter_parameters, plan_of, rank_memory, shape_of, splits
+from rollwright.placement.memory_plan import adapter_parameters, plan_of, rank_memory, resident_memory, shape_of, splits
 
 GB = 1e9
 SMALL = "hidden_size=128,num_hidden_layers=3,num_attention_heads=4,num_key_value_heads=2,head_dim=32,intermediate_size=384,vocab_size=512"
@@ -92,6 +92,9 @@ def test_what_does_not_fit_is_said(qwen_7b):
     shared = plan_of(config_of(*both, "sglang.mem_fraction_static=0.5"), qwen_7b, 1, 80 * GB)
     assert not shared.faults
     assert [name for name, _ in shared.gpus[0]] == ["rank 0", "server 0"]
+    by_turns = plan_of(config_of(*both[:2], "rollout.colocate=true"), qwen_7b, 1, 80 * GB)
+    assert by_turns.gpus[0][0][1] == resident_memory(config_of(*both[:2]), qwen_7b) < shared.gpus[0][0][1]
+    assert [name for name, _ in by_turns.gpus[0]] == ["rank 0", "server 0"]
     assert "2 GPUs are needed, and there are 1" in plan_of(config_of(), qwen_7b, 1, 80 * GB).faults[0]
     assert "rollout.tensor_parallel" in plan_of(config_of("rollout.servers=1"), qwen_7b, 2, 16 * GB).faults[0]
 

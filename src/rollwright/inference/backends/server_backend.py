@@ -7,7 +7,7 @@ calls the backend for the parts that depend on the protocol.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -117,6 +117,28 @@ class ServerBackend(ABC):
     @abstractmethod
     def resume_server(self, server: Server) -> None:
         """Continue after ``pause_server``."""
+
+    def release_memory(self, server: Server, *, keep_weights: bool) -> None:
+        """Have a paused server without running requests give back the memory of its cache, and of its weights.
+
+        Args:
+            server: the server.
+            keep_weights: the weights are needed again, so that a server may at most move them to the host's memory.
+
+        Raises:
+            EngineError: the server cannot.
+        """
+        raise EngineError(f"{self.kind} servers cannot give their memory back: leave rollout.colocate out.")
+
+    def restore_memory(self, server: Server, parts: Sequence[str], *, kept_weights: bool) -> None:
+        """Allocate again what ``release_memory`` gave back.
+
+        Args:
+            server: the server.
+            parts: ``weights``, whose content is undefined afterwards unless they were kept, ``kv_cache``, or both.
+            kept_weights: what ``keep_weights`` was.
+        """
+        raise EngineError(f"{self.kind} servers cannot give their memory back: leave rollout.colocate out.")
 
     # -- requests ------------------------------------------------------------------------------------------------------
 

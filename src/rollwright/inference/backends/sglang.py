@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -130,6 +130,8 @@ class SGLangBackend(BroadcastBackend):
                 "max-loras-per-batch": room.in_use,
                 "max-loaded-loras": room.loaded,
             }
+        if launch.rollout.colocate and not is_builtin:
+            defaults["enable-memory-saver"] = True
         extra = defaults | given
         if is_builtin:
             extra["weights-root"] = [*given.get("weights-root", []), *launch.weights_roots]
@@ -321,6 +323,18 @@ class SGLangBackend(BroadcastBackend):
         names = {"half": "float16", "float": "float32", "auto": "bfloat16" if facts.device == "cuda" else ""}
         kind = getattr(torch, names.get(facts.dtype or "", facts.dtype or ""), None)
         return kind if isinstance(kind, torch.dtype) else None
+
+    def release_memory(self, server: Server, *, keep_weights: bool) -> None:
+        """See ``ServerBackend.release_memory``; SGLang needs ``--enable-memory-saver``. ``serve-model`` always keeps its weights."""
+        keep_weights = keep_weights or self.facts[server.address].is_builtin
+        tags = ["kv_cache"] if keep_weights else ["kv_cache", "weights"]
+        self.ask(server, "POST", "/release_memory_occupation", {"tags": tags})
+
+    def restore_memory(self, server: Server, parts: Sequence[str], *, kept_weights: bool) -> None:
+        """See ``ServerBackend.restore_memory``."""
+        kept_weights = kept_weights or self.facts[server.address].is_builtin
+        if tags := [part for part in parts if part == "kv_cache" or not kept_weights]:
+            self.ask(server, "POST", "/resume_memory_occupation", {"tags": tags})
 
     def checks_digest(self, server: Server) -> bool:
         """See ``ServerBackend.checks_digest``; SGLang does not."""

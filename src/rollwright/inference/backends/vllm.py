@@ -7,7 +7,7 @@ The server must be started with ``--enable-scale-out``, ``--logprobs-mode proces
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -147,6 +147,8 @@ class VLLMBackend(BroadcastBackend):
         extra = _TRANSFERS if launch.rollout.weight_update == "xccl" else {}
         if not launch.rollout.prefix_cache:
             extra = {**extra, "no-enable-prefix-caching": True}
+        if launch.rollout.colocate:
+            extra = {**extra, "enable-sleep-mode": True}
         environment = {"VLLM_BATCH_INVARIANT": "1"} if launch.deterministic else {}
         if launch.adapters is not None:
             extra = extra | _adapter_options(launch.adapters)
@@ -281,6 +283,14 @@ class VLLMBackend(BroadcastBackend):
     def held_dtype(self, server: Server) -> torch.dtype | None:
         """Return the type that the server computes in, with ``auto`` resolved."""
         return self.facts[server.address].dtype
+
+    def release_memory(self, server: Server, *, keep_weights: bool) -> None:
+        """See ``ServerBackend.release_memory``; vLLM moves weights that are kept to the host's memory."""
+        self.ask(server, "POST", f"/sleep?level={1 if keep_weights else 2}")
+
+    def restore_memory(self, server: Server, parts: Sequence[str], *, kept_weights: bool) -> None:
+        """See ``ServerBackend.restore_memory``."""
+        self.ask(server, "POST", f"/wake_up?{'&'.join(f'tags={part}' for part in parts)}")
 
     def load_from_disk(self, server: Server, directory: str, version: int, digest: str | None) -> None:
         """Reload weights. A server that has a packed copy of a tied output head answers 200 but computes with its old weights, which is

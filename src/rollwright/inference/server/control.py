@@ -50,6 +50,7 @@ _ON_UPDATE: dict[str, OnWeightUpdate] = {"retract": "recompute", "in_place": "ke
 #: Reason why sampling is held (paused) -> message to clients. If there are several reasons, the first in this order counts.
 _HELD = {
     "client": "paused",
+    "memory": "The memory of the cache was released: generation continues after /resume_memory_occupation.",
     "update": "A weight update was begun: generation continues after /end_weight_update.",
     "parts": "Generation continues when the last part of the new weights has come, the one with a weight_version, or after "
     "/end_weight_update.",
@@ -263,12 +264,13 @@ class Control:
         return {"success": True, "message": "The cache of finished requests is empty."}
 
     async def _release_memory(self) -> dict[str, Any]:
-        await self._hold("client")
-        await asyncio.to_thread(self._engine.flush_cache)
-        return {"success": True, "message": "Paused; the cache of finished requests is released."}
+        await self._hold("memory")
+        await asyncio.to_thread(self._engine.release_memory)
+        return {"success": True, "message": "Paused; the memory of the cache is released."}
 
     async def _resume_memory(self) -> dict[str, Any]:
-        return {"success": True, **await self._continue()}
+        await self._release("memory")
+        return {"success": True, "message": self._held() if self._holds else "Generation continues."}
 
     # -- weights -------------------------------------------------------------------------------------------------------
 

@@ -23,6 +23,7 @@ from rollwright.inference.connections import ConnectionLostError, LostServersErr
 from rollwright.inference.router import Server
 from rollwright.inference.server_set import ServerSet
 from rollwright.inference.weights.server_adapters import ServerAdapters
+from rollwright.inference.weights.server_memory import ServerMemory
 from rollwright.inference.weights.server_proofs import ServerProofs
 from rollwright.processes.supervisor import retry_lost
 from rollwright.tracking.logging import getLogger
@@ -65,6 +66,7 @@ class ServerWeights:
         self.backend = backend
         self.servers = servers
         self.adapters = adapters
+        self.memory = ServerMemory(backend, servers, keeps_weights=adapters.are_used)
         self.config = servers.config
         self.version = 0
         self.is_paused = False
@@ -89,7 +91,7 @@ class ServerWeights:
         Raises:
             EngineError: all servers that were started for this engine have ended.
         """
-        if self.adapters.are_used:
+        if self.adapters.are_used and not self.config.colocate:
             self.is_paused = self.is_holding = True
             return
         if self.backend.pauses_running_requests and self.config.on_weight_update == "wait":
@@ -111,12 +113,25 @@ class ServerWeights:
         with self.lock:
             try:
                 if self._servers_are_paused or not self.adapters.are_used:
-                    self.servers.each_in_service(self.backend.resume_server, "go on")
+                    self.servers.each_in_service(self._resume, "go on")
             finally:
                 self.is_paused = self.is_holding = self._servers_are_paused = False
         action, self._when_resumed = self._when_resumed, None
         if action is not None:
             action()
+
+    def _resume(self, server: Server) -> None:
+        self.memory.restore(server)
+        self.backend.resume_server(server)
+
+    def release_memory(self) -> None:
+        """Have the paused servers give back memory, until ``resume``; see ``rollout.colocate``.
+
+        Raises:
+            EngineError: all servers that were started for this engine have ended.
+        """
+        with self.lock:
+            self.memory.release()
 
     @contextlib.contextmanager
     def paused(self) -> Iterator[None]:
@@ -309,6 +324,7 @@ class ServerWeights:
                     self._numbered(server, self.backend.read_version(server))
                 elif pauses_each or not server.in_service:  # not paused with the others, and may still run old requests
                     self.backend.pause_server(server)
+                self.memory.restore_for_update(server)
                 update(server)
 
             with contextlib.nullcontext() if is_proof or self.adapters.are_used else self.paused():

@@ -297,6 +297,7 @@ class PPOTrainer(PolicyTrainer):
         self.rollout.pause()
         super().publish()
         self.rollout.resume()
+        self.rollout.wake()
         self.rollout.set_version(self.actor.version)
         self._publish_again()  # a server that was started again meanwhile may have been given the weights
 
@@ -319,6 +320,7 @@ class PPOTrainer(PolicyTrainer):
                 )
                 for _ in range(wanted)
             )
+            self.rollout.rest()
         return self._taken.popleft()
 
     def ended_since_last_step(self) -> dict[str, float]:

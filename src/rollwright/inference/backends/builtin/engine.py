@@ -380,6 +380,15 @@ class BuiltinEngine(InferenceEngine):
         with self._between_steps():
             self._stepper.scheduler.kept.clear()
 
+    def release_memory(self) -> None:
+        """Forget the keys and values of finished sequences, and free the memory of the cache until the next request.
+
+        Raises:
+            EngineError: requests are running, whose keys and values are needed.
+        """
+        with self._between_steps():
+            self._stepper.release_memory()
+
     def destroy(self) -> None:
         """End the thread; running and waiting requests raise ``RequestAborted``."""
         with self._state:

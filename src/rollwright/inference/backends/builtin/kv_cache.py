@@ -106,22 +106,38 @@ class KVCache:
         for index, shape in enumerate(of_slabs):
             slabs.setdefault(shape, []).append(index)
         self._slab_of = [(shape, slabs[shape].index(index)) for index, shape in enumerate(of_slabs)]
+        self._sizes = {
+            (heads, size): (len(members), self.capacity_tokens * heads * size) for (heads, size), members in slabs.items()
+        }
+        self._dtype, self._device = dtype, device
+        self._released_length = 0  # of the rows before ``release``, which the next ones have again
+        self.layouts = 0
+        self._allocate()
+
+    def _allocate(self) -> None:
         self._flat: dict[tuple[int, int], Tensor] = {}
-        for (heads, size), members in slabs.items():
-            columns = self.capacity_tokens * heads * size
-            if device.type == "cpu":
-                count = len(members) * columns * dtype.itemsize
+        for shape, (members, columns) in self._sizes.items():
+            if self._device.type == "cpu":
+                count = members * columns * self._dtype.itemsize
                 zeros = np.zeros(count + _ALIGNMENT, dtype=np.uint8)
                 zeros = zeros[-zeros.ctypes.data % _ALIGNMENT :][:count]
-                self._flat[heads, size] = torch.from_numpy(zeros).view(dtype).view(len(members), columns)
+                self._flat[shape] = torch.from_numpy(zeros).view(self._dtype).view(members, columns)
             else:
-                self._flat[heads, size] = torch.zeros(len(members), columns, dtype=dtype, device=device)
+                self._flat[shape] = torch.zeros(members, columns, dtype=self._dtype, device=self._device)
         self._views: dict[tuple[int, int], Tensor] = {}
         self.keys = self.values = list[Tensor]()
-        self.layouts = 0
-        self.flat = next(iter(self._flat.values())).view(-1, of_slabs[0][1])
+        self.flat = next(iter(self._flat.values())).view(-1, next(iter(self._sizes))[1])
         self._offsets = torch.empty(0)
         self._read: tuple[tuple[int, int], list[tuple[Tensor, Tensor]]] = (0, 0), []
+
+    def release(self) -> None:
+        """Free the memory. No row may be in use; ``make_room`` allocates it again, with rows of the same length."""
+        self._released_length = max(self._released_length, self.length)
+        self.rows = self.length = 0
+        self._flat, self._views, self.keys, self.values = {}, {}, [], []
+        self.flat = self._offsets = torch.empty(0)
+        self._read = (0, 0), []
+        self.layouts += 1
 
     def bytes_for(self, length: int) -> int:
         """Return the size in bytes of the smallest possible number of rows of ``length`` tokens."""
@@ -144,6 +160,10 @@ class KVCache:
         Returns:
             True if the rows exist. If ``max_rows`` or the memory limit does not allow them, nothing changes.
         """
+        if not self._flat:
+            self._allocate()
+            if self._released_length:
+                self.make_room(1, self._released_length, [])
         if rows > self.max_rows:
             return False
         rows = in_blocks(rows, self.row_block) if self.invariant else rows

@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
+from rollwright.errors import EngineError
 from rollwright.inference.backends.builtin.adapters import Adapter
 from rollwright.inference.backends.builtin.batch import Chunk, DecodeBatch, RowTable, Sequence, prefill_batch
 from rollwright.inference.backends.builtin.kv_cache import KeptPrefix, PrefixCache, PrefixIndex
@@ -91,6 +92,14 @@ class Stepper:
             batch, plan = self._decode
             batch.begin_step()
             self._sample(runner.forward(batch, runner.cache), plan, finished)
+
+    def release_memory(self) -> None:
+        """See ``BuiltinEngine.release_memory``."""
+        if running := self.scheduler.active():
+            raise EngineError(f"The memory of the cache cannot be released while {len(running)} requests run: end them first.")
+        self.scheduler.kept.clear()
+        self._decode = None
+        self._runner.cache.release()
 
     def _sample(self, logits: Tensor, plan: StepPlan, finished: list[Finished]) -> None:
         """Draw a token for each of the plan's rows, and remove the sequences that end."""
