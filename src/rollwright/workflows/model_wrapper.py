@@ -80,17 +80,18 @@ class ModelWrapper:
 
     # -- text and messages ---------------------------------------------------------------------------------------------
 
-    async def generate_async(self, prompts: Sequence[str] | str, **generation: Any) -> list[Experience]:
+    async def generate_async(self, prompts: Sequence[str | Sequence[int]] | str, **generation: Any) -> list[Experience]:
         """Complete each text ``n`` times; answers of the same prompt are adjacent.
 
         Args:
-            prompts: strings, which are encoded without a chat template.
+            prompts: strings, which are encoded without a chat template, or token ids.
             generation: arguments that override the task's: ``n``, ``temperature``, ``top_p``, ``top_k``, ``max_tokens``, ``stop``, ….
         """
         texts = [prompts] if isinstance(prompts, str) else list(prompts)
         gconfig = self._generation(generation)
-        prompts = [self.tokenizer.encode(text, add_special_tokens=False) for text in texts]
-        calls = [self._sample(prompt, gconfig, uuid.uuid4().hex) for prompt in prompts for _ in range(gconfig.n_samples)]
+        encode = self.tokenizer.encode
+        ids = [encode(text, add_special_tokens=False) if isinstance(text, str) else list(text) for text in texts]
+        calls = [self._sample(prompt, gconfig, uuid.uuid4().hex) for prompt in ids for _ in range(gconfig.n_samples)]
         return list(map(self._experience, await asyncio.gather(*calls)))
 
     async def chat_async(

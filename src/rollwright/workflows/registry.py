@@ -32,6 +32,8 @@ WORKFLOWS: Registry[Any] = Registry(
         "on_policy_distill_math_workflow": "rollwright.workflows.simple.OnPolicyDistillMathWorkflow",
         "webshop_workflow": "rollwright.workflows.webshop.WebShopWorkflow",
         "environment_workflow": "rollwright.workflows.environment.EnvironmentWorkflow",
+        "trl_environment_workflow": "rollwright.compat.trl_workflows.TrlEnvironmentWorkflow",
+        "trl_rollout_workflow": "rollwright.compat.trl_workflows.TrlRolloutWorkflow",
         "shell_workflow": "rollwright.workflows.shell.ShellWorkflow",
         "openai_agent": "rollwright.workflows.openai_agent.OpenAIAgentWorkflow",
         "command_agent": "rollwright.workflows.command_agent.CommandAgentWorkflow",

@@ -48,10 +48,9 @@ class ToolCallingWorkflow(ResettableWorkflow):
     async def run_async(self) -> list[Experience]:
         """Converse until a reply calls no tool or is cut, or until the turns or the context are used up."""
         async with self.tools:
-            return await self._converse()
+            return await self._converse(self.task.messages())
 
-    async def _converse(self) -> list[Experience]:
-        messages = self.task.messages()
+    async def _converse(self, messages: list[dict[str, Any]]) -> list[Experience]:
         calls: list[dict[str, Any]] = []
         turns, malformed, reply = 0, 0, None
         async for reply in self.model.replies(messages, self.max_turns, self.tools.schemas):
@@ -73,7 +72,7 @@ class ToolCallingWorkflow(ResettableWorkflow):
                 calls.append({"name": call.name, "arguments": call.arguments, "ok": result.ok})
                 messages.append({"role": "tool", "name": call.name, "content": result.text})
         assert reply is not None
-        reward = await self.reward(reply, columns={"tool_calls": calls})
+        reward = await self._score(reply, messages, calls)
         metrics = {
             "turns": turns,
             "tool_calls": len(calls),
@@ -82,6 +81,10 @@ class ToolCallingWorkflow(ResettableWorkflow):
         }
         get_tracker("rollout").scalar(**metrics)
         return with_reward(self.model.extract_experience_from_history(), reward, **metrics)
+
+    async def _score(self, reply: Experience, messages: list[dict[str, Any]], calls: list[dict[str, Any]]) -> float:
+        """Return the reward of a conversation, of which ``reply`` is the last one."""
+        return await self.reward(reply, columns={"tool_calls": calls})
 
     def _read(self, reply: Experience) -> ReadReply:
         tokenizer = self.model.tokenizer
