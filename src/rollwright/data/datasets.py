@@ -65,6 +65,7 @@ DATASET_REGISTRY = DatasetRegistry(
         "seeds": "rollwright.environments.text_environment:seeds",
         "games": "rollwright.environments.games.tasks:games",
         "harbor": "rollwright.environments.harbor.tasks:harbor",
+        "verifiers": "rollwright.environments.verifiers_hub:verifiers",
     },
 )
 

@@ -19,7 +19,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -131,26 +131,31 @@ class ChildProcess:
     Args:
         module: module to run, such as ``rollwright.processes.pool``.
         setup: plain data that ``connect`` returns in the child.
+        python: another interpreter, which keeps its own import path. Default: this one.
+        env: environment variables of the child, besides those of this process.
 
     Attributes:
         pid: process id of the guard, or of the child if there is no guard.
+
+    Raises:
+        OSError: ``python`` cannot be run.
     """
 
-    def __init__(self, module: str, setup: Any = None) -> None:
+    def __init__(self, module: str, setup: Any = None, *, python: str = "", env: Mapping[str, str] | None = None) -> None:
         ours, theirs = socket.socketpair()
         self.channel = Channel(ours)
         with theirs:
             self._process = subprocess.Popen(
-                program(module, "-P", str(theirs.fileno()), guard_for=os.getpid()),
+                program(module, "-P", str(theirs.fileno()), guard_for=os.getpid(), python=python),
                 stdin=subprocess.DEVNULL,
                 stdout=2,
                 pass_fds=(theirs.fileno(),),
-                env={"OMP_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false", **os.environ},
+                env={"OMP_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false", **os.environ, **(env or {})},
                 start_new_session=True,  # its descendants are killed with it, and Ctrl-C reaches only this process
             )
         self.pid = self._process.pid
         with contextlib.suppress(OSError):  # it has already ended, which the next receive reports
-            self.channel.send(START, pickle.dumps((list(sys.path), setup)))
+            self.channel.send(START, pickle.dumps((None if python else list(sys.path), setup)))
 
     def kill(self) -> None:
         """Kill the process and all its descendants. Any thread may call this method."""
@@ -177,7 +182,7 @@ class ChildProcess:
         return f"signal {signal.Signals(-code).name}" if code is not None and code < 0 else f"exit code {code}"
 
 
-def program(module: str, isolation: str, *arguments: str, guard_for: int | None = None) -> list[str]:
+def program(module: str, isolation: str, *arguments: str, guard_for: int | None = None, python: str = "") -> list[str]:
     """Return the command that runs ``main()`` of one of this package's modules in a fresh interpreter.
 
     Args:
@@ -185,17 +190,23 @@ def program(module: str, isolation: str, *arguments: str, guard_for: int | None 
         isolation: the interpreter's option ``-P``, or ``-I``, which also ignores Python's environment variables.
         arguments: ``sys.argv[1:]`` of the new process.
         guard_for: id of the parent process, for the guard (see ``tree.guarded``). None starts no guard.
+        python: another interpreter than this one.
     """
     root = str(Path(__file__).parents[2])
     guard = f"from rollwright.processes.tree import guarded; guarded({guard_for}); " if guard_for is not None else ""
     code = f"import sys; sys.path.insert(0, {root!r}); {guard}from {module} import main; del sys.path[0]; sys.exit(main())"
-    return [sys.executable, isolation, "-c", code, *arguments]
+    return [python or sys.executable, isolation, "-c", code, *arguments]
 
 
 def connect() -> tuple[Channel, Any]:
-    """Return the channel to the parent and the setup, and adopt the parent's import path. Called in a child of ``ChildProcess``."""
+    """Return the channel to the parent and the setup, and adopt the parent's import path. Called in a child of ``ChildProcess``.
+
+    A child with another interpreter keeps its own import path.
+    """
     connection = socket.socket(fileno=int(sys.argv[1]))
     connection.set_inheritable(False)
     channel = Channel(connection)
-    sys.path[:], setup = pickle.loads(channel.receive()[1])  # noqa: S301 - from our own parent
+    path, setup = pickle.loads(channel.receive()[1])  # noqa: S301 - from our own parent
+    if path is not None:
+        sys.path[:] = path
     return channel, setup

@@ -37,6 +37,7 @@ WORKFLOWS: Registry[Any] = Registry(
         "shell_workflow": "rollwright.workflows.shell.ShellWorkflow",
         "openai_agent": "rollwright.workflows.openai_agent.OpenAIAgentWorkflow",
         "command_agent": "rollwright.workflows.command_agent.CommandAgentWorkflow",
+        "verifiers": "rollwright.workflows.verifiers.VerifiersWorkflow",
         "tool_calling_workflow": "rollwright.workflows.tool_calling.ToolCallingWorkflow",
         "agentscope_react_math_workflow": "rollwright.workflows.agentscope_react.AgentScopeReactMathWorkflow",
     },

@@ -109,7 +109,7 @@ class PromptReader:
 
     def _too_long(self, size: str, param: str) -> RequestError:
         return RequestError(
-            f"The prompt has {size}, longer than the limit of {self.limit} tokens (the context, or --max-prompt-tokens).",
+            f"The prompt has {size}, longer than the limit of {self.limit} tokens (the context length, or --max-prompt-tokens).",
             param=param,
             code=CONTEXT_LENGTH_EXCEEDED,
         )
