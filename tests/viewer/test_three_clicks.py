@@ -36,14 +36,14 @@ def test_which_held_out_task_flipped_and_what_it_answered_before(watched, seeds)
     tab.page.locator("tbody td.cell").first.click()  # the first row, which flipped; any of its cells leads where its link leads
     tab.arrive("/task/")
     cards = tab.page.locator("article.card")
-    answers = [cards.nth(place).locator("pre").inner_text() for place in range(cards.count())]
+    answers = [cards.nth(place).locator("pre").first.inner_text() for place in range(cards.count())]
     versions = [cards.nth(place).locator("h2").inner_text() for place in range(cards.count())]
     assert [version for version in versions if version.startswith("v")] == ["v2", "v4", "v6", "v8"]
     before, after = answers[versions.index("v2")], answers[versions.index("v8")]
     assert "The sum is" in before
     assert before != after
-    tab.page.locator("article.card input").nth(versions.index("v2")).check()
-    tab.page.locator("article.card input").nth(versions.index("v8")).check()
+    cards.nth(versions.index("v2")).locator("input").first.check()
+    cards.nth(versions.index("v8")).locator("input").first.check()
     tab.follow(tab.page.get_by_role("button", name="Two chosen answers side by side"), r"/pair\?")
     assert tab.page.locator(".tokens").count() == 2
     assert tab.page.locator(".tokens .differs").count() > 0

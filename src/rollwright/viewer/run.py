@@ -407,6 +407,10 @@ class Run:
             else f"rollwright replay {shlex.quote(str(self.path))} {sample['key'].partition('#')[0]}",
         }
 
+    def episode(self, key: str) -> reading.RecordedEpisode:
+        """Return a sample's recorded episode; see ``sample``."""
+        return self._episode(key, self.samples.find(key)[1])
+
     def token_rows(self, key: str) -> list[dict[str, Any]]:
         """Return the rows of tokens of a sample; see ``sample``."""
         _, places, trained = self.samples.find(key)

@@ -29,6 +29,7 @@ from rollwright.inference.server.service import make_service
 from rollwright.inference.server.settings import LOOPBACK, ServiceSettings
 from rollwright.tracking.logging import getLogger
 from rollwright.viewer import (
+    again_page,
     evaluation_pages,
     pair_page,
     run_pages,
@@ -37,6 +38,7 @@ from rollwright.viewer import (
     sweep_pages,
     whole_run_pages,
 )
+from rollwright.viewer.again import Engines
 from rollwright.viewer.pages import Pages
 
 logger = getLogger("viewer")
@@ -102,8 +104,11 @@ class ViewGuard(Guard):
 
     def refusal(self, scope: Scope, headers: Headers) -> RequestError | None:
         """Return the error for a request that is not allowed, or None."""
-        if scope["method"] not in ("GET", "HEAD"):
+        is_again = scope["method"] == "POST" and scope["path"] == again_page.PATH
+        if scope["method"] not in ("GET", "HEAD") and not is_again:
             return RequestError("The viewer only shows: it takes GET.", status=405)
+        if is_again and headers.get("content-type", "").partition(";")[0].strip().lower() != "application/json":
+            return RequestError("Send JSON with Content-Type: application/json.", status=415)  # no other site's form can
         refused = super().refusal(scope, headers)
         if refused is not None and refused.status == 401:
             said = "Open the address that rollwright view printed: it ends with the token that this page asks for."
@@ -129,6 +134,8 @@ def make_app(places: Sequence[str | Path], settings: ServiceSettings | None = No
     whole_run_pages.add_routes(router, pages)
     step_and_sample_pages.add_routes(router, pages)
     samples_page.add_routes(router, pages)
+    engines = Engines()
+    again_page.add_routes(router, pages, engines)
     app = make_service("rollwright view", [router], settings or ServiceSettings(), guard=ViewGuard)
 
     async def show_error(request: Request, error: Exception) -> Response:
@@ -146,8 +153,9 @@ def make_app(places: Sequence[str | Path], settings: ServiceSettings | None = No
 
     for kind in (HTTPException, RollwrightError, OSError, ValueError, OverflowError, sqlite3.Error):
         app.add_exception_handler(kind, show_error)
-    app.router.on_shutdown.append(pages.runs.close)
+    app.router.on_shutdown += [engines.end, pages.runs.close]
     app.state.pages = pages
+    app.state.engines = engines
     return app
 
 

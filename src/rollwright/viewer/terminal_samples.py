@@ -61,7 +61,7 @@ class SamplesView(View):
             yield Input(
                 self.asked, placeholder="words, step=12, reward=0..0.5, status=failed, tool=add, order=-tokens", compact=True
             )
-        yield Table("sample", "task", "expected", "step", "reward", "advantage", "tokens", "status", "said")
+        yield Table("sample", "step", "reward", "advantage", "tokens", "status", "task", "expected", "said")
         yield Footer()
 
     def on_mount(self) -> None:
@@ -101,7 +101,7 @@ class SamplesView(View):
                 line(one_line(each["words"] or "", limit=_LONGEST_TASK)),
                 line(one_line(each["expected"] or "", limit=_LONGEST_TASK)),
             )
-            rows[each["key"]] = [each["key"], *task, step, *numbers, each["status"], said]
+            rows[each["key"]] = [each["key"], step, *numbers, each["status"], *task, said]
         self.query_one(Table).fill(rows)
 
     def on_input_submitted(self, event: Input.Submitted) -> None:
