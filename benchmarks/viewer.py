@@ -1,10 +1,11 @@
 """What looking at a large run costs, and what its records cost the training.
 
-    python benchmarks/viewer.py [--json FILE] [--samples N] [--steps N]
+    python benchmarks/viewer.py [--json FILE] [--samples N] [--steps N] [--pages]
 
 A run of 100,000 samples of two calls and 200 tokens over 1,000 steps is written by the journal's own writer, with its metrics. Then, each in
 a process of its own: the first page of what it shows before there is an index; the index, records and texts; any sample, steps, groups and
-searches once it is there; the memory of the process that did all that. ``overhead`` compares the CPU seconds of training steps of the
+searches once it is there; the memory of the process that did all that. ``pages`` times the evaluations page of 256 tasks at 60 versions and a
+list of 1,000 runs. ``overhead`` compares the CPU seconds of training steps of the
 quickstart's size with and without what the viewer's records add (log-probabilities and entropies of each token, publications, phases).
 """
 
@@ -156,11 +157,12 @@ def look(path: Path) -> dict[str, Any]:
         "first_page_s": time.perf_counter() - started,
         "first_page_cpu_s": time.process_time() - processor,
     }
-    index = run._index
+    index = run.index
     started, processor = time.perf_counter(), time.process_time()
     with index._writing:
         index._open()
-        index._advance_records(None)
+        assert index._writer is not None
+        index._advance_records(index._writer, None)
     seconds, processor = time.perf_counter() - started, time.process_time() - processor
     samples = index.progress()["samples"]
     result |= {"samples": samples, "index_per_s": samples / seconds, "index_per_cpu_s": samples / processor}
@@ -205,6 +207,70 @@ def _both(action: Any) -> tuple[float, float]:
     return time.perf_counter() - started, time.process_time() - processor
 
 
+# -- pages over many evaluations and many runs --------------------------------------------------------------------------------
+
+
+def write_evaluations(path: Path, tasks: int, versions: int) -> None:
+    """A run that evaluated ``tasks`` tasks at ``versions`` versions of the weights."""
+    from rollwright.experience.journal.records import Begin, End, ModelCall, Row, pack_value
+    from rollwright.experience.journal.writing import Journal
+
+    journal, generator = Journal(path / "journal"), random.Random(1)
+    ids = np.arange(5, 25, dtype="<i4").tobytes()
+    packed = [pack_value({"query_id": f"{number}+1", "answer": str(number + 1)}) for number in range(tasks)]
+    for version in range(versions):
+        for ordinal in range(tasks):
+            number, now = journal.next_episode(), 1.7e9 + version
+            journal.write(Begin(number, ordinal, 0, 0, True, version, "W", 1, packed[ordinal], "", now))
+            call = (number, 0, 0, 0, -1, 0, ids, ids, bytes(80), version, 1.0, "stop", None, 1, 0, now, now + 1, 1.0, 0.1)
+            journal.write(ModelCall(*call))
+            reward = float(generator.random() < (version + ordinal) / (versions + tasks))
+            journal.write(End(number, "accepted", "", [Row(0, 40, b"", [20, 40], reward, False, b"")], now + 1))
+    journal.close()
+
+
+def write_runs(root: Path, count: int) -> None:
+    """Finished runs of two stages with 50 steps each, half of them seeds of one config."""
+    from rollwright.tracking.run_directory import RunDirectory
+    from rollwright.tracking.sinks import JSONLSink
+
+    for number in range(count // 2):
+        stages = [{"kind": "sft", "name": "warmup", "seed": number}, {"kind": "rl", "name": "grpo", "seed": number}]
+        run = RunDirectory(root, f"experiment{number % 20}", f"trial{number}").claim({"stages": stages}, "off")
+        for name, curve in (("warmup", "loss"), ("grpo", "reward")):
+            part = run.stage(name)
+            (part.path / "config.yaml").write_text(
+                f"seed: {number}\ntotal_train_steps: 50\nactor:\n  optimizer: {{lr: 1.0e-4}}\n"
+            )
+            sink = JSONLSink(part.metrics_file)
+            for step in range(1, 51):
+                sink.write(step, {curve: math.sin(step / 20 + number), "eval/reward": 0.5, "seconds/train": 1.0})
+            sink.close()
+        run.finish()
+        run.release()
+
+
+def pages(directory: Path) -> dict[str, float]:
+    """Seconds for the evaluations page of 256 tasks at 60 versions, and for a list of 1,000 runs: at first, and once they were read."""
+    from starlette.testclient import TestClient
+
+    from rollwright.viewer.server import make_app
+
+    result = {}
+    write_evaluations(directory / "evaluated" / "run", 256, 60)
+    write_runs(directory / "many", 1_000)
+    for name, place, address in (("evaluations", "evaluated", "/run/run/evaluations"), ("list_of_1000", "many", "/")):
+        app = make_app([directory / place])
+        if name == "evaluations":
+            app.state.pages.runs.get("run").refresh()
+        client = TestClient(app, base_url="http://localhost")
+        for time_of in ("first", "again"):
+            wall, processor = _both(lambda client=client, address=address: client.get(address).raise_for_status())
+            result |= {f"{name}_{time_of}_s": wall, f"{name}_{time_of}_cpu_s": processor}
+        app.state.pages.runs.close()
+    return result
+
+
 # -- what it costs a step ----------------------------------------------------------------------------------------------------
 
 
@@ -242,11 +308,12 @@ def overhead(steps: int) -> dict[str, float]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--json", type=Path, help="also write results to this file")
     parser.add_argument("--samples", type=int, default=100_000)
     parser.add_argument("--steps", type=int, default=1_000)
     parser.add_argument("--training-steps", type=int, default=4)
+    parser.add_argument("--pages", action="store_true", help="only the evaluations page and the list of 1,000 runs")
     parser.add_argument("--keep", type=Path, help="write the run here, or look at the one that is there")
     parser.add_argument("--look", type=Path, help=argparse.SUPPRESS)
     arguments = parser.parse_args()
@@ -259,6 +326,13 @@ def main() -> None:
 
     report = Report("viewer")
     with tempfile.TemporaryDirectory() as scratch:
+        of_pages = pages(Path(scratch))
+    if arguments.pages:
+        for name, value in of_pages.items():
+            report.row(figure=name, value=value)
+        report.finish(arguments.json)
+        return
+    with tempfile.TemporaryDirectory() as scratch:
         root = arguments.keep or Path(scratch)
         path = root / "large" / "run"
         if not path.exists():
@@ -269,7 +343,12 @@ def main() -> None:
         told = subprocess.run(
             [sys.executable, __file__, "--look", str(path)], check=True, stdout=subprocess.PIPE, text=True
         ).stdout
-    figures = {**json.loads(told.splitlines()[-1]), "journal_mb": size / 2**20, **overhead(arguments.training_steps)}
+    figures = {
+        **json.loads(told.splitlines()[-1]),
+        **of_pages,
+        "journal_mb": size / 2**20,
+        **overhead(arguments.training_steps),
+    }
     for name, value in figures.items():
         report.row(figure=name, value=value)
     report.finish(arguments.json)

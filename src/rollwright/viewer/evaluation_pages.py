@@ -85,13 +85,15 @@ def add_routes(router: APIRouter, pages: Pages) -> None:
         found = [(source, group) for source in sources for group in history_of(source.run, task)]
         if not found:
             raise DataError(f"there is no task {task} in what is indexed of this run.")
-        title = _names(sources).get(task) or f"Task {found[0][1]['samples'][0]['ordinal']}"
+        first = found[0][1]["samples"][0]
+        title = _names(sources).get(task) or first["words"] or f"Task {first['ordinal']}"
         context["crumbs"][-1]["text"], context["title"] = title, f"{title} · {context['run']['id']}"
         if wants_file(request):
             samples = [{"stage": source.stage, **sample} for source, group in found for sample in group["samples"]]
             return as_file(request, f"{name}-task", samples)
         groups = [_group(number, source, group) for number, (source, group) in enumerate(found)]
-        about = [counted(len(groups), "group"), counted(sum(len(each["samples"]) for each in groups), "sample")]
+        about = [f"expected {first['expected']}"] if first["expected"] else []
+        about += [counted(len(groups), "group"), counted(sum(len(each["samples"]) for each in groups), "sample")]
         rewarded = [each["reward"] for each in groups if each["reward"] is not None]
         if len(rewarded) > 1:
             about.append(f"reward {number(rewarded[0])} at first, {number(rewarded[-1])} at the end")

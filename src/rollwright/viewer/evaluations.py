@@ -65,8 +65,12 @@ def evaluations_of(index: Index, stage: str = "", *, is_one: bool = False) -> li
 
 def names_of_tasks(index: Index) -> dict[str, str]:
     """Return what people call each task that was evaluated, by its identity."""
-    rows = index.rows("SELECT task, min(ordinal) AS ordinal FROM samples WHERE is_eval AND task IS NOT NULL GROUP BY task")
-    return {row["task"]: row["task"] if not row["task"].startswith("#") else f"task {row['ordinal']}" for row in rows}
+    query = "SELECT task, max(words) AS words, min(ordinal) AS ordinal FROM samples WHERE is_eval AND task IS NOT NULL GROUP BY task"
+    return {row["task"]: row["words"] or _named(row["task"], row["ordinal"]) for row in index.rows(query)}
+
+
+def _named(task: str, ordinal: int) -> str:
+    return task if not task.startswith("#") else f"task {ordinal}"
 
 
 def of_shared_tasks(evaluations: Iterable[Evaluation]) -> list[list[Evaluation]]:
