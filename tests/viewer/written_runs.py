@@ -66,6 +66,7 @@ VIEWS = {
     "evaluations": f"{RUN}/evaluations",
     "task": f"{RUN}/task/%23{identity_of_task(task_of(2))[1:]}",
     "pair": "/pair?sample=sums/first+10/1&sample=sums/second+10/2&overlay=logprob",
+    "again": f"{RUN}/again/10/1?call=1&token=2",
     "timeline": f"{RUN}/timeline",
     "weights": f"{RUN}/weights",
     "search": f"{RUN}/search?text=sum",
