@@ -11,12 +11,14 @@ from typing import Annotated
 
 import typer
 
-from rollwright.cli.examples import find_config
+from rollwright.cli.examples import find_config, shipped_examples
 from rollwright.cli.failures import keep_tracebacks_in
 from rollwright.cli.sweep import Sweep, carry_out_sweep, end_with_sweep
 from rollwright.config.loading import Stage, load_eval_stages, load_stages, split_arguments
 from rollwright.config.plan import describe, resolved_yaml, run_directory_of
+from rollwright.config.servers import is_endpoint
 from rollwright.config.sweeps import members_of
+from rollwright.errors import ConfigError
 from rollwright.processes.tree import AGENT, die_with_parent
 from rollwright.registry import PLUGINS
 
@@ -115,27 +117,41 @@ def evaluate(
     arguments: Annotated[
         list[str] | None,
         typer.Argument(
-            metavar="[CONFIG] [key=value]...",
-            help="A file whose eval stages are carried out (or whose shared keys an evaluation is made of), and keys that win.",
+            metavar="[TASKS | CONFIG] [key=value]...",
+            help="A dataset; or a config file or example, whose eval stages are carried out (or whose shared keys an evaluation is made "
+            "of). Then keys that win.",
             show_default=False,
         ),
     ] = None,
     config: ConfigOption = None,
-    model: Annotated[str | None, typer.Option(help="Model directory or Hugging Face name.")] = None,
-    dataset: Annotated[str | None, typer.Option(help="File, directory, registered dataset or Hugging Face name.")] = None,
+    model: Annotated[
+        str | None,
+        typer.Option(help="Model directory, Hugging Face name, or URL of an endpoint of the OpenAI chat protocol."),
+    ] = None,
+    served_model: Annotated[str | None, typer.Option(help="Name of the model at the URL; default: the only one there.")] = None,
+    api_key: Annotated[str | None, typer.Option(envvar="ROLLWRIGHT_API_KEY", help="Key for the URL.")] = None,
+    dataset: Annotated[str | None, typer.Option(help="The dataset, in place of TASKS, for a config without one.")] = None,
     split: Annotated[str | None, typer.Option(help="Split of the dataset.")] = None,
     workflow: Annotated[str | None, typer.Option(help="Import path or registered name of the workflow.")] = None,
     reward: Annotated[str | None, typer.Option(help="Import path or registered name of the reward function.")] = None,
     samples: Annotated[int | None, typer.Option(min=0, help="Sampled completions of each task beside the greedy one.")] = None,
 ) -> None:
-    """Score a model on a dataset: one greedy completion of each task, and the mean of several samples beside it.
+    """Score any model on tasks: one greedy completion of each, and several samples beside it, with pass@k and 95 % intervals.
 
-    Without a file: `rollwright eval --model runs/quickstart/first/model --dataset arithmetic --reward arithmetic_reward --samples 8`. With one:
-    its eval stages are carried out, and the options win over what they say.
+    `rollwright eval arithmetic --model runs/quickstart/first/model --reward arithmetic_reward --samples 8`; TASKS is a registered dataset, a
+    file, a directory or a Hugging Face name. With a config file or the name of an example, its eval stages are carried out, and the
+    options win over what they say. The samples are recorded, and `rollwright view` shows them.
     """
     _spare_a_busy_machine()
+    words = _words(config, arguments)
+    file, overrides = split_arguments(words) if any("=" not in word for word in words) else (None, words)
+    if config is None and file is not None and _is_dataset(file):
+        if dataset is not None:
+            raise ConfigError(f"The tasks are named twice: {file} and --dataset {dataset}. Name one.")
+        file, dataset = None, file
     options = {
         "path": model,
+        "served_model": served_model,
         "dataset.path": dataset,
         "dataset.split": split,
         "workflow": workflow,
@@ -143,12 +159,19 @@ def evaluate(
         "samples": samples,
     }
     given = [f"{key}={value}" for key, value in options.items() if value is not None]
-    words = _words(config, arguments)
-    file, overrides = split_arguments(words) if any("=" not in word for word in words) else (None, words)
     stages = load_eval_stages(None if file is None else find_config(file), [*overrides, *given])
     for stage in stages:  # so that the directory of an earlier run is never reused
         stage.config.trial_name += time.strftime("-eval-%Y%m%d-%H%M%S")
+        if api_key is not None and is_endpoint(
+            stage.config.path
+        ):  # not as an override, which would be written to the run's directory
+            stage.config.api_key = api_key
     _carry_out(stages, file)
+
+
+def _is_dataset(name: str) -> bool:
+    """Return True if the first argument of ``eval`` is a dataset: neither a YAML file nor the name of an example."""
+    return not name.endswith((".yaml", ".yml")) and name not in shipped_examples()
 
 
 def _words(config: str | None, arguments: Sequence[str] | None) -> list[str]:

@@ -168,13 +168,17 @@ class DPOConfig(SFTConfig):
 class EvalConfig(EpisodesConfig, RunConfig):
     """Evaluation of a model on a split: greedily, and by the mean of several samples."""
 
-    path: str = key("", "Model directory or Hugging Face name.", public=True)
+    path: str = key("", "Model directory, Hugging Face name, or URL of an endpoint of the OpenAI chat protocol.", public=True)
+    served_model: str = key("", "Name of the model at the endpoint; default: the only one that it lists.", public=True)
+    api_key: str | None = key(None, "Key for the endpoint. ${oc.env:NAME} keeps it out of the file.", secret=True)
     label: str = key("", "Name of the result in tables and summary.json; default: the stage's.")
     trust_remote_code: bool = key(False, "Run code that comes with a model. Off unless asked for.")
     dataset: DatasetConfig = field(default_factory=lambda: DatasetConfig(split="test", shuffle=False, drop_last=False))
     gconfig: GenerationHyperparameters = field(default_factory=GenerationHyperparameters)
     greedy: bool = key(True, "One greedy completion of each task.")
     samples: int = key(0, "Completions of each task at gconfig.temperature, whose mean is reported.", ge=0)
+    pass_at: list[int] = key_from(lambda: [1, 2, 4, 8], "Values of k for pass@k; those above samples are left out.")
+    pass_reward: float = key(1.0, "Minimum reward of a sample that passes.")
     journal: JournalConfig = field(default_factory=JournalConfig)
 
 

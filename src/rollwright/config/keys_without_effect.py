@@ -23,7 +23,7 @@ from rollwright.config.sections import (
     SlurmConfig,
     TrainEngineConfig,
 )
-from rollwright.config.servers import LocalServerConfig, SGLangConfig
+from rollwright.config.servers import LocalServerConfig, SGLangConfig, is_endpoint
 from rollwright.config.tasksets import DatasetConfig, TasksetConfig
 
 _INTERVAL = tuple(each.name for each in fields(IntervalConfig))
@@ -36,6 +36,15 @@ _OF_SERVERS_AND_TRAINING = [
         *("weight_update_every_steps", "canary"),
     )
 ]
+_OF_THE_ENGINE_HERE = (
+    "device",
+    "dtype",
+    "max_running_requests",
+    "context_length",
+    "kv_cache_bytes",
+    "prefix_cache",
+    "on_weight_update",
+)
 _OF_EVALUATION = [f"evaluator.{each.name}" for each in fields(EvaluatorConfig) if each.name not in _INTERVAL]
 _OF_SUPERVISED_EPISODES = ["workflow", "workflow_kwargs", "reward_fn", "rollout"]
 
@@ -305,6 +314,19 @@ _EVALUATIONS = (
         "an evaluation that was interrupted begins anew, and keeps all of its samples",
     ),
     _without_journal(EvalConfig),
+    unread(EvalConfig, ["pass_at", "pass_reward"], lambda config: not config.samples, "pass@k needs `samples`"),
+    unread(
+        EvalConfig,
+        ["served_model", "api_key"],
+        lambda config: not is_endpoint(config.path),
+        "path names a model that is loaded here, not the URL of an endpoint",
+    ),
+    unread(
+        EvalConfig,
+        [f"rollout.{name}" for name in ("backend", *_OF_THE_ENGINE_HERE)] + ["tokenizer_path", "trust_remote_code"],
+        lambda config: is_endpoint(config.path),
+        "path is the URL of an endpoint, which loads nothing here",
+    ),
     unread(EvalConfig, ["gconfig.n_samples"], always, "`samples` sets how often a task is sampled"),
     unread(
         EvalConfig,

@@ -32,6 +32,11 @@ BACKENDS: Registry[type[Any]] = Registry(
 )
 
 
+def is_endpoint(path: str) -> bool:
+    """Return True if a model's path is the URL of an endpoint instead of a directory or a name."""
+    return path.startswith(("http://", "https://"))
+
+
 @dataclass(frozen=True)
 class BuiltCommand:
     """A server command that ``build_cmd`` made in this process."""

@@ -23,6 +23,11 @@ CHAT_TEMPLATE = (
     "{%- if add_generation_prompt -%}{{- '<|assistant|>' -}}{%- endif -%}"
 )
 
+_NO_TOOLS = (
+    "{%- if tools -%}{{- raise_exception('This chat template cannot offer tools: the endpoint is sent messages only. "
+    "Evaluate a model directory instead.') -}}{%- endif -%}"
+)
+
 #: Printable ASCII and the newline.
 ASCII = "".join(chr(code) for code in range(32, 127)) + "\n"
 
@@ -151,6 +156,23 @@ def build_bpe_tokenizer(
     backend.train_from_iterator(texts, trainer)
     backend.add_tokens([AddedToken(piece, normalized=False) for piece in pieces])
     return _finished(backend, path, chat_template)
+
+
+def build_byte_tokenizer(path: str | Path | None = None) -> Any:
+    """Make a tokenizer in which every byte of UTF-8 is a token, for text from a model whose tokenizer is unknown.
+
+    Its chat template refuses tools, which it could not show to the model. Arguments and result as for ``build_character_tokenizer``;
+    every text survives encoding and decoding unchanged.
+    """
+    from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
+
+    special = [PAD, UNKNOWN, END, *ROLES]
+    vocabulary = {token: index for index, token in enumerate([*special, *sorted(pre_tokenizers.ByteLevel.alphabet())])}
+    backend = Tokenizer(models.BPE(vocabulary, []))
+    backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    backend.decoder = decoders.ByteLevel()
+    backend.add_special_tokens([AddedToken(token, special=True, normalized=False) for token in special])
+    return _finished(backend, path, _NO_TOOLS + CHAT_TEMPLATE)
 
 
 def _finished(backend: Any, path: str | Path | None, chat_template: str) -> Any:

@@ -56,6 +56,14 @@ def measures_of(scores: Mapping[str, Any]) -> dict[str, float]:
     return {name: value for name, value in scores.items() if name == "greedy" or name.startswith("mean@")}
 
 
+def in_one_line(scores: Mapping[str, Any]) -> str:
+    """Format the scores of an evaluation, each with its 95 % interval over tasks: ``greedy 0.500 [0.310, 0.690], pass@8 …``."""
+    names = [*measures_of(scores), *(name for name in scores if name.startswith("pass@"))]
+    limits = scores.get("intervals", {})
+    shown = {name: " [{:.3f}, {:.3f}]".format(*limits[name]) if name in limits else "" for name in names}
+    return ", ".join(f"{name} {scores[name]:.3f}{shown[name]}" for name in names)
+
+
 def print_summary(summary: Mapping[str, Any], directory: RunDirectory) -> None:
     """Print sample completions, the scores of the evaluations, and the paths of the results."""
     terminal = console()

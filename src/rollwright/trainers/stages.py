@@ -21,7 +21,7 @@ from rollwright.processes.supervisor import retry_lost
 from rollwright.tracking import logging
 from rollwright.tracking.logging import getLogger
 from rollwright.tracking.run_directory import RunDirectory, RunFinishedError
-from rollwright.tracking.summary import measures_of, print_stage, print_summary, write_summary
+from rollwright.tracking.summary import in_one_line, print_stage, print_summary, write_summary
 from rollwright.trainers.checks.unknown_names import refuse_unknown_names
 from rollwright.training import parallel
 from rollwright.workflows.registry import WORKFLOWS
@@ -318,8 +318,7 @@ def _evaluate(stage: Stage, directory: RunDirectory) -> dict[str, Any]:
 
     config: EvalConfig = stage.config
     scores = evaluate_model(config, directory)
-    said = ", ".join(f"{name} {value:.3f}" for name, value in measures_of(scores).items())
-    logging.console().print(f"{said} over {scores['tasks']} tasks", highlight=False)
+    logging.console().print(f"{in_one_line(scores)} over {scores['tasks']} tasks", highlight=False, markup=False)
     return {"label": config.label or stage.name, **scores}
 
 

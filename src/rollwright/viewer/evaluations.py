@@ -8,6 +8,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from rollwright.tracking import intervals
 from rollwright.tracking.readable import number, share, signed
 from rollwright.viewer.index import Index
 
@@ -141,17 +142,9 @@ def _summary(evaluation: Evaluation) -> dict[str, Any]:
 
 
 def interval_of_mean(rewards: Sequence[float]) -> str:
-    """Return the 95 % interval of a mean over tasks: Wilson's of a share if all are 0 or 1, else the normal approximation."""
-    count = len(rewards)
-    if count < 2:
-        return ""
-    mean, square = statistics.fmean(rewards), _CERTAIN**2
-    if set(rewards) <= {0.0, 1.0}:
-        middle = (mean + square / (2 * count)) / (1 + square / count)
-        half = _CERTAIN / (1 + square / count) * math.sqrt(mean * (1 - mean) / count + square / (4 * count**2))
-    else:
-        middle, half = mean, _CERTAIN * statistics.stdev(rewards) / math.sqrt(count)
-    return f"{number(middle - half)} to {number(middle + half)}"
+    """Return the 95 % interval of a mean over tasks: see ``tracking.intervals``."""
+    limits = intervals.interval_of_mean(rewards)
+    return "" if limits is None else f"{number(limits[0])} to {number(limits[1])}"
 
 
 def compare(evaluations: Sequence[tuple[str, Mapping[str, float]]]) -> dict[str, Any]:

@@ -10,6 +10,7 @@ from typing import Any
 from rollwright.config.experiment import DPOConfig, EvalConfig, NewModelConfig, PPOConfig, RunConfig, SFTConfig
 from rollwright.config.faults import Fault, Look, Rule, found_or_fault, refuse_faults
 from rollwright.config.loading import Stage
+from rollwright.config.servers import is_endpoint
 from rollwright.config.source import KeyPath
 from rollwright.config.tasksets import DatasetConfig
 from rollwright.data.datasets import get_dataset
@@ -113,7 +114,7 @@ def _models(config: Any) -> Iterator[tuple[KeyPath, str, bool]]:
             yield ("teachers", index, "path"), teacher.path, True
     if isinstance(config, PPOConfig | DPOConfig) and config.ref is not None:
         yield ("ref", "path"), config.ref.path, True
-    if isinstance(config, EvalConfig):
+    if isinstance(config, EvalConfig) and not is_endpoint(config.path):
         yield ("path",), config.path, True
 
 

@@ -4,23 +4,31 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from typing import Any
+
+import torch
 
 from rollwright.config.experiment import EvalConfig
 from rollwright.config.generation import GenerationHyperparameters
 from rollwright.config.secrets import hidden_texts
+from rollwright.config.servers import is_endpoint
 from rollwright.errors import ConfigError, RolloutError
 from rollwright.experience.journal.records import Resumed
 from rollwright.experience.journal.writing import Journal
 from rollwright.experience.trajectory import Trajectory, sampled_tokens
+from rollwright.inference.chat_endpoint import ChatEndpoint
 from rollwright.rollout.engines import RolloutEngine
+from rollwright.tracking.intervals import interval_of_mean
+from rollwright.tracking.logging import getLogger
 from rollwright.tracking.progress import progress_bar
 from rollwright.tracking.rollout_dumps import RolloutDumper
 from rollwright.tracking.run_directory import RunDirectory
 from rollwright.trainers.drawn_tasks import evaluating
 from rollwright.trainers.loops.reporting import EvaluationResult, sample_means
+
+logger = getLogger("eval")
 
 
 def evaluate(
@@ -81,8 +89,25 @@ def scores_of(rewards: Sequence[Sequence[float]], pass_at: Sequence[int], pass_r
     return scores
 
 
+def intervals_of(
+    rewards: Sequence[Sequence[float]], pass_at: Sequence[int], pass_reward: float
+) -> dict[str, tuple[float, float]]:
+    """Compute the 95 % interval, over tasks, of each score of ``scores_of``; empty with fewer than two tasks."""
+    each = [scores_of([task], pass_at, pass_reward) for task in rewards]
+    limits = {name: interval_of_mean([scores[name] for scores in each]) for name in each[0]}
+    return {name: limit for name, limit in limits.items() if limit is not None}
+
+
+def rewards_by_task(trajectory: Trajectory) -> list[list[float]]:
+    """Return the rewards of each task's samples. The reward of a sample is the mean over its rows."""
+    samples = torch.stack([trajectory["group_ids"], trajectory["sample_ids"]], dim=1).unique(dim=0)
+    counts = samples[:, 0].unique(return_counts=True)[1].tolist()
+    return [part.tolist() for part in sample_means(trajectory, trajectory["rewards"]).split(counts)]
+
+
 def evaluate_model(config: EvalConfig, directory: RunDirectory | None = None) -> dict[str, Any]:
-    """Evaluate a model, or a LoRA adapter over the base that it names, on a split with the built-in engine.
+    """Evaluate a model on a split: a directory with the built-in engine (also a LoRA adapter over the base that it names), or the
+    URL of an endpoint of the OpenAI chat protocol.
 
     Args:
         config: the model, the split and the workflow.
@@ -90,15 +115,17 @@ def evaluate_model(config: EvalConfig, directory: RunDirectory | None = None) ->
             is written.
 
     Returns:
-        Mean rewards ``greedy`` and ``mean@<samples>`` as configured, the number of ``tasks``, and a few ``completions`` (``prompt``,
-        ``completion``, ``reward``, ``answer``).
+        Mean rewards ``greedy`` and ``mean@<samples>`` as configured, ``pass@<k>``, the 95 % ``intervals`` of these over tasks
+        (``[low, high]`` by name; empty with one task), the number of ``tasks``, and a few ``completions`` (``prompt``, ``completion``,
+        ``reward``, ``answer``).
+
+    Raises:
+        ConfigError: the model, the endpoint or the dataset cannot be used.
     """
     from rollwright.data.datasets import get_dataset
-    from rollwright.data.tokenizer import load_tokenizer
-    from rollwright.placement.local_rollout import make_local_engine
     from rollwright.trainers.drawn_tasks import refuse_missing_chat_template, refuse_unusable_reward, thinks, workflow_arguments
 
-    tokenizer = load_tokenizer(config.tokenizer_path or config.path, config.trust_remote_code)
+    tokenizer, rollout = _engine(config, directory)
     refuse_missing_chat_template(config, tokenizer)
     tasks = get_dataset(config.dataset, tokenizer, thinks(config.workflow_kwargs))
     refuse_unusable_reward(config, tasks)
@@ -106,8 +133,7 @@ def evaluate_model(config: EvalConfig, directory: RunDirectory | None = None) ->
     if config.samples:
         runs[f"mean@{config.samples}"] = config.gconfig.new(n_samples=config.samples)
     dumper = None
-    scores: dict[str, Any] = {"tasks": len(tasks)}
-    rollout = make_local_engine(config, config.path, tokenizer)
+    scores: dict[str, Any] = {"tasks": len(tasks), "intervals": {}}
     if directory is not None:
         rollout.journal = _journal_of(config, directory)
         dumper = RolloutDumper(
@@ -123,12 +149,39 @@ def evaluate_model(config: EvalConfig, directory: RunDirectory | None = None) ->
             with _bar(rollout, len(tasks) * gconfig.n_samples, name):
                 result = evaluate(rollout, rows, config.workflow, kwargs, gconfig)
             scores[name] = result.reward
+            rewards = rewards_by_task(result.trajectory)
+            if limits := interval_of_mean([math.fsum(task) / len(task) for task in rewards]):
+                scores["intervals"][name] = list(limits)
+            if name != "greedy" and len(set(map(len, rewards))) == 1:
+                scores |= _passes(scores_of, config, rewards)
+                scores["intervals"] |= {own: list(value) for own, value in _passes(intervals_of, config, rewards).items()}
+            elif name != "greedy":
+                logger.warning("pass@k is left out, because tasks gave different numbers of samples: some were rejected")
             if dumper is not None:
                 dumper.dump(0, result.trajectory, name=name)
             scores.setdefault("completions", _completions(result.trajectory, tasks, tokenizer))
     finally:
         rollout.destroy()
     return scores
+
+
+def _passes(measure: Callable[..., dict[str, Any]], config: EvalConfig, rewards: list[list[float]]) -> dict[str, Any]:
+    """Return ``pass@k`` by ``scores_of``, or its intervals by ``intervals_of``."""
+    found = measure(rewards, config.pass_at, config.pass_reward)
+    return {name: value for name, value in found.items() if name.startswith("pass@")}
+
+
+def _engine(config: EvalConfig, directory: RunDirectory | None) -> tuple[Any, RolloutEngine]:
+    """Return the model's tokenizer and an engine that samples from the model, or those of an endpoint."""
+    from rollwright.data.tokenizer import build_byte_tokenizer, load_tokenizer
+    from rollwright.placement.local_rollout import make_local_engine
+
+    if not is_endpoint(config.path):
+        tokenizer = load_tokenizer(config.tokenizer_path or config.path, config.trust_remote_code)
+        return tokenizer, make_local_engine(config, config.path, tokenizer)
+    tokenizer = build_byte_tokenizer(None if directory is None else directory.path / "tokenizer")  # where the viewer finds it
+    client = ChatEndpoint(config.path, tokenizer, model=config.served_model, api_key=config.api_key)
+    return tokenizer, RolloutEngine(config.rollout, client=client, seed=config.seed, deterministic=config.deterministic)
 
 
 def _journal_of(config: EvalConfig, directory: RunDirectory) -> Journal | None:

@@ -11,15 +11,12 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-import torch
-
 from rollwright.atomic import write_json
 from rollwright.config.experiment import PPOConfig
 from rollwright.config.loading import save_config
 from rollwright.config.rules import validate
 from rollwright.data.tokenizer import load_tokenizer
 from rollwright.errors import ConfigError
-from rollwright.experience.trajectory import Trajectory
 from rollwright.inference.backends.server_backend import servers_of
 from rollwright.inference.network import find_server_addresses
 from rollwright.inference.weights.adapter import CONFIG_FILE
@@ -33,8 +30,7 @@ from rollwright.tracking.plots import plot_curves
 from rollwright.tracking.run_directory import RunDirectory
 from rollwright.tracking.summary import checkpoint_table
 from rollwright.trainers.drawn_tasks import held_out_tasks, refuse_missing_chat_template
-from rollwright.trainers.loops.evaluation import evaluate, scores_of
-from rollwright.trainers.loops.reporting import sample_means
+from rollwright.trainers.loops.evaluation import evaluate, rewards_by_task, scores_of
 from rollwright.trainers.modes.shared_run import trial_path
 
 logger = getLogger("bench")
@@ -164,24 +160,18 @@ def _scores(config: PPOConfig, path: str, directory: RunDirectory) -> dict[str, 
             tasks = [{**task, "ordinal": ordinal} for ordinal, task in enumerate(tasks[: config.evaluator.limit], first)]
             first += len(tasks)
             result = evaluate(rollout, tasks, workflow, kwargs, gconfig)
+            rewards = rewards_by_task(result.trajectory)
+            if len(set(map(len, rewards))) > 1:
+                raise ConfigError(
+                    "tasks gave different numbers of samples, so mean@k and pass@k are not of one k: look at the workflow."
+                )
             scores[name] = {
-                **scores_of(_rewards_by_task(result.trajectory), config.bench.pass_at, config.bench.pass_reward),
+                **scores_of(rewards, config.bench.pass_at, config.bench.pass_reward),
                 "tasks": float(result.tasks),
                 "truncated": result.truncated,
                 "response_tokens": result.response_tokens,
             }
     return scores
-
-
-def _rewards_by_task(trajectory: Trajectory) -> list[list[float]]:
-    """Return the rewards of each task's samples. The reward of a sample is the mean over its rows."""
-    samples = torch.stack([trajectory["group_ids"], trajectory["sample_ids"]], dim=1).unique(dim=0)
-    counts = samples[:, 0].unique(return_counts=True)[1]
-    if len(counts.unique()) > 1:
-        raise ConfigError(
-            "tasks gave different numbers of samples, so mean@k and pass@k are not of one k: look at the workflow."
-        )
-    return sample_means(trajectory, trajectory["rewards"]).view(len(counts), -1).tolist()
 
 
 def plot_scores(path: Path, benchmarks: Sequence[Benchmark], config: PPOConfig) -> Path | None:
