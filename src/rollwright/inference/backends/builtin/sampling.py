@@ -262,6 +262,10 @@ class StepPlan:
         return stopped, self._until_limit <= self.steps if self.steps >= self._first_limit else None
 
 
+#: Rows of a prompt's logits that are normalised at a time; the copies of more would take as much memory as the logits again.
+_SCORED_ROWS = 16
+
+
 def score_prompts(group: list[Chunk], logits_TV: Tensor) -> None:
     """Add the log-probabilities of prompt tokens to the sequences of ``group``.
 
@@ -274,11 +278,16 @@ def score_prompts(group: list[Chunk], logits_TV: Tensor) -> None:
     for chunk, logits in zip(group, logits_TV.split([chunk.length for chunk in group]), strict=True):
         sequence, request = chunk.sequence, chunk.sequence.request
         begin, end = sequence.next_scored or 0, min(chunk.end + 1, sequence.prompt_length)
-        scores = logits[begin - 1 - chunk.start : end - 1 - chunk.start].float() / request.gconfig.effective_temperature
-        logprobs_TV, targets = scores.log_softmax(-1), torch.tensor(sequence.tokens[begin:end], dtype=torch.int64)
-        values = logprobs_TV.gather(1, targets.to(logits.device)[:, None]).squeeze(1).tolist()
-        count = min(request.top_logprobs or 0, logits.shape[1])
-        sequence.prompt_logprobs += [(value, most_likely(row, count)) for value, row in zip(values, logprobs_TV, strict=True)]
+        scored, targets = logits[begin - 1 - chunk.start : end - 1 - chunk.start], sequence.tokens[begin:end]
+        for first in range(0, len(targets), _SCORED_ROWS):
+            scores = scored[first : first + _SCORED_ROWS].float() / request.gconfig.effective_temperature
+            logprobs_TV = scores.log_softmax(-1)
+            ids_T = torch.tensor(targets[first : first + _SCORED_ROWS], dtype=torch.int64, device=logits.device)
+            values = logprobs_TV.gather(1, ids_T[:, None]).squeeze(1).tolist()
+            count = min(request.top_logprobs or 0, logits.shape[1])
+            sequence.prompt_logprobs += [
+                (value, most_likely(row, count)) for value, row in zip(values, logprobs_TV, strict=True)
+            ]
 
 
 def most_likely(logprobs_V: Tensor, count: int) -> TopTokens:

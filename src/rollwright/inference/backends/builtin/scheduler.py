@@ -23,8 +23,10 @@ from rollwright.inference.request import ModelResponse
 
 Finished = tuple[Sequence, ModelResponse | BaseException]
 
-#: Maximum number of prompt tokens scored in one pass, because their logits are in memory together.
-_SCORED_TOKENS = 512
+#: Maximum number of prompt tokens scored in one pass, and maximum size of their logits in float32, which are in memory together. The
+#: second is what limits models with a large vocabulary: 111 tokens with one of 150,000.
+_SCORED_TOKENS, _SCORED_BYTES = 512, 64 << 20
+_FEWEST_SCORED = 16  # with a vocabulary of any size, because a pass reads all weights
 _HEADROOM = 64  # free columns that a sequence needs beyond its tokens if its whole length does not fit
 
 
@@ -225,6 +227,7 @@ class Scheduler:
         self._vocabulary = runner.vocabulary
         self._table = table
         self._prefill_tokens = prefill_tokens
+        self._scored_tokens = min(_SCORED_TOKENS, max(_FEWEST_SCORED, _SCORED_BYTES // (4 * runner.vocabulary)))
         self._active_prefixes = PrefixIndex()
         self.kept = PrefixCache(kept_bytes)
         self.waiting: deque[Sequence] = deque()
@@ -331,7 +334,7 @@ class Scheduler:
                     sequence.cached, sequence.prefix_source = min(length, limit), source
         end = len(sequence.tokens)
         budget = self._prefill_tokens if self._prompts_alone else budget
-        budget = budget if sequence.next_scored is None else min(budget, _SCORED_TOKENS)
+        budget = budget if sequence.next_scored is None else min(budget, self._scored_tokens)
         return Chunk(sequence, sequence.cached, end if sequence.request.multi_modal else min(end, sequence.cached + budget))
 
     def _place(self, chunks: list[Chunk], followers: list[tuple[Sequence, Sequence]]) -> list[list[Chunk]]:
@@ -370,7 +373,7 @@ class Scheduler:
                 and not before.request.multi_modal
             ):
                 lengths = [c.length for c in groups[-1]] + [chunk.length]
-                has_room = not scores or sum(lengths) <= _SCORED_TOKENS
+                has_room = not scores or sum(lengths) <= self._scored_tokens
                 if has_room and (self._cache.invariant or max(lengths) * len(lengths) <= 1.5 * sum(lengths) + 64):
                     groups[-1].append(chunk)
                     continue
