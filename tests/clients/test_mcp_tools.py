@@ -17,14 +17,18 @@ import psutil
 import pytest
 from client_cases import ENVIRONMENTS
 from mcp_use import CALLS, use_all
-from parts import JournalledEpisodes, Script, tool_tokenizer
+from parts import TOOL_TEMPLATE, JournalledEpisodes, Script, tool_tokenizer
 from quiet_ports import quiet_ports
 
 from rollwright import McpServer, Tools
+from rollwright.config.experiment import NewVisionConfig
 from rollwright.config.tasksets import FormatConfig, TasksetConfig
+from rollwright.data.tokenizer import build_character_tokenizer, load_tokenizer
+from rollwright.data.vision import IMAGE, VISION_PIECES
 from rollwright.errors import LostToolError, WorkflowError
 from rollwright.rollout.sample_engine import SampleEngine
 from rollwright.rollout.seeds import SampleName
+from rollwright.training.model import new_vision_model
 from rollwright.workflows.registry import FUNCTIONS
 from rollwright.workflows.task_runner import TaskRunner
 
@@ -80,7 +84,7 @@ def children() -> set[psutil.Process]:
 def check_use(used: list) -> None:
     """Check the results of ``CALLS``. Version 2 of the SDK does not tell a client why a tool failed."""
     names, first, read, failed, refused, slow, last = used
-    assert names == ["notes_add_note", "notes_read_notes", "notes_wait", "notes_leave", "notes_look_around"]
+    assert names == ["notes_add_note", "notes_read_notes", "notes_wait", "notes_leave", "notes_look_around", "notes_draw"]
     assert first[1]
     assert "milk" in read[0]
     assert failed[0].startswith("Error executing tool add_note")
@@ -260,3 +264,36 @@ async def test_the_tool_calling_workflow_calls_them(address):
     text = tokenizer.decode(experience.tokens, skip_special_tokens=False)
     assert "n_add_note n_read_notes" in text
     assert "kept<|end|>" in text
+
+
+def always(*_, **columns):
+    return 1.0
+
+
+async def test_a_model_that_reads_images_sees_those_of_a_server_and_others_read_their_names(tmp_path):
+    vision = NewVisionConfig(patch_size=8, layers=1, hidden_size=16, heads=2, max_tokens=16)
+    tokenizer = build_character_tokenizer(chat_template=TOOL_TEMPLATE, pieces=VISION_PIECES)
+    new_vision_model(tmp_path, tokenizer=tokenizer, vision=vision, hidden_size=32, num_hidden_layers=1, num_attention_heads=2)
+    calls = [f'<tool_call>{{"name": "draw", "arguments": {{"color": "{color}"}}}}</tool_call>' for color in ("red", "blue")]
+    row = {"question": "Draw two squares.", "answer": "done"}
+    for tokenizer in (load_tokenizer(str(tmp_path)), tool_tokenizer()):
+        engine = Script(tokenizer, *calls, "done")
+        sample = SampleEngine(engine, SampleName(0, 0), run_seed=1, loop=asyncio.get_running_loop())
+        taskset = TasksetConfig(
+            format=FormatConfig(prompt_key="question", response_key="answer"),
+            workflow="tool_calling_workflow",
+            reward_fn=always,
+            workflow_args={"tools": [{**NOTES, "tools": ["draw"]}]},
+            group_size=1,
+        )
+        (experience,) = await TaskRunner([taskset], tokenizer).arun_episode(sample, row)
+        text = tokenizer.decode(experience.tokens, skip_special_tokens=False)
+        trained = experience.response_tokens[experience.action_mask].tolist()
+        assert trained == [token for record in sample.recorder.records for token in record.output_ids]
+        if tokenizer.name_or_path == str(tmp_path):
+            assert experience.multi_modal_inputs["image_grid_thw"].tolist() == [[1, 4, 4], [1, 4, 4]]
+            assert text.count(IMAGE) == 8
+            colors = [image.getpixel((0, 0)) for image in engine.requests[-1].image_data]
+            assert colors == [(255, 0, 0), (0, 0, 255)]
+        else:
+            assert "<|user|>red:\n[image, image/png, not shown]<|end|>" in text

@@ -6,7 +6,7 @@ or 2. It demands that a session is opened and closed in one task; an ``McpSessio
     session = McpSession(McpServer(command="python3 notes.py", directory="tools"))
     try:
         tools = await session.list_tools()
-        text, ok = await session.call("add_note", {"text": "Buy milk."})
+        text, ok, images = await session.call("add_note", {"text": "Buy milk."})
     finally:
         await session.stop()
 """
@@ -49,6 +49,7 @@ _PING_SECONDS = 5.0
 _ENDED = "it has ended"
 _TOLD = 2000  # characters of a server's standard error in messages
 _OF_COMMAND = ("environment", "directory", "programs", "network", "limits", "image")
+_IMAGES = ("image/png", "image/jpeg", "image/gif", "image/webp")  # that models are shown
 _NAME = re.compile(r"[^A-Za-z0-9_-]")
 
 
@@ -224,8 +225,8 @@ class McpSession:
             raise LostToolError(f"the MCP server {self.server} has no tool {missing[0]!r}; {nearest(missing[0], names)}")
         return [tool for tool in found if not self.server.tools or tool["name"] in self.server.tools]
 
-    async def call(self, name: str, arguments: Mapping[str, Any]) -> tuple[str, bool]:
-        """Call a tool; return what the model reads, and whether the call succeeded."""
+    async def call(self, name: str, arguments: Mapping[str, Any]) -> tuple[str, bool, list[str]]:
+        """Call a tool; return the text that the model reads, whether the call succeeded, and the images as ``data:`` URLs."""
         await self.start()
         try:
             answer = await self._answer(lambda: self._session.call_tool(name, dict(arguments)))
@@ -233,8 +234,9 @@ class McpSession:
             raise
         except Exception as error:  # the protocol's errors, and results that do not fit the tool's own schema
             await self.check()
-            return str(error) or type(error).__name__, False
-        return _text(answer), not answer.get("isError")
+            return str(error) or type(error).__name__, False, []
+        images = [f"data:{block['mimeType']};base64,{block['data']}" for block in answer.get("content", ()) if _is_image(block)]
+        return _text(answer), not answer.get("isError"), images
 
     async def check(self) -> None:
         """Raise if the server is gone. A server over HTTP is asked; one that is only busy need not answer."""
@@ -421,10 +423,16 @@ def _paged(cursor: str | None = None) -> Any:
     return PaginatedRequestParams(cursor=cursor)
 
 
+def _is_image(block: Mapping[str, Any]) -> bool:
+    return block.get("type") == "image" and block.get("mimeType") in _IMAGES
+
+
 def _text(result: Mapping[str, Any]) -> str:
-    """Return the text of a result. Images and sounds are named, not shown."""
+    """Return the text of a result without its images. Sounds, and images of rare formats, are named, not shown."""
     parts = []
     for block in result.get("content", ()):
+        if _is_image(block):
+            continue
         resource = block.get("resource", block)
         if "text" in resource:
             parts.append(resource["text"])
@@ -432,7 +440,7 @@ def _text(result: Mapping[str, Any]) -> str:
             parts.append(f"[{resource['uri']}]")
         else:
             parts.append(f"[{block['type']}, {block.get('mimeType', 'unknown type')}, not shown]")
-    if not parts and result.get("structuredContent") is not None:
+    if not parts and result.get("structuredContent") is not None and not any(map(_is_image, result.get("content", ()))):
         parts.append(json.dumps(result["structuredContent"], ensure_ascii=False))
     return "\n".join(parts)
 

@@ -18,6 +18,7 @@ from rollwright.experience.experience import Experience, experiences_of
 from rollwright.experience.recorder import Recorder
 from rollwright.inference.engine import InferenceEngine
 from rollwright.inference.request import ModelRequest, ModelResponse
+from rollwright.workflows.chat_images import images_of_chat
 
 Arguments = ParamSpec("Arguments")
 Result = TypeVar("Result")
@@ -76,7 +77,13 @@ class ModelWrapper:
         self._clients: weakref.WeakSet[Any] = weakref.WeakSet()  # OpenAI clients that the workflow may hold
         self._conversation = ConversationTokens(tokenizer, **(template_kwargs or {}))
         self._conversation_id = uuid.uuid4().hex
+        self._images = images_of_chat(tokenizer)
         self._history_start = 0
+
+    @property
+    def sees(self) -> bool:
+        """True if the model reads images."""
+        return self._images is not None
 
     # -- text and messages ---------------------------------------------------------------------------------------------
 
@@ -110,7 +117,8 @@ class ModelWrapper:
             generation: as in ``generate_async``.
 
         Raises:
-            WorkflowError: ``messages`` is not a list of messages, or contains other blocks than text.
+            WorkflowError: ``messages`` is not a list of messages, or contains blocks that the model cannot read: it reads text and, if
+                it ``sees``, images as ``{"type": "image_url", "image_url": {"url": "data:image/png;base64,…"}}``.
         """
         if isinstance(messages, str | Mapping) or not all(isinstance(message, Mapping) for message in messages):
             raise WorkflowError(
@@ -118,22 +126,32 @@ class ModelWrapper:
                 "generate."
             )
         blocks = [block for message in messages for block in message.get("content") or () if isinstance(block, Mapping)]
-        if other := [str(block.get("type")) for block in blocks if block.get("type") != "text"]:
+        known = ("text", "image_url") if self.sees else ("text",)
+        if other := [str(block.get("type")) for block in blocks if block.get("type") not in known]:
             raise WorkflowError(
-                f"chat accepts only text, and a message has a block of type {other[0]!r}. For images use an OpenAI client "
-                "(get_openai_client) or VisionRLVRWorkflow."
+                f"chat accepts only {' and '.join(known)}, and a message has a block of type {other[0]!r}. For images use a model that "
+                "reads them, an OpenAI client (get_openai_client) or VisionRLVRWorkflow."
             )
+        gallery = None
         messages = [dict(message) for message in messages]
+        if self._images is not None:
+            gallery = self._images.gallery()
+            messages = await asyncio.to_thread(gallery.as_texts, messages)
         if messages and messages[-1].get("role") == "assistant":
             reply_prefix = (messages.pop()["content"] or "") + (reply_prefix or "")
         gconfig = stopping_at_turn_end(self._generation(generation), self.tokenizer, **self._conversation.template_kwargs)
+        if self._images is not None:
+            gconfig = gconfig.new(stop_token_ids=[*gconfig.stop_token_ids, self._images.token_id])
         prompt = self._conversation.encode(messages, tools)
         if reply_prefix:
             prompt = [*prompt, *self.tokenizer.encode(reply_prefix, add_special_tokens=False)]
+        inputs = {} if gallery is None else gallery.inputs(prompt)
         rids = [self._conversation_id if gconfig.n_samples == 1 else uuid.uuid4().hex for _ in range(gconfig.n_samples)]
-        responses = await asyncio.gather(*(self._sample(prompt, gconfig, rid) for rid in rids))
+        responses = await asyncio.gather(*(self._sample(prompt, gconfig, rid, inputs) for rid in rids))
         experiences = [self._experience(response) for response in responses]
         for response, experience in zip(responses, experiences, strict=True):
+            if self._images is not None and self._images.token_id in response.output_tokens:
+                continue  # there is no image for a sampled image token, so no prompt may continue it
             reply = {"role": "assistant", "content": (reply_prefix or "") + (experience.response_text or "")}
             self._conversation.remember(messages, reply, response.input_tokens, response.output_tokens, tools)
         return experiences
@@ -288,10 +306,12 @@ class ModelWrapper:
             changes["top_k"] = 0
         return self.gconfig.new(**{"n_samples": 1, **{k: v for k, v in changes.items() if v is not None}})
 
-    async def _sample(self, prompt: list[int], gconfig: GenerationHyperparameters, rid: str) -> ModelResponse:
-        return await self.engine.agenerate(
-            ModelRequest(input_ids=prompt, gconfig=gconfig.new(n_samples=1), rid=rid, tokenizer=self.tokenizer)
-        )
+    async def _sample(
+        self, prompt: list[int], gconfig: GenerationHyperparameters, rid: str, inputs: Mapping[str, Any] | None = None
+    ) -> ModelResponse:
+        own = gconfig.new(n_samples=1)
+        request = ModelRequest(input_ids=prompt, gconfig=own, rid=rid, tokenizer=self.tokenizer, **(inputs or {}))
+        return await self.engine.agenerate(request)
 
     def _experience(self, response: ModelResponse) -> Experience:
         return Experience(

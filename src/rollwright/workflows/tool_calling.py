@@ -24,7 +24,8 @@ class ToolCallingWorkflow(ResettableWorkflow):
 
     The conversation comes from the task's format. The last reply is scored by the task's reward function, which also gets
     ``tool_calls``, a list of ``{"name", "arguments", "ok"}`` in the order of the calls. Tool results are not trained on. A malformed
-    call is answered with the reason, and counted in the metric ``malformed_tool_calls``.
+    call is answered with the reason, and counted in the metric ``malformed_tool_calls``. A model that reads images sees those of the results;
+    for others they are named.
     ``workflow_args`` may hold:
 
     * ``tools``: functions and MCP servers, as :class:`Tools` takes them; by default ``execute_python``;
@@ -70,7 +71,8 @@ class ToolCallingWorkflow(ResettableWorkflow):
             for call in asked:
                 result = await self.tools.call(call.name, call.arguments)
                 calls.append({"name": call.name, "arguments": call.arguments, "ok": result.ok})
-                messages.append({"role": "tool", "name": call.name, "content": result.text})
+                content = result.content if self.model.sees else result.named
+                messages.append({"role": "tool", "name": call.name, "content": content})
         assert reply is not None
         reward = await self._score(reply, messages, calls)
         metrics = {

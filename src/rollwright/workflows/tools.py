@@ -31,10 +31,31 @@ MAX_CHARACTERS = 4000
 
 @dataclass(frozen=True)
 class ToolResult:
-    """Result of a call: the text that the model reads, and whether the call succeeded."""
+    """Result of a call.
+
+    Attributes:
+        text: what the model reads.
+        ok: the call succeeded.
+        images: ``data:`` URLs of the images that the model sees.
+    """
 
     text: str
     ok: bool
+    images: Sequence[str] = ()
+
+    @property
+    def named(self) -> str:
+        """The text, in which the images are named. For models that do not see."""
+        kinds = [url[5:].partition(";")[0] for url in self.images]
+        return "\n".join(filter(None, [self.text, *(f"[image, {kind}, not shown]" for kind in kinds)]))
+
+    @property
+    def content(self) -> str | list[dict[str, Any]]:
+        """Content of a chat message: the text, or a list of parts if there are images."""
+        if not self.images:
+            return self.text
+        text = [{"type": "text", "text": self.text}] if self.text else []
+        return [*text, *({"type": "image_url", "image_url": {"url": url}} for url in self.images)]
 
 
 @dataclass(frozen=True)
@@ -163,13 +184,16 @@ class Tools:
         if why := why_not_called(tool.run, **values):
             return ToolResult(f"The arguments do not fit {name}: {why}.", False)
         try:
-            return ToolResult(*await tool.journal.awaited(self._run, name, values))
+            text, ok, *images = await tool.journal.awaited(
+                self._run, name, values
+            )  # journals of earlier versions have no images
+            return ToolResult(text, ok, tuple(*images))
         except (ConfigError, SandboxError, LostToolError) as error:  # the model cannot fix these
             self._failure = error
             raise
 
-    async def _run(self, name: str, values: dict[str, Any]) -> tuple[str, bool]:
-        """Run a tool, and return the text that the model reads and whether the call succeeded."""
+    async def _run(self, name: str, values: dict[str, Any]) -> tuple[str, bool, list[str]]:
+        """Run a tool, and return the fields of its ``ToolResult``."""
         tool = self._tools[name]
         if tool.session is not None:
             await tool.session.start()  # outside of the call's time limit
@@ -180,16 +204,16 @@ class Tools:
         except TimeoutError:
             if tool.session is not None:
                 await tool.session.check()
-            return f"{name} took longer than {self.timeout:g} seconds.", False
+            return f"{name} took longer than {self.timeout:g} seconds.", False, []
         except (ConfigError, SandboxError, LostToolError):
             raise
         except Exception as error:
-            return _unicode(f"{type(error).__name__}: {error}"), False
+            return _unicode(f"{type(error).__name__}: {error}"), False, []
         if not isinstance(result, ToolResult):
             result = ToolResult(
                 result if isinstance(result, str) else json.dumps(result, ensure_ascii=False, default=str), True
             )
-        return _unicode(shortened(result.text, MAX_CHARACTERS)), result.ok
+        return _unicode(shortened(result.text, MAX_CHARACTERS)), result.ok, list(result.images)
 
 
 def use_sandbox(tools: Sequence[Any]) -> bool:

@@ -5,11 +5,14 @@
 
 from __future__ import annotations
 
+import base64
+import io
 import os
 import socket
 import sys
 
 import anyio
+from mcp.types import ImageContent, TextContent
 
 try:
     from mcp.server.mcpserver import MCPServer
@@ -55,6 +58,17 @@ def look_around(path: str, port: int) -> str:
     with socket.socket() as client:
         client.settimeout(1)
         return f"{os.path.exists(path)} {client.connect_ex(('127.0.0.1', port)) == 0} {' '.join(methods)}"
+
+
+@server.tool(structured_output=False)
+def draw(color: str):
+    """Draw a square."""
+    from PIL import Image  # not in every environment of these tests
+
+    image = io.BytesIO()
+    Image.new("RGB", (32, 32), color).save(image, "PNG")
+    block = {"type": "image", "data": base64.b64encode(image.getvalue()).decode(), "mimeType": "image/png"}
+    return [TextContent(type="text", text=f"{color}:"), ImageContent.model_validate(block)]
 
 
 def _watched(app):
