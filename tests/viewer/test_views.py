@@ -125,7 +125,7 @@ def test_the_search_by_address_text_and_filters(watched, viewer):
     assert tab.page.locator("h1").inner_text() == f"What is {left} + 3?, sample {first['index']}"
     tab.follow(tab.page.get_by_role("link", name="Group"), "/group/")
     assert tab.page.locator("h1").inner_text() == f"What is {left} + 3?"
-    assert f"expected {left + 3}" in tab.page.locator(".head").inner_text()
+    assert f"expected {left + 3}" in tab.page.locator(".head").first.inner_text()
     tab.visit(f"{RUN}/search")
     tab.page.get_by_label("Text or regular expression").fill("sum is (1")
     tab.page.get_by_label("regular expression", exact=True).check()

@@ -19,7 +19,9 @@ from fastapi.responses import HTMLResponse, Response
 
 from rollwright.errors import DataError
 from rollwright.tracking.readable import FILTERS, day, seconds, visible
+from rollwright.viewer.notes import read_notes
 from rollwright.viewer.run import Run
+from rollwright.viewer.run_parts import root_of
 from rollwright.viewer.runs import Runs
 from rollwright.viewer.whole_run import WholeRun
 
@@ -52,10 +54,17 @@ class Pages:
     def _address_of_static(self, name: str) -> str:
         return f"/static/{name}?{hashlib.sha256(self.static[name]).hexdigest()[:12]}"
 
-    def entries(self) -> list[dict[str, Any]]:
-        """Return ``Run.info`` of each run with the ``url`` of its page, and the id and address of the ``whole`` run if it is a stage of one."""
+    def entries(self, seconds: float | None = None) -> list[dict[str, Any]]:
+        """Return ``Run.info`` of each run with its notes, the ``url`` of its page, and the ``whole`` run if it is a stage of one.
+
+        Args:
+            seconds: time after which no further run is read; see ``Runs.list``.
+        """
         wholes = {str(path): name for name, path in self.runs.wholes().items()}
-        return [{**entry, **_place_of(entry["id"], Path(entry["path"]), wholes)} for entry in self.runs.list()]
+        entries = [{**entry, **_place_of(entry["id"], Path(entry["path"]), wholes)} for entry in self.runs.list(seconds)]
+        roots = {entry["id"]: root_of(Path(entry["path"])) for entry in entries}
+        notes = {root: read_notes(root) for root in set(roots.values())}
+        return [{**entry, "notes": notes[roots[entry["id"]]]} for entry in entries]
 
     def run(self, name: str) -> Run:
         """Return the run that an address names, and keep its index up to date. No part of an address is used as a path.
@@ -111,6 +120,7 @@ class Pages:
         """
         entry = {"id": id_of(name), **run.info(), "missing": [each["message"] for each in run.missing()]}
         entry |= _place_of(entry["id"], run.path, {str(path): name for name, path in self.runs.wholes().items()})
+        entry["notes"] = read_notes(run.root)
         url = entry["url"]
         crumbs = [{"text": entry["whole"], "url": entry["whole_url"]}] if entry["whole"] is not None else []
         crumbs += [{"text": entry["stage"], "url": url if title else None}]
@@ -129,7 +139,7 @@ class Pages:
         url = url_of_run(run_id)
         runs = [part.run for part in whole.parts() if part.run is not None]
         entry = {"id": run_id, "url": url, "whole": None, "path": str(whole.path), "state": whole.state, "kind": "run"}
-        entry |= {"has_journal": False, "indexed": 1.0, "about": _about_whole(whole)}
+        entry |= {"has_journal": False, "indexed": 1.0, "about": _about_whole(whole), "notes": read_notes(whole.path)}
         read, every = (sum(run.progress()[key] for run in runs) for key in ("bytes", "of_bytes"))
         if not all(run.progress()["is_complete"] for run in runs):
             entry["indexed"] = min(0.99, read / max(1, every))

@@ -31,7 +31,7 @@ from rollwright.viewer.evaluations import held_out_tasks, last_evaluation
 from rollwright.viewer.frames import frame
 from rollwright.viewer.index import Index
 from rollwright.viewer.reported import reported
-from rollwright.viewer.run_parts import find_part
+from rollwright.viewer.run_parts import find_part, root_of
 from rollwright.viewer.samples import NOT_UNDONE, Samples
 from rollwright.viewer.timeline import timeline
 from rollwright.viewer.tokens import Vocabulary, find_vocabulary
@@ -74,7 +74,7 @@ class Run:
         self.config_problem = ""
         self._following: threading.Event | None = None
         self._lock = threading.Lock()
-        self._grown = 0
+        self.grown = 0  # how often the index has grown
 
     @cached_property
     def name(self) -> str:
@@ -205,7 +205,7 @@ class Run:
     def stamp(self) -> str:
         """A value that changes when the run writes metrics or journal records, ends, or its index grows."""
         found = [(path.stat().st_mtime_ns, path.stat().st_size) for path in self._files()]
-        return f"{hash((*found, self.state)) & (2**64 - 1):016x}-{self._grown}"
+        return f"{hash((*found, self.state)) & (2**64 - 1):016x}-{self.grown}"
 
     # -- the index ---------------------------------------------------------------------------------------------------------
 
@@ -238,7 +238,7 @@ class Run:
         """Bring the index up to date, for at most about ``seconds`` if given. Returns ``progress()``."""
         if self.has_journal:
             self.index.advance(seconds)
-            self._grown += 1
+            self.grown += 1
         return self.progress()
 
     def progress(self) -> dict[str, Any]:
@@ -260,7 +260,7 @@ class Run:
                 before = self.progress()
                 after = self.refresh(_WORKED_FOR)
                 if after == before and self.has_journal:
-                    self._grown -= 1  # nothing new
+                    self.grown -= 1  # nothing new
                 is_complete = after["is_complete"]
             except sqlite3.Error as error:
                 logger.warning("the index of %s cannot be read: %s", self.path, error)
@@ -479,7 +479,7 @@ class Run:
     @property
     def root(self) -> Path:
         """The directory of the whole run."""
-        return self.path if (self.path / MARKER).exists() or not (self.path.parent / MARKER).exists() else self.path.parent
+        return root_of(self.path)
 
     # -- the rest ----------------------------------------------------------------------------------------------------------
 

@@ -25,10 +25,9 @@ from rollwright.viewer.pages import (
     wants_file,
     wants_undone,
 )
-from rollwright.viewer.pictures import curve_points, range_box, swimlanes
+from rollwright.viewer.pictures import range_box, swimlanes
 from rollwright.viewer.run import Run
 from rollwright.viewer.runs import config_difference
-from rollwright.viewer.sweep_pages import grouped
 
 #: Rows of a table on one page.
 ROWS = 200
@@ -50,21 +49,6 @@ _JUDGED = ("reward", "eval/reward", "loss")
 
 def add_routes(router: APIRouter, pages: Pages) -> None:
     """Add the pages about runs."""
-
-    def runs(request: Request) -> Response:
-        entries = pages.entries()
-        if wants_file(request):
-            return as_file(request, "runs", entries)
-        for entry in entries:
-            entry["line"] = curve_points(entry["sparkline"] or [])
-        return pages.page(
-            "runs.html",
-            title="Runs",
-            crumbs=[{"text": "Runs", "url": None}],
-            runs=entries,
-            groups=grouped(entries),
-            root=", ".join(map(str, pages.runs.roots)),
-        )
 
     def stamp(name: str) -> Response:
         if (whole := pages.runs.whole(id_of(name))) is not None:
@@ -173,7 +157,6 @@ def add_routes(router: APIRouter, pages: Pages) -> None:
         )
 
     for path, function in {
-        "/": runs,
         "/compare": compare,
         "/run/{name}/stamp": stamp,
         "/run/{name}/config": config,

@@ -33,6 +33,11 @@ def find_part(path: Path) -> Path:
     raise DataError(f"{path} has several stages or processes: give one of {', '.join(map(str, journaled or parts))}.")
 
 
+def root_of(path: Path) -> Path:
+    """Return the directory of the whole run that a stage or process belongs to; ``path`` itself if it is one alone."""
+    return path if (path / MARKER).exists() or not (path.parent / MARKER).exists() else path.parent
+
+
 def is_part(path: Path) -> bool:
     """Return True if a directory holds metrics or episodes of a run, stage or process, or is a stage that failed before it wrote any."""
     if (path / "metrics.jsonl").exists() or journal_files(path / "journal"):

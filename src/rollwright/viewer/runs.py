@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import hashlib
+import os
 import threading
-from collections.abc import Callable, Iterable, Iterator
+import time
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +19,16 @@ from rollwright.viewer.whole_run import WholeRun
 
 logger = getLogger("viewer")
 
+_WALKED_FOR = 1.0  # seconds for which the directories that were found are taken as those that there are
+#: Files of a run, in its directory and in that of the whole run, on which its info depends.
+_INFORMING = ("metrics.jsonl", "journal", "config.yaml", "stages.json", MARKER)
+#: Info of a run that is not read yet.
+_UNREAD: dict[str, Any] = {
+    **dict.fromkeys(("kind", "state", "curve"), ""),
+    **dict.fromkeys(("began", "last_step", "total_steps", "reward", "eval", "sparkline", "loss", "samples")),
+    "has_journal": False,
+    "is_read": False,
+}
 _DEEPEST = 5  # levels of directories below a root that are searched for runs
 #: Directories of a run that are not stages.
 _NOT_STAGES = frozenset(("attempts", "checkpoints", "journal", "logs", "recover", "rollouts", "weights"))
@@ -35,12 +48,57 @@ class Runs:
             if not root.is_dir():
                 raise DataError(f"{root} is no directory: give that of a run, or one that runs are below.")
         self._runs: dict[str, Run] = {}
+        self._infos: dict[
+            str, tuple[Any, dict[str, Any]]
+        ] = {}  # by id: the state of the files that it was read from, and the info
+        self._walked: tuple[float, dict[str, Path], dict[str, Path]] | None = None
+        self._reading: threading.Thread | None = None
         self._lock = threading.Lock()
 
-    def list(self) -> list[dict[str, Any]]:
-        """Return ``Run.info`` of each run with its ``id``, the most recently written run first."""
-        found = [{"id": name, **self.get(name).info()} for name in self._names()]
+    def list(self, seconds: float | None = None) -> list[dict[str, Any]]:
+        """Return ``Run.info`` of each run with its ``id``, the most recently written run first.
+
+        What is known is read again only if the run's files have changed, or if it is running.
+
+        Args:
+            seconds: time after which no further run is read. The others have ``is_read`` False, and of their info only what their
+                directories tell.
+        """
+        began = time.monotonic()
+        states = {name: (path, *_written(path)) for name, path in self._names().items()}
+        found = []
+        for name, (path, updated, state) in sorted(states.items(), key=lambda item: -item[1][1]):
+            with self._lock:
+                opened = self._runs.get(name)
+            files = (state, opened.grown if opened else 0)
+            known = self._infos.get(name)
+            if known is None or known[0] != files or known[1]["state"] == "running":
+                if seconds is not None and time.monotonic() - began > seconds:
+                    found.append(
+                        {
+                            "id": name,
+                            **_UNREAD,
+                            **(known[1] if known else {"path": str(path), "name": name, "updated": updated}),
+                        }
+                    )
+                    continue
+                known = self._infos[name] = files, {**self._open(name, path).info(), "is_read": True}
+            found.append({"id": name, **known[1]})
         return sorted(found, key=lambda info: -(info["updated"] or 0.0))
+
+    def read_in_background(self) -> None:
+        """Read the runs that are not known yet in a thread, unless one does so already."""
+        with self._lock:
+            if self._reading is None or not self._reading.is_alive():
+                self._reading = threading.Thread(target=self.list, name="rollwright-runs", daemon=True)
+                self._reading.start()
+
+    @property
+    def stamp(self) -> str:
+        """A value that changes when further runs are read."""
+        return hashlib.sha256(
+            repr(sorted((name, hash(files)) for name, (files, _) in self._infos.items())).encode()
+        ).hexdigest()[:16]
 
     def get(self, name: str) -> Run:
         """Return the run with the id ``name``.
@@ -49,10 +107,16 @@ class Runs:
             DataError: there is no such run below the roots.
         """
         with self._lock:
+            if name in self._runs:
+                return self._runs[name]
+        path = self._names().get(name) or self._names(is_fresh=True).get(name)
+        if path is None:
+            raise DataError(f"there is no run {name} below {', '.join(map(str, self.roots))}.")
+        return self._open(name, path)
+
+    def _open(self, name: str, path: Path) -> Run:
+        with self._lock:
             if name not in self._runs:
-                path = self._names().get(name)
-                if path is None:
-                    raise DataError(f"there is no run {name} below {', '.join(map(str, self.roots))}.")
                 self._runs[name] = Run(path)
             return self._runs[name]
 
@@ -68,20 +132,27 @@ class Runs:
 
     def wholes(self) -> dict[str, Path]:
         """Return the directories of runs of several stages by id."""
-        return self._by_id(wholes_below)
+        return self._walk()[1]
 
-    def _names(self) -> dict[str, Path]:
+    def _names(self, *, is_fresh: bool = False) -> dict[str, Path]:
         """Return the directories of runs by id, which is the path below the root."""
-        return self._by_id(parts_below)
+        return self._walk(is_fresh=is_fresh)[0]
 
-    def _by_id(self, below: Callable[[Path], Iterator[Path]]) -> dict[str, Path]:
-        names: dict[str, Path] = {}
-        for root in self.roots:
-            for path in below(root):
-                inside = path.relative_to(root).as_posix()
-                name = inside if inside != "." else path.name
-                names.setdefault(name if name not in names else f"{root.name}/{name}", path)
-        return names
+    def _walk(self, *, is_fresh: bool = False) -> tuple[dict[str, Path], dict[str, Path]]:
+        """Return the directories of runs and of runs of several stages by id, as they were at most a second ago."""
+        walked = self._walked
+        if walked is None or is_fresh or time.monotonic() - walked[0] > _WALKED_FOR:
+            parts: dict[str, Path] = {}
+            wholes: dict[str, Path] = {}
+            for root in self.roots:
+                for path in _directories(root):
+                    names = parts if is_part(path) else wholes if (path / MARKER).exists() else None
+                    if names is not None:
+                        inside = path.relative_to(root).as_posix()
+                        name = inside if inside != "." else path.name
+                        names.setdefault(name if name not in names else f"{root.name}/{name}", path)
+            walked = self._walked = time.monotonic(), parts, wholes
+        return walked[1], walked[2]
 
     def close(self) -> None:
         """Close all opened runs."""
@@ -96,11 +167,6 @@ def parts_below(root: Path) -> Iterator[Path]:
     return (path for path in _directories(root) if is_part(path))
 
 
-def wholes_below(root: Path) -> Iterator[Path]:
-    """Yield the directories of runs of several stages."""
-    return (path for path in _directories(root) if (path / MARKER).exists() and not is_part(path))
-
-
 def _directories(root: Path, depth: int = 0) -> Iterator[Path]:
     """Yield the directories in which runs may be, ``root`` first; links are not followed."""
     try:
@@ -112,6 +178,19 @@ def _directories(root: Path, depth: int = 0) -> Iterator[Path]:
     for child in children:
         if child.is_dir() and not child.is_symlink() and child.name not in _NOT_STAGES and not child.name.startswith("."):
             yield from _directories(child, depth + 1)
+
+
+def _written(path: Path) -> tuple[float, tuple[Any, ...]]:
+    """Return when a run was written last, and a value that changes with the files on which its info depends."""
+    found = []
+    for place in (path, path.parent):
+        for name in _INFORMING[0 if place is path else 3 :]:
+            try:
+                stat = os.stat(place / name)
+                found.append((stat.st_mtime_ns, stat.st_size))
+            except OSError:
+                found.append(None)
+    return max((each[0] for each in found[:2] if each), default=0) / 1e9, tuple(found)
 
 
 def config_difference(first: Run, second: Run) -> list[tuple[str, Any, Any]]:

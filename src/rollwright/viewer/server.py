@@ -1,4 +1,4 @@
-"""The server of `rollwright view`: read-only pages about run directories, behind the request guard that all services use.
+"""The server of `rollwright view`: pages about run directories, of which only tags and notes are written, behind the request guard that all services use.
 
 Models and tools wrote the recorded text, so none of it is trusted: templates escape all of it, and the
 Content-Security-Policy allows only the viewer's own scripts and styles, and no other origin.
@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import hmac
 import mimetypes
+import re
 import secrets
 import sqlite3
 from collections.abc import Sequence
@@ -32,6 +33,7 @@ from rollwright.viewer import (
     again_page,
     evaluation_pages,
     pair_page,
+    run_list,
     run_pages,
     samples_page,
     step_and_sample_pages,
@@ -53,6 +55,8 @@ SECURITY_HEADERS = {
     "Cross-Origin-Opener-Policy": "same-origin",
 }
 _TOKEN = "token"
+#: The only addresses that something is sent to.
+_NOTES = re.compile(r"/run/[^/]+/notes")
 
 
 class ViewGuard(Guard):
@@ -104,10 +108,12 @@ class ViewGuard(Guard):
 
     def refusal(self, scope: Scope, headers: Headers) -> RequestError | None:
         """Return the error for a request that is not allowed, or None."""
-        is_again = scope["method"] == "POST" and scope["path"] == again_page.PATH
-        if scope["method"] not in ("GET", "HEAD") and not is_again:
+        is_post = scope["method"] == "POST" and (
+            scope["path"] == again_page.PATH or _NOTES.fullmatch(scope["path"]) is not None
+        )
+        if scope["method"] not in ("GET", "HEAD") and not is_post:
             return RequestError("The viewer only shows: it takes GET.", status=405)
-        if is_again and headers.get("content-type", "").partition(";")[0].strip().lower() != "application/json":
+        if is_post and headers.get("content-type", "").partition(";")[0].strip().lower() != "application/json":
             return RequestError("Send JSON with Content-Type: application/json.", status=415)  # no other site's form can
         refused = super().refusal(scope, headers)
         if refused is not None and refused.status == 401:
@@ -127,6 +133,7 @@ def make_app(places: Sequence[str | Path], settings: ServiceSettings | None = No
     router = APIRouter()
     for name, content in pages.static.items():
         router.add_api_route(f"/static/{name}", _static_file(name, content), methods=["GET", "HEAD"], include_in_schema=False)
+    run_list.add_routes(router, pages)
     run_pages.add_routes(router, pages)
     sweep_pages.add_routes(router, pages)
     evaluation_pages.add_routes(router, pages)

@@ -81,7 +81,8 @@ def grouped(entries: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
     Returns:
         Groups with ``id`` (None for runs that are in no sweep), ``url``, ``runs`` and ``members``, the ``SweepRun`` of the sweep.
     """
-    files = {parent: _sweeps_in(parent) for entry in entries for parent in list(Path(entry["path"]).parents)[:2]}
+    parents = {parent for entry in entries for parent in list(Path(entry["path"]).parents)[:2]}
+    files = {parent: _sweeps_in(parent) for parent in parents}
     groups: dict[str | None, dict[str, Any]] = {}
     for entry in entries:
         path = Path(entry["path"])
