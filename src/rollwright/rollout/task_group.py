@@ -213,7 +213,7 @@ class Group:
 def _layout(rows: Trajectory) -> dict[str, Any]:
     """Return, by key, what must be equal for rows to be joined in their batch; columns of the contract can always be joined."""
     if PACKED in rows:
-        return {PACKED: {packed.layout for packed, _ in rows[PACKED]}, **dict.fromkeys(rows)}
+        return {**dict.fromkeys(rows), PACKED: {packed.layout for packed, _ in rows[PACKED]}}
     return {
         key: None if key in COLUMNS else value.shape[1:] if isinstance(value, torch.Tensor) else type(value)
         for key, value in rows.items()
