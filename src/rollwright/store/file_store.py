@@ -261,6 +261,7 @@ _COLUMNS = {
     **{"truncated": "bool_", "logprobs_shifted": "bool_", "advantages": "[float32]", "returns": "[float32]"},
     **{"position_ids": "[int64]", "branch_ids": "[int64]", "other_context": "[bool_]", "chosen": "[int64]"},
     **{"rejected": "[int64]", "prompt_text": "string", "response_text": "string"},
+    **{"agent": "string", "role": "string", "environment": "string", "trainable": "bool_", "turn_ids": "int64"},
     **dict.fromkeys(_DOCUMENTS, "string"),
 }
 

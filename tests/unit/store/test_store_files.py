@@ -233,6 +233,11 @@ def test_every_field_of_an_experience_is_exported(tmp_path):
         position_ids=[0, 1, 2],
         branch_ids=[0, 0, 1],
         other_context=[False, False, True],
+        agent="policy",
+        role="first",
+        environment="nim",
+        trainable=True,
+        turn_ids=2,
     )
     with ExperienceStore("sqlite://") as store:
         store.append([whole])
