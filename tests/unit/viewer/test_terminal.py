@@ -26,7 +26,7 @@ def seen(app):
 
 async def until(pilot, *texts):
     """Wait until the screen has all of these texts."""
-    for _ in range(100):
+    for _ in range(400):
         await pilot.pause(0.1)
         if all(text in seen(pilot.app) for text in texts):
             return seen(pilot.app)
