@@ -72,8 +72,12 @@ class Table(DataTable[Text]):
         """Replace the rows and keep the selection; if nothing is selected, select ``first``."""
         before = self.chosen or first
         self.clear()
-        for key, cells in rows.items():
-            self.add_row(*(cell if isinstance(cell, Text) else line(cell) for cell in cells), key=key)
+        shown = {key: [cell if isinstance(cell, Text) else line(cell) for cell in cells] for key, cells in rows.items()}
+        for key, cells in shown.items():
+            self.add_row(*cells, key=key)
+        # The table measures new rows when it is idle, which a busy machine may never let it be.
+        for column, cells in zip(self.ordered_columns, zip(*shown.values(), strict=True), strict=False):
+            column.content_width = max(column.content_width, *(cell.cell_len for cell in cells))
         if before is not None and before in rows:
             self.move_cursor(row=list(rows).index(before))
 
