@@ -335,7 +335,9 @@ class RolloutConfig:
         choices=["auto", "float32", "bfloat16", "float16"],
     )
     setup_timeout: float = key(
-        300.0, "Seconds to wait until a server is healthy. A server that the run starts has as long as its log moves.", gt=0.0
+        300.0,
+        "Seconds to wait until a server is healthy. For a server that starts on this machine, seconds without a line in its log.",
+        gt=0.0,
     )
     canary: bool = key(
         True,

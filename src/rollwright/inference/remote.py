@@ -187,9 +187,8 @@ class RemoteInferenceEngine(InferenceEngine):
         self.weights.resume()
 
     def rest(self) -> None:
-        """See ``InferenceEngine.rest``; only with ``rollout.colocate``."""
-        if self.config.colocate:
-            self.weights.release_memory()
+        """See ``InferenceEngine.rest``."""
+        self.weights.release_memory()
 
     def checksums(self) -> dict[str, dict[str, str]]:
         """See ``ServerBackend.checksums``; of the servers that the proof concerns."""

@@ -2,22 +2,31 @@
 
 from __future__ import annotations
 
+import asyncio
+import time
+from concurrent.futures import ThreadPoolExecutor
+
+import httpx
 import pytest
 import torch
 from fake_sglang import FakeSGLang, connected
-from server_parts import tiny_engine
+from server_parts import served, tiny_engine
 from test_vllm_client import FakeVLLM
 from test_vllm_client import connected as connected_to_vllm
 
 from rollwright.config.experiment import PPOConfig
+from rollwright.config.generation import GenerationHyperparameters
 from rollwright.config.loading import build_config
 from rollwright.config.sections import RolloutConfig
 from rollwright.config.servers import SGLangConfig, VLLMConfig
 from rollwright.config.source import Document
-from rollwright.errors import ConfigError, EngineError
+from rollwright.errors import ConfigError
 from rollwright.inference.backends import ServerLaunch
 from rollwright.inference.backends.sglang import SGLangBackend
 from rollwright.inference.backends.vllm import VLLMBackend
+from rollwright.inference.request import ModelRequest
+from rollwright.inference.server.application import create_application
+from rollwright.inference.server.settings import ServerSettings
 from rollwright.inference.weights.stream import WeightStream
 from rollwright.inference.weights.transfer import WeightUpdateMeta
 
@@ -53,6 +62,25 @@ def test_sglang_has_its_weights_before_they_are_loaded_and_its_cache_before_it_g
     ]
     assert fake.bodies["release_memory_occupation"] == [{"tags": ["kv_cache", "weights"]}]
     assert fake.bodies["resume_memory_occupation"] == [{"tags": ["weights"]}, {"tags": ["kv_cache"]}]
+
+
+def test_a_server_that_missed_the_wake_gets_its_memory_when_it_comes_back():
+    fake = FakeSGLang()
+    with connected(fake, colocate=True) as client:
+        (server,) = client.servers.router.servers
+        client.pause()
+        client.rest()
+        client.servers.router.take_out(server, "it does not answer")
+        client.resume()
+        fake.calls.clear()
+        client.weights.bring_back(server)
+    assert fake.calls == ["resume_memory_occupation", "continue_generation"]
+    assert fake.bodies["resume_memory_occupation"] == [{"tags": ["weights", "kv_cache"]}]
+
+
+def test_a_server_that_has_not_answered_yet_is_given_a_digest():
+    backend = SGLangBackend(RolloutConfig(), type("Servers", (), {"ask": None})())
+    assert backend.checks_digest(type("Server", (), {"address": "unknown"})())
 
 
 def test_vllm_sleeps_without_its_weights_and_wakes_in_two_parts(tmp_path):
@@ -95,46 +123,34 @@ def test_servers_are_started_so_that_they_can_rest(backend, option):
         assert (option in kind.command(launch)) is colocate
 
 
+def sampled(engine, **settings):
+    gconfig = GenerationHyperparameters(**{"max_new_tokens": 8, "greedy": True, "ignore_eos": True, **settings})
+    return asyncio.run(engine.agenerate(ModelRequest(input_ids=[1, 2, 3], gconfig=gconfig)))
+
+
 def test_the_built_in_engine_frees_its_cache_and_computes_the_same_afterwards():
-    from rollwright.config.generation import GenerationHyperparameters
-    from rollwright.inference.request import ModelRequest
-
-    def sampled(engine):
-        import asyncio
-
-        gconfig = GenerationHyperparameters(max_new_tokens=8, greedy=True, ignore_eos=True)
-        answer = asyncio.run(engine.agenerate(ModelRequest(input_ids=[1, 2, 3], gconfig=gconfig)))
-        return answer.output_tokens, answer.output_logprobs
-
     with tiny_engine() as engine:
         before = sampled(engine)
         engine.pause()
         engine.release_memory()
         assert engine._runner.cache.flat.numel() == 0
         engine.resume()
-        assert sampled(engine) == before
+        after = sampled(engine)
+    assert (after.output_tokens, after.output_logprobs) == (before.output_tokens, before.output_logprobs)
 
 
-def test_memory_that_running_requests_need_is_not_released():
-    import asyncio
-
-    from rollwright.config.generation import GenerationHyperparameters
-    from rollwright.inference.request import ModelRequest
-
-    async def runs(engine):
-        gconfig = GenerationHyperparameters(max_new_tokens=50, ignore_eos=True)
-        task = asyncio.create_task(engine.agenerate(ModelRequest(input_ids=[1, 2, 3], gconfig=gconfig)))
-        while not engine.stats()["running"]:  # noqa: ASYNC110 - the engine has no event for it
-            await asyncio.sleep(0.001)
-        await asyncio.to_thread(engine.pause)
-        if engine.stats()["running"]:
-            with pytest.raises(EngineError, match="1 requests run: end them first"):
-                await asyncio.to_thread(engine.release_memory)
-        engine.resume()
-        await task
-
-    with tiny_engine() as engine:
-        asyncio.run(runs(engine))
+def test_memory_that_running_requests_need_is_not_released_and_they_go_on(monkeypatch):
+    engine = tiny_engine()
+    step = engine._stepper.step
+    monkeypatch.setattr(engine._stepper, "step", lambda finished: [time.sleep(0.02), step(finished)])
+    with served(create_application(engine, ServerSettings())) as address, ThreadPoolExecutor(1) as pool:
+        answer = pool.submit(sampled, engine, max_new_tokens=100)
+        while not engine.stats()["running"]:
+            time.sleep(0.001)
+        refused = httpx.post(f"http://{address}/release_memory_occupation", json={}, timeout=60)
+        assert refused.is_error
+        assert "1 requests run: end them first" in refused.text
+        assert len(answer.result(60).output_tokens) == 100
 
 
 @pytest.mark.parametrize(

@@ -337,8 +337,9 @@ class SGLangBackend(BroadcastBackend):
             self.ask(server, "POST", "/resume_memory_occupation", {"tags": tags})
 
     def checks_digest(self, server: Server) -> bool:
-        """See ``ServerBackend.checks_digest``; SGLang does not."""
-        return self.facts[server.address].is_builtin
+        """See ``ServerBackend.checks_digest``; SGLang does not. A server that has not answered yet may be ``serve-model``."""
+        facts = self.facts.get(server.address)
+        return facts is None or facts.is_builtin
 
     def load_from_disk(self, server: Server, directory: str, version: int, digest: str | None) -> None:
         """See ``ServerBackend.load_from_disk``."""

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from rollwright import __version__
 from rollwright.config.generation import GenerationHyperparameters
-from rollwright.errors import WeightUpdateError
+from rollwright.errors import EngineError, WeightUpdateError
 from rollwright.inference.backends.builtin.engine import BuiltinEngine, OnWeightUpdate
 from rollwright.inference.backends.builtin.loading import paired
 from rollwright.inference.request import ModelRequest
@@ -265,7 +265,11 @@ class Control:
 
     async def _release_memory(self) -> dict[str, Any]:
         await self._hold("memory")
-        await asyncio.to_thread(self._engine.release_memory)
+        try:
+            await asyncio.to_thread(self._engine.release_memory)
+        except EngineError:  # requests are running: they go on
+            await self._release("memory")
+            raise
         return {"success": True, "message": "Paused; the memory of the cache is released."}
 
     async def _resume_memory(self) -> dict[str, Any]:

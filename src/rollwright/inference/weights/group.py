@@ -27,6 +27,7 @@ DEFAULT_GROUP = "weight_update_group"
 #: Size of a bucket: large enough that bandwidth dominates a broadcast, small enough to fit beside the weights.
 BUCKET_BYTES = 512 << 20
 _LOOK_SECONDS = 0.0005
+_ABORT_SECONDS = 10.0
 
 
 @dataclass(frozen=True)
@@ -155,7 +156,10 @@ class WeightGroup:
         """Leave the group and close its connections, so that ranks waiting for this one notice."""
         group, self._group, self._store = self._group, None, None
         if group is not None and self.device.type == "cuda":
-            threading.Thread(target=group.abort, name="rollwright-abort", daemon=True).start()  # it may wait for what hangs
+            # In a thread that may be left behind: it may wait for what hangs.
+            abort = threading.Thread(target=group.abort, name="rollwright-abort", daemon=True)
+            abort.start()
+            abort.join(_ABORT_SECONDS)
 
     def send(self, named: Sequence[tuple[str, Tensor]]) -> None:
         """Broadcast the tensors of a bucket, which must have one type, as one flat tensor. Only rank 0 calls it."""
@@ -200,7 +204,7 @@ def _broadcast(group: Any, tensor: Tensor, sent: Future[None]) -> None:
         while not work.is_completed():
             time.sleep(_LOOK_SECONDS)
         work.wait()
-    except BaseException as error:
+    except BaseException as error:  # of the thread that waits for the future
         sent.set_exception(error)
     else:
         sent.set_result(None)

@@ -418,12 +418,13 @@ class ServerWeights:
             self.backend.on_connected(server)
             if self.publisher is None and self.adapters.are_used:
                 self._numbered(server, self.backend.read_version(server))
+                self.memory.restore_for_update(server)
                 self.adapters.restore(server)
                 self.proofs.require(server)
             elif self.publisher is None:
                 self._give_current(server)
                 self.proofs.require(server)
-                (self.backend.pause_server if self.is_paused else self.backend.resume_server)(server)
+                (self.backend.pause_server if self.is_paused else self._resume)(server)
             else:
                 version, holders = self.publisher()
                 held = self._held(server, version)
@@ -448,6 +449,7 @@ class ServerWeights:
         self.proofs.doubt(server)
         if self.restore is not None:
             self.backend.pause_server(server)  # its running requests must not see its weights change
+            self.memory.restore_for_update(server)
             self.restore(server)
             server.has_doubtful_weights = False
         elif self.version == 0 and not label.isdigit() and not doubtful:

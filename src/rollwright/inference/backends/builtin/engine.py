@@ -581,7 +581,7 @@ def fastest_threads(runner: ModelRunner, rows: int) -> int:
     batch.begin_step()
     try:
         number = fastest_number(lambda: runner.forward(batch, runner.cache))
-    except Exception as error:
+    except Exception as error:  # of any kernel: requests will report it, if it is more than a matter of threads
         logger.warning("the fastest number of threads could not be measured (%s); %d compute", error, most)
         return most
     return _fastest_threads.setdefault(runner.model, number)

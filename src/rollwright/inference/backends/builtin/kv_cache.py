@@ -132,7 +132,7 @@ class KVCache:
 
     def release(self) -> None:
         """Free the memory. No row may be in use; ``make_room`` allocates it again, with rows of the same length."""
-        self._released_length = max(self._released_length, self.length)
+        self._released_length = self.length or self._released_length
         self.rows = self.length = 0
         self._flat, self._views, self.keys, self.values = {}, {}, [], []
         self.flat = self._offsets = torch.empty(0)
