@@ -5,8 +5,8 @@ from __future__ import annotations
 import random
 from typing import Any
 
-from rollwright.data.arithmetic import SPLIT_SHARES, split_of
 from rollwright.data.datasets import DATASET_REGISTRY
+from rollwright.data.splits import check_split, split_of
 from rollwright.errors import DataError
 
 #: Colours that contrast with the dark background.
@@ -42,8 +42,7 @@ def counting_squares(
     Raises:
         DataError: an argument is out of range.
     """
-    if split not in SPLIT_SHARES:
-        raise DataError(f"counting_squares: there is no split {split!r}; there are {', '.join(SPLIT_SHARES)}.")
+    check_split("counting_squares", split)
     if not 1 <= most <= cells * cells or cell_pixels < 8 or size < 1:
         raise DataError(
             f"counting_squares: most={most} must be 1 to cells² = {cells * cells}, cell_pixels={cell_pixels} at least 8 and "

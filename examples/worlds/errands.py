@@ -17,8 +17,8 @@ from pathlib import Path
 from typing import Any
 
 from rollwright.atomic import replaced_directory
-from rollwright.data.arithmetic import SPLIT_SHARES, split_of
 from rollwright.data.datasets import DATASET_REGISTRY
+from rollwright.data.splits import SPLIT_SHARES, check_split, split_of
 from rollwright.errors import DataError
 
 FILES = ("ash", "bee", "cat", "dew", "elk", "fig", "gem", "hay", "ink", "jam", "kit", "log")
@@ -106,8 +106,7 @@ def errands_of(split: str, size: int | None = None, seed: int = 1) -> list[Erran
     Raises:
         DataError: there is no such split, or it has fewer errands.
     """
-    if split not in SPLIT_SHARES:
-        raise DataError(f"errands: there is no split {split!r}; choose {', '.join(SPLIT_SHARES)}.")
+    check_split("errands", split)
     found = [each for each in all_errands() if split_of(each.instruction) == split]
     random.Random(f"{split} {seed}").shuffle(found)
     if size is not None and size > len(found):

@@ -12,8 +12,8 @@ import random
 from collections import deque
 from typing import Any
 
-from rollwright.data.arithmetic import SPLIT_SHARES, split_of
 from rollwright.data.datasets import DATASET_REGISTRY
+from rollwright.data.splits import check_split, split_of
 from rollwright.environments.gymnasium_text import GymnasiumText
 from rollwright.errors import DataError
 from rollwright.workflows.registry import FUNCTIONS
@@ -53,8 +53,7 @@ def lakes(
     """
     from gymnasium.envs.toy_text.frozen_lake import generate_random_map
 
-    if split not in SPLIT_SHARES:
-        raise DataError(f"lakes: there is no split {split!r}; choose {', '.join(SPLIT_SHARES)}.")
+    check_split("lakes", split)
     if not (0.0 <= knowing_share <= 1.0 and 0.0 < frozen <= 1.0 and 2 <= side <= 9):
         raise DataError(
             f"lakes: knowing_share {knowing_share} and frozen {frozen} are shares, and side {side} is between 2 and 9."

@@ -16,8 +16,8 @@ import random
 import re
 from typing import Any
 
-from rollwright.data.arithmetic import SPLIT_SHARES, split_of
 from rollwright.data.datasets import DATASET_REGISTRY
+from rollwright.data.splits import check_split, split_of
 from rollwright.environments.text_environment import StepResult
 from rollwright.errors import DataError
 from rollwright.workflows.registry import FUNCTIONS
@@ -51,8 +51,7 @@ def games(
     Raises:
         DataError: there is no such split, it has fewer games, or the share is out of range.
     """
-    if split not in SPLIT_SHARES:
-        raise DataError(f"games: there is no split {split!r}; choose {', '.join(SPLIT_SHARES)}.")
+    check_split("games", split)
     if not 0.0 <= halving_share <= 1.0:
         raise DataError(f"games: halving_share is {halving_share}; it is between 0 and 1.")
     played = [_game(first, number) for first in range(_FIRST, _LAST + 1) for number in range(first, first + NUMBERS)]

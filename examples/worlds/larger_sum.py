@@ -10,8 +10,8 @@ from __future__ import annotations
 import random
 from typing import Any
 
-from rollwright.data.arithmetic import SPLIT_SHARES, split_of
 from rollwright.data.datasets import DATASET_REGISTRY
+from rollwright.data.splits import SPLIT_SHARES, check_split, split_of
 from rollwright.errors import DataError
 from rollwright.rewards.registry import REWARD_FUNCTIONS
 from rollwright.rewards.text import last_tagged
@@ -38,8 +38,7 @@ def tasks(
     Raises:
         DataError: there is no such split, or the size or the number of digits is out of range.
     """
-    if split not in SPLIT_SHARES:
-        raise DataError(f"larger_sum: there is no split {split!r}; choose {', '.join(SPLIT_SHARES)}.")
+    check_split("larger_sum", split)
     if not 1 <= digits <= 9:
         raise DataError(f"larger_sum: digits is {digits}; it is between 1 and 9.")
     low, high = 10 ** (digits - 1), 10**digits - 1

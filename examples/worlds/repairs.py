@@ -23,8 +23,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from rollwright.data.arithmetic import SPLIT_SHARES, split_of
 from rollwright.data.datasets import DATASET_REGISTRY
+from rollwright.data.splits import check_split, split_of
 from rollwright.errors import DataError
 from rollwright.processes.sandbox import run_python
 from rollwright.rewards.registry import REWARD_FUNCTIONS
@@ -141,8 +141,7 @@ def repairs_of(split: str, size: int, seed: int = 1) -> list[Repair]:
     Raises:
         DataError: there is no such split, or it has fewer requests.
     """
-    if split not in SPLIT_SHARES:
-        raise DataError(f"repairs: there is no split {split!r}; choose {', '.join(SPLIT_SHARES)}.")
+    check_split("repairs", split)
     draw = random.Random(f"{split} {seed}")
     found = [each for each in all_requests() if split_of(f"{each[0]}: {each[1].request}") == split]
     if size > len(found):

@@ -6,26 +6,15 @@ sizes and seeds; ``37+58`` and ``58+37`` count as the same task.
 
 from __future__ import annotations
 
-import hashlib
-import itertools
 import random
 from collections.abc import Callable
 from typing import Any
 
+from rollwright.data.splits import SPLIT_SHARES, check_split, split_of
 from rollwright.errors import DataError
-
-#: Share of all tasks that each split gets, in percent.
-SPLIT_SHARES = {"train": 80, "valid": 10, "test": 10}
 
 #: Maximum number of tasks that are listed and shuffled; of more tasks, a split is drawn one by one.
 LISTABLE = 200_000
-
-
-def split_of(task: str) -> str:
-    """Return the split that a task belongs to, from a hash of its canonical text."""
-    bucket = int.from_bytes(hashlib.blake2b(task.encode(), digest_size=8).digest(), "big") % 100
-    ends = itertools.accumulate(SPLIT_SHARES.values())
-    return next(split for split, end in zip(SPLIT_SHARES, ends, strict=True) if bucket < end)
 
 
 def arithmetic(
@@ -60,9 +49,9 @@ def arithmetic(
     Raises:
         DataError: an argument is out of range, or the split has fewer tasks than ``size``.
     """
+    check_split("arithmetic", split)
     low = digits if min_digits is None else min_digits
     rules = {
-        f"there is no split {split!r}; there are {', '.join(SPLIT_SHARES)}": split in SPLIT_SHARES,
         f"min_digits {low} and digits {digits} must be 1 ≤ min_digits ≤ digits ≤ 18": 1 <= low <= digits <= 18,
         f"operation {operation!r} must be made of +, - and *": operation and set(operation) <= set("+-*"),
         f"size is {size}; ask for at least one task": size is None or size >= 1,

@@ -5,7 +5,7 @@ from __future__ import annotations
 from functools import lru_cache
 from typing import Any
 
-from rollwright.data.arithmetic import SPLIT_SHARES, split_of
+from rollwright.data.splits import check_split, split_of
 from rollwright.errors import DataError
 from rollwright.registry import nearest
 
@@ -31,8 +31,7 @@ def reasoning_gym_tasks(
     Raises:
         DataError: the package is missing, the name or a setting is unknown, or the generator has too few questions.
     """
-    if split not in SPLIT_SHARES:
-        raise DataError(f"reasoning_gym:{name}: there is no split {split!r}; there are {', '.join(SPLIT_SHARES)}.")
+    check_split(f"reasoning_gym:{name}", split)
     dataset = _dataset(name, size * DRAWS_PER_TASK, seed, tuple(sorted(config.items())))
     rows: dict[str, dict[str, Any]] = {}
     for index in range(size * DRAWS_PER_TASK):

@@ -6,7 +6,7 @@ import random
 from collections.abc import Awaitable
 from typing import Any, NamedTuple, Protocol
 
-from rollwright.data.arithmetic import SPLIT_SHARES, split_of
+from rollwright.data.splits import check_split, split_of
 from rollwright.errors import DataError
 
 
@@ -61,8 +61,7 @@ def seeds(split: str = "train", size: int = 1000, seed: int = 1) -> list[dict[st
     Raises:
         DataError: there is no such split, or ``size`` is below 1.
     """
-    if split not in SPLIT_SHARES:
-        raise DataError(f"seeds: there is no split {split!r}; there are {', '.join(SPLIT_SHARES)}.")
+    check_split("seeds", split)
     if size < 1:
         raise DataError(f"seeds: size is {size}; ask for at least one task.")
     generator = random.Random(f"seeds {split} {seed}")

@@ -14,8 +14,8 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-from rollwright.data.arithmetic import SPLIT_SHARES, split_of
 from rollwright.data.rows import Row
+from rollwright.data.splits import check_split, split_of
 from rollwright.environments.verifiers_host import FAILED, LINE_BYTES
 from rollwright.errors import DataError, LostToolError, RewardError, WorkflowError
 from rollwright.processes.child import UNCOUNTED, ChildProcess
@@ -219,8 +219,7 @@ def verifiers(
     Raises:
         DataError: there is no such split, or the environment cannot be loaded or listed.
     """
-    if split not in SPLIT_SHARES:
-        raise DataError(f"verifiers: there is no split {split!r}; there are {', '.join(SPLIT_SHARES)}.")
+    check_split("verifiers", split)
     if not path:
         raise DataError("verifiers: path names no environment; give the name of its package, such as reverse-text.")
     spec = EnvironmentSpec(path, dict(args or {}), python, dict(env or {}))

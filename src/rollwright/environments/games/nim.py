@@ -1,12 +1,11 @@
-"""Nim: take from one heap as much as you like; whoever takes the last object wins.
+"""Nim: players take turns to take any number of objects from one heap; whoever takes the last object wins.
 
-A position is lost for the player to move if the exclusive or of its heaps is 0 (Bouton, 1901). A player is told the heaps, ``5 9``, and
-answers with a heap and what it leaves in it: ``b5`` takes 4 from the second heap.
+The player to move loses against perfect play if the bitwise XOR of the heap sizes is 0 (Bouton, 1901). A player is told the heap sizes,
+``5 9``, and answers with the letter of a heap and the number of objects to leave in it: ``b5`` takes 4 from the second heap.
 """
 
 from __future__ import annotations
 
-import hashlib
 import itertools
 import operator
 import string
@@ -14,10 +13,11 @@ from collections.abc import Mapping, Sequence
 from functools import reduce
 from typing import Any, NamedTuple
 
-from rollwright.errors import DataError, WorkflowError
+from rollwright.data.splits import check_split, split_of
+from rollwright.errors import WorkflowError
 
-#: Share of the positions in each split, in percent.
-SPLIT_SHARES = {"train": 70, "valid": 10, "test": 20}
+#: Share of the positions in each split, in percent. There are few of them, so more than usual are held out.
+SHARES = {"train": 70, "valid": 10, "test": 20}
 
 
 class NimPosition(NamedTuple):
@@ -30,8 +30,8 @@ class NimPosition(NamedTuple):
 class Nim:
     """The rules. Rewards are 1 for the winner and -1 for the loser.
 
-    Positions are divided into splits by their heaps in any order, so a held-out position is new in every order. Games begin at training
-    positions. They may reach a held-out one; what a player does there is not trained.
+    The split of a position does not depend on the order of its heaps, so a held-out position is new in every order. Training games begin
+    at training positions. They may reach a held-out one; what a player does there is not trained.
 
     Args:
         heaps: number of heaps, at most 26.
@@ -49,8 +49,7 @@ class Nim:
 
     def tasks(self, split: str) -> list[dict[str, Any]]:
         """Return the positions of a split; for valid and test, those that the player to move can win, with their ``best`` moves."""
-        if split not in SPLIT_SHARES:
-            raise DataError(f"nim: there is no split {split!r}; there are {', '.join(SPLIT_SHARES)}.")
+        check_split("nim", split, SHARES)
         rows = []
         for heaps in itertools.product(range(self.largest + 1), repeat=self.heaps):
             position = NimPosition(heaps)
@@ -63,9 +62,7 @@ class Nim:
 
     def split(self, position: NimPosition) -> str:
         """Return the split that a position belongs to, whatever the order of its heaps."""
-        digest = hashlib.blake2b(f"nim {sorted(position.heaps)}".encode(), digest_size=8).digest()
-        bucket, ends = int.from_bytes(digest, "big") % 100, itertools.accumulate(SPLIT_SHARES.values())
-        return next(split for split, end in zip(SPLIT_SHARES, ends, strict=True) if bucket < end)
+        return split_of(f"nim {sorted(position.heaps)}", SHARES)
 
     def start(self, task: Mapping[str, Any]) -> NimPosition:
         """See ``Game.start``."""
@@ -99,5 +96,5 @@ class Nim:
         return any(state.heaps) and self.split(state) != "train"
 
     def best_moves(self, state: NimPosition) -> list[str]:
-        """Return the moves that win, which leave heaps whose exclusive or is 0; none if the position is lost."""
+        """Return the winning moves, those that leave heap sizes whose XOR is 0; an empty list if the position is lost."""
         return [move for move in self.moves(state) if not reduce(operator.xor, self.play(state, move).heaps)]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 from typing import Any
 
+from rollwright.data.splits import check_split
 from rollwright.environments.shop import catalogue as goods
 from rollwright.environments.shop.catalogue import Goal, Product
 from rollwright.environments.shop.shop import BACK, BUY, NEXT, PREVIOUS, SUB_PAGES, Shop, purchase_reward, shop
@@ -47,8 +48,7 @@ def tasks(
         "valid": range(first_held_out, first_held_out + held_out // 2),
         "test": range(first_held_out + held_out // 2, goals),
     }
-    if split not in ranges:
-        raise DataError(f"shop: there is no split {split!r}; there are {', '.join(ranges)}.")
+    check_split("shop", split, ranges)
     sessions = ranges[split]
     if size is not None and size > len(sessions):
         raise DataError(f"shop: {size} tasks of split {split!r} were asked for, it has {len(sessions)}; raise goals.")
