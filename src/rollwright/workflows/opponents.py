@@ -1,13 +1,13 @@
 """Models that play but are not trained: models in directories, and earlier versions of the run. They are sampled with the built-in engine.
 
-Which opponent a task gets depends only on the task, on its ordinal and on the checkpoints of versions that are not newer than the policy. So
-a resumed run draws the same opponents, and nothing about them has to be kept.
+The opponent of a task depends only on the task, its ordinal, and the checkpoints that are not newer than the policy. A resumed run
+therefore draws the same opponents, without any stored state.
 """
 
 from __future__ import annotations
 
 import asyncio
-import hashlib
+import random
 import threading
 import weakref
 from collections import Counter, OrderedDict
@@ -21,8 +21,9 @@ import pydantic
 from rollwright.errors import ConfigError
 from rollwright.inference.engine import InferenceEngine, takes_no_weights
 from rollwright.inference.request import ModelRequest, ModelResponse
+from rollwright.inference.weights.files import numbered
 
-ENGINES_KEPT = 4  # loaded models of a process; of those that answer nothing, the least recently asked is unloaded
+ENGINES_KEPT = 4  # models in memory; to load another one, the least recently used idle model is unloaded
 
 
 @dataclass
@@ -47,8 +48,7 @@ class Pool:
 
     def versions(self, newest: int) -> dict[str, str]:
         """Return the directories of the versions up to ``newest``, oldest first, by their names."""
-        found = sorted(Path(self.directory).glob("step-*"))
-        return {path.name: str(path) for path in found if int(path.name.removeprefix("step-")) <= newest}
+        return {path.name: str(path) for step, path in numbered(Path(self.directory), "step-") if step <= newest}
 
 
 class Opponents:
@@ -93,13 +93,14 @@ class Opponents:
         Returns:
             Name and directory of the opponent; None if the policy plays itself.
         """
+        dice = random.Random(f"opponent {task}")
         candidates = list(self.fixed.items())
         if self.pool is not None:
-            if drawn(f"share {task}", 1_000_000) >= self.pool.share * 1_000_000:
+            if dice.random() >= self.pool.share:
                 return None
             candidates = list(self.pool.versions(version).items())
             candidates = candidates[-1:] if self.pool.choose == "newest" else candidates
-        return candidates[drawn(f"opponent {task}", len(candidates))] if candidates else None
+        return dice.choice(candidates) if candidates else None
 
     def engine(self, path: str) -> InferenceEngine:
         """Return an engine that samples the model in a directory."""
@@ -119,11 +120,11 @@ class Opponents:
         from rollwright.inference.backends.builtin.engine import BuiltinEngine
 
         with self._loading:
-            with self._lock:
-                idle = [each for each in self._engines if not self._asking[each] and each != path]
-                for each in idle[: max(0, len(self._engines) - ENGINES_KEPT + 1)] if path not in self._engines else ():
-                    self._engines.pop(each).destroy()
             if path not in self._engines:
+                with self._lock:
+                    idle = [each for each in self._engines if not self._asking[each]]
+                    for each in idle[: max(0, len(self._engines) - ENGINES_KEPT + 1)]:
+                        self._engines.pop(each).destroy()
                 # batch-invariant: an answer does not depend on which games are played at the same time
                 engine = BuiltinEngine(path, self._tokenizer, batch_invariant=True)
                 engine.initialize()
@@ -163,14 +164,9 @@ class FrozenModel(InferenceEngine):
         """Do nothing; see :meth:`pause`."""
 
     def abort(self, rid: str | None = None) -> None:
-        """Do nothing: the model's answers are short, and other samples wait for theirs."""
+        """Do nothing: the moves of a game are short, so a request that is no longer needed soon ends."""
 
 
 def _destroy(engines: dict[str, Any]) -> None:
     for engine in engines.values():
         engine.destroy()
-
-
-def drawn(place: str, count: int) -> int:
-    """Draw a number below ``count``, always the same for the same ``place``."""
-    return int.from_bytes(hashlib.blake2b(place.encode(), digest_size=8).digest(), "big") % count

@@ -1,11 +1,12 @@
 """Games that the policy plays against itself, or against models that are not trained.
 
-Each player has a conversation of its own, which is a row of its own: it never sees what another was told. Rows carry ``agent``, ``role``
+Each player has its own conversation, which becomes its own row, and never sees the messages to the others. Rows have ``agent``, ``role``
 and ``environment``, so each role has its own baseline, and the rows of opponents are not trained (``rollwright.experience.players``).
 """
 
 from __future__ import annotations
 
+import random
 from collections.abc import Mapping
 from typing import Any
 
@@ -16,7 +17,7 @@ from rollwright.errors import WorkflowError
 from rollwright.inference.engine import InferenceEngine, run_concurrently
 from rollwright.workflows.base import SampleBoundEngine
 from rollwright.workflows.episode import EpisodeWorkflow, task_name
-from rollwright.workflows.opponents import Opponents, drawn
+from rollwright.workflows.opponents import Opponents
 from rollwright.workflows.registry import WORKFLOWS
 from rollwright.workflows.turns import Turns
 
@@ -24,7 +25,7 @@ POLICY = "policy"
 
 
 class Player:
-    """One seat of a game: its conversation, as the tokens that were sampled.
+    """The player in one seat, and its conversation with the tokens as they were sampled.
 
     Args:
         engine: the model that answers.
@@ -80,10 +81,10 @@ class Player:
 class SelfPlayWorkflow(EpisodeWorkflow):
     """Plays a game; returns one row for each player that has moved.
 
-    The policy has every seat, unless ``opponents`` or a ``pool`` say otherwise. Then it has one seat, and a model that is not trained has
-    the others. The seat is the task's column ``seat``, or is drawn for each task by its ordinal; so is the opponent.
+    By default, the policy plays all seats. Against an opponent of ``opponents`` or the ``pool``, it has one seat, and the opponent, which is
+    not trained, has the others. The seat is the task's column ``seat``; without it, it is drawn for each task, as is the opponent.
 
-    A player that makes a move which is not allowed loses: it gets ``illegal_reward``, the others 0.
+    An illegal move ends the game: its player gets ``illegal_reward``, the others 0. So does a conversation that leaves no room for a reply.
 
     Args:
         gconfig: how each turn is sampled.
@@ -91,8 +92,8 @@ class SelfPlayWorkflow(EpisodeWorkflow):
         game: name of the game, or a mapping with its ``name`` and arguments.
         opponents: models that are not trained, by name: the directory of each. Every game is played against one of them. They are
             sampled with the policy's generation arguments.
-        pool: arguments of :class:`Pool`: earlier versions of this run are the opponents of a share of the games.
-        illegal_reward: reward of a player that makes a move which is not allowed.
+        pool: arguments of :class:`Pool`: in a share of the games, an earlier version of this run is the opponent.
+        illegal_reward: reward of a player that makes an illegal move.
         max_moves: moves after which a game is given up, and its sample rejected.
         enable_thinking, rollout_stat_scope: see :class:`EpisodeWorkflow`.
     """
@@ -169,5 +170,5 @@ class SelfPlayWorkflow(EpisodeWorkflow):
         name, path = opponent
         model = self.opponents.engine(path)
         other = engine.asking(model) if isinstance(engine, SampleBoundEngine) else model
-        own = int(data["seat"]) if data.get("seat") is not None else drawn(f"seat {task}", seats)
+        own = int(data["seat"]) if data.get("seat") is not None else random.Random(f"seat {task}").randrange(seats)
         return [Player(engine, POLICY, *arguments) if seat == own else Player(other, name, *arguments) for seat in range(seats)]

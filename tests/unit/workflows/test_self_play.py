@@ -1,10 +1,11 @@
-"""Games that the policy plays against itself and against frozen models: rows, rewards, what is trained, and who sits where."""
+"""Games of the policy against itself and against frozen models: rows, rewards, what is trained, and the drawing of seats."""
 
 import asyncio
 import math
 
 import pytest
 import torch
+from parts import FixedEngine
 
 from rollwright.config.generation import GenerationHyperparameters
 from rollwright.data.tokenizer import build_character_tokenizer, load_tokenizer
@@ -15,7 +16,6 @@ from rollwright.environments.games.tasks import best_move, games
 from rollwright.errors import ConfigError, DataError, WeightUpdateError, WorkflowError
 from rollwright.experience.contract import check_trajectory
 from rollwright.experience.normaliser import normalise
-from rollwright.inference.engine import InferenceEngine
 from rollwright.inference.request import ModelRequest, ModelResponse
 from rollwright.rollout.sample_engine import SampleEngine
 from rollwright.rollout.seeds import SampleName
@@ -28,8 +28,8 @@ TOKENIZER = build_character_tokenizer(
 )
 
 
-class Plays(InferenceEngine):
-    """An engine that answers with what a function of the last message says."""
+class Plays(FixedEngine):
+    """An engine whose answer is a function of the last message."""
 
     def __init__(self, answer, version=3):
         self.answer, self.version, self.asked = answer, version, []
@@ -49,14 +49,6 @@ class Plays(InferenceEngine):
             output_versions=[self.version] * len(output),
             stop_reason="stop",
         )
-
-    def get_version(self):
-        return self.version
-
-    def set_version(self, version): ...
-    def pause(self): ...
-    def resume(self): ...
-    def abort(self, rid=None): ...
 
 
 def takes_one(said):

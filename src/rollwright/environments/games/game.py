@@ -1,6 +1,6 @@
-"""The protocol of games that players play in text, and how they are found by name.
+"""The protocol of games played in text, and the registry of games.
 
-A state is an immutable value: a game can be continued from any of its states, and from the same state twice.
+A state is an immutable value, so a game can be continued from any state, any number of times.
 """
 
 from __future__ import annotations
@@ -37,11 +37,11 @@ class Game(Protocol[State]):
     roles: Sequence[str]
 
     def tasks(self, split: str) -> list[dict[str, Any]]:
-        """Return the beginnings of a split (train, valid or test) as tasks, each with a ``query_id``."""
+        """Return the initial positions of a split (train, valid or test) as tasks, each with a ``query_id``."""
         ...
 
     def start(self, task: Mapping[str, Any]) -> State:
-        """Return the first state. Chance, such as the deal, is in the task."""
+        """Return the initial state. What chance decides, such as the deal, is in the task."""
         ...
 
     def player(self, state: State) -> int | None:
@@ -49,23 +49,23 @@ class Game(Protocol[State]):
         ...
 
     def says(self, state: State) -> str:
-        """Return what the player that moves is told: what it does not know from its earlier turns, and nothing hidden from it."""
+        """Return the message to the player to move: what is new to it since its last turn, and nothing that is hidden from it."""
         ...
 
     def moves(self, state: State) -> Sequence[str]:
-        """Return the moves that are allowed, as the player writes them."""
+        """Return the legal moves, as the player writes them."""
         ...
 
     def play(self, state: State, move: str) -> State:
-        """Return the state after a move that is allowed."""
+        """Return the state after a legal move."""
         ...
 
     def rewards(self, state: State) -> Sequence[float]:
-        """Return the reward of each seat; the game is over."""
+        """Return the reward of each seat in a state in which the game is over."""
         ...
 
     def is_held_out(self, state: State) -> bool:
-        """Return whether no move from this state may be trained, because it tests what was learned."""
+        """Return whether moves from this state are left out of the training, because evaluations use it."""
         ...
 
 

@@ -1,6 +1,7 @@
 """Kuhn poker: three cards, two players, one bet (Kuhn, 1950); and how much a policy loses to its best response.
 
-A player is told its card, and what the other has done since its own last turn: ``K``, ``Q bet``, or ``bet`` in its second turn.
+In its first turn a player is told its card and the opponent's move, if there was one: ``K`` or ``Q bet``. In its second turn it is told
+the opponent's move: ``bet``.
 """
 
 from __future__ import annotations
@@ -14,8 +15,8 @@ from rollwright.errors import WorkflowError
 CARDS = "JQK"
 DEALS = tuple(itertools.permutations(CARDS, 2))
 
-#: What may follow the moves so far.
-_NEXT = {
+#: Legal moves after the moves so far.
+LEGAL_MOVES = {
     (): ("check", "bet"),
     ("check",): ("check", "bet"),
     ("bet",): ("fold", "call"),
@@ -37,13 +38,13 @@ class KuhnState(NamedTuple):
 
 
 class KuhnPoker:
-    """The rules. Both put in one chip; a bet is one more; the higher card wins. Rewards are chips won."""
+    """The rules: both players put in one chip, a bet or a call adds one more, and the higher card wins. Rewards are the chips won."""
 
     name = "kuhn"
     roles: Sequence[str] = ("first", "second")
 
     def tasks(self, split: str) -> list[dict[str, Any]]:
-        """Return the six deals; they are the same in all splits, because the whole game is six deals."""
+        """Return the six possible deals, in every split."""
         return [{"cards": "".join(cards), "query_id": f"kuhn {''.join(cards)}"} for cards in DEALS]
 
     def start(self, task: Mapping[str, Any]) -> KuhnState:
@@ -55,7 +56,7 @@ class KuhnPoker:
 
     def player(self, state: KuhnState) -> int | None:
         """See ``Game.player``."""
-        return len(state.history) % 2 if state.history in _NEXT else None
+        return len(state.history) % 2 if state.history in LEGAL_MOVES else None
 
     def says(self, state: KuhnState) -> str:
         """See ``Game.says``."""
@@ -64,7 +65,7 @@ class KuhnPoker:
 
     def moves(self, state: KuhnState) -> tuple[str, ...]:
         """See ``Game.moves``."""
-        return _NEXT[state.history]
+        return LEGAL_MOVES[state.history]
 
     def play(self, state: KuhnState, move: str) -> KuhnState:
         """See ``Game.play``."""
@@ -86,22 +87,38 @@ class KuhnPoker:
 
 
 def information(state: KuhnState) -> Information:
-    """Return what the player that moves knows."""
+    """Return what the player to move knows."""
     return state.cards[len(state.history) % 2], state.history
+
+
+def conversation(known: Information) -> list[dict[str, Any]]:
+    """Return the messages that a player has seen and sent when it has to move with this information."""
+    (card, history), messages = known, []
+    other = next(each for each in CARDS if each != card)
+    seat = len(history) % 2
+    cards = (card, other) if seat == 0 else (other, card)
+    for turn in range(seat, len(history) + 1, 2):
+        messages.append({"role": "user", "content": _GAME.says(KuhnState(cards, history[:turn]))})
+        if turn < len(history):
+            messages.append({"role": "assistant", "content": history[turn]})
+    return messages
 
 
 def information_sets() -> list[Information]:
     """Return all twelve information sets, in a fixed order."""
-    return [(card, history) for history in _NEXT for card in CARDS]
+    return [(card, history) for history in LEGAL_MOVES for card in CARDS]
 
 
 def uniform_policy() -> dict[Information, dict[str, float]]:
-    """Return the policy that takes each allowed move with the same probability."""
-    return {(card, history): dict.fromkeys(_NEXT[history], 1 / len(_NEXT[history])) for card, history in information_sets()}
+    """Return the policy that makes every legal move with the same probability."""
+    return {
+        (card, history): dict.fromkeys(LEGAL_MOVES[history], 1 / len(LEGAL_MOVES[history]))
+        for card, history in information_sets()
+    }
 
 
 def value(first: Policy, second: Policy) -> float:
-    """Return the chips that the first player wins per game, if the two play these policies."""
+    """Return the chips that the first player wins per game if the players follow these policies."""
     return sum(_value(KuhnState(cards), (first, second)) for cards in DEALS) / len(DEALS)
 
 
@@ -114,16 +131,16 @@ def _value(state: KuhnState, policies: tuple[Policy, Policy]) -> float:
 
 
 def best_response_values(policy: Policy) -> tuple[float, float]:
-    """Return what the best opponent of a policy wins per game in the first seat, and in the second.
+    """Return the chips per game that a best response to a policy wins in the first seat, and in the second.
 
-    Every deterministic strategy is tried: 64 for each seat.
+    All deterministic strategies are tried: 64 for each seat.
     """
     values = []
     for seat in (0, 1):
         own = [each for each in information_sets() if len(each[1]) % 2 == seat]
-        strategies = itertools.product(*(_NEXT[history] for _, history in own))
+        strategies = itertools.product(*(LEGAL_MOVES[history] for _, history in own))
         candidates = (
-            {each: {**dict.fromkeys(_NEXT[each[1]], 0.0), move: 1.0} for each, move in zip(own, chosen, strict=True)}
+            {each: {**dict.fromkeys(LEGAL_MOVES[each[1]], 0.0), move: 1.0} for each, move in zip(own, chosen, strict=True)}
             for chosen in strategies
         )
         values.append(max(value(each, policy) if seat == 0 else -value(policy, each) for each in candidates))

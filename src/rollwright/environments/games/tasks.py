@@ -1,4 +1,4 @@
-"""Tasks of games: beginnings to play from, worked games of players that move at random, and positions with their best moves."""
+"""Tasks of games: initial positions, conversations from games of random moves, and a reward for best moves."""
 
 from __future__ import annotations
 
@@ -17,16 +17,17 @@ def games(
     worked: bool = False,
     seats: bool = False,
 ) -> list[dict[str, Any]]:
-    """Return the tasks of a game: its beginnings, each with the messages of the player that moves first.
+    """Return the tasks of a game: its initial positions, each with the first message to the player that moves first.
 
     Args:
         split: train, valid or test.
         game: name of the game, or a mapping with its ``name`` and arguments.
-        size: number of tasks, in a random order that repeats as often as needed. None: all of the split, once.
+        size: number of tasks, in a random order. If the split has fewer, its tasks repeat in the same order. By default, each task of the
+            split occurs once.
         seed: seed of order and moves.
-        worked: return conversations for supervised training instead: what one player was told and answered in a game in which both move
-            at random. A conversation ends before the first position that is held out.
-        seats: return each beginning once for each seat, as the column ``seat`` of the player that is evaluated against an opponent.
+        worked: return conversations for supervised training instead: the messages to and from one player of a game in which all moves
+            are random. A conversation ends before the player's first position that is held out.
+        seats: return each task once for each seat, named in the column ``seat``, to evaluate a policy against an opponent in every seat.
 
     Raises:
         DataError: there is no such split, or ``size`` is below 1.
@@ -37,7 +38,7 @@ def games(
     dice = random.Random(f"{split} {seed}")
     beginnings = rules.tasks(split)
     if not beginnings:
-        raise DataError(f"games: {rules.name} has no beginnings in split {split!r}.")
+        raise DataError(f"games: {rules.name} has no initial positions in split {split!r}.")
     dice.shuffle(beginnings)
     wanted = len(beginnings) if size is None else size
     if worked:
@@ -56,7 +57,7 @@ def games(
 
 
 def _worked_game(rules: Any, task: dict[str, Any], dice: random.Random) -> list[dict[str, Any]]:
-    """Play a game at random, and return what each player was told and answered."""
+    """Play a game with random moves, and return the conversation of each player."""
     state, messages = rules.start(task), [[] for _ in rules.roles]
     is_open = [True] * len(messages)
     while (seat := rules.player(state)) is not None:

@@ -222,17 +222,18 @@ def checkpoint_names(directory: str | Path | None) -> frozenset[str] | None:
 
 def keep_newest(parent: Path, prefix: str, count: int) -> None:
     """Remove all but the ``count`` directories with the highest numbers after ``prefix``."""
-    for _, path in _numbered(parent, prefix)[:-count]:
+    for _, path in numbered(parent, prefix)[:-count]:
         shutil.rmtree(path, ignore_errors=True)
 
 
 def remove_later(parent: Path, prefix: str, number: int) -> None:
     """Remove the directories with numbers above ``number`` after ``prefix``."""
-    for later, path in _numbered(parent, prefix):
+    for later, path in numbered(parent, prefix):
         if later > number:
             shutil.rmtree(path, ignore_errors=True)
 
 
-def _numbered(parent: Path, prefix: str) -> list[tuple[int, Path]]:
+def numbered(parent: Path, prefix: str) -> list[tuple[int, Path]]:
+    """Return the numbers after ``prefix`` and the paths that have one, in order of the numbers."""
     numbers = ((path.name.removeprefix(prefix), path) for path in parent.glob(f"{prefix}*"))
     return sorted((int(number), path) for number, path in numbers if number.isdigit())
