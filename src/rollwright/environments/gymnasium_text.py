@@ -44,7 +44,7 @@ class GymnasiumText:
 
     Attributes:
         environment: the Gymnasium environment, with its wrappers.
-        instructions: what the model has to know to act.
+        instructions: what the model has to write, as text for a system prompt.
 
     Raises:
         ConfigError: gymnasium is not installed or does not know the id, or there is no default for one of the spaces.
@@ -121,7 +121,7 @@ class GymnasiumText:
     def _copied(self, state: Any) -> Any:
         try:
             return copy.deepcopy(state)
-        except Exception as error:
+        except Exception as error:  # an environment may hold anything, and its __deepcopy__ raise anything
             raise WorkflowError(
                 f"{self.environment} cannot be copied ({type(error).__name__}: {error}), so it has no snapshots: give its class a "
                 "__deepcopy__, or begin its episodes anew."
@@ -191,8 +191,8 @@ def _reader(environment: Any, id: str, names: Sequence[str] | None, own: ActionF
     space = environment.action_space
     if names is not None and (own is not None or not isinstance(space, spaces.Discrete) or len(names) != space.n):
         raise ConfigError(
-            f"{id}: action_names has {len(names)} names ({', '.join(names)}) for {space}"
-            f"{' and an action function' if own is not None else ''}: names are for a Discrete space, one for each action, without 'action'."
+            f"{id}: action_names has {len(names)} names ({', '.join(names)}), and the action space is {space}: give one name for each action "
+            "of a Discrete space, and no 'action'."
         )
     if own is not None:
         return own, ""

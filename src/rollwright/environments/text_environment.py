@@ -1,4 +1,4 @@
-"""The protocol of environments that are played in text, and tasks that are seeds."""
+"""The protocol of environments that are played in text, and the dataset of seeds for them."""
 
 from __future__ import annotations
 

@@ -1,8 +1,8 @@
 """The process of an environment of verifiers: runs in the interpreter in which verifiers is installed.
 
-It answers requests on a Unix socket, one for each connection, as a line of JSON: ``{"do": "tasks", …}`` lists tasks, ``{"do": "run", …}``
-plays one. A request ends when its connection does. Only ``main`` imports verifiers, because the interpreter's import path is complete then.
-The classic environments (until verifiers 0.3.1) are ``_Classic``, those of ``verifiers.v1`` are in ``verifiers_v1``.
+It serves a Unix socket with one request per connection, a line of JSON: ``{"do": "tasks", …}`` lists tasks, ``{"do": "run", …}`` plays one.
+Closing the connection cancels the request. verifiers is imported only after ``main`` has started, when the import path is complete. The
+classic environments (verifiers up to 0.3.1) are ``_Classic``; those of ``verifiers.v1`` are in ``verifiers_v1``.
 """
 
 from __future__ import annotations
@@ -107,7 +107,7 @@ def _noticing(function: Callable[..., Any], weight: float) -> Callable[..., Any]
     async def awaited(value: Any) -> Any:
         try:
             return float(await value)
-        except Exception as error:
+        except Exception as error:  # whatever a reward function raises; raised again for the rubric
             note(error)
             raise
 
@@ -116,7 +116,7 @@ def _noticing(function: Callable[..., Any], weight: float) -> Callable[..., Any]
         try:
             value = function(*arguments, **keywords)
             return awaited(value) if inspect.isawaitable(value) else float(value)
-        except Exception as error:
+        except Exception as error:  # as above
             note(error)
             raise
 
@@ -173,7 +173,7 @@ async def _serve(environment: _Environment, path: str, tell_ready: Callable[[], 
                 tasks, keeps_splits = await asyncio.to_thread(environment.tasks, **request)
                 return {"tasks": tasks, "keeps_splits": keeps_splits}
             return await environment.run(**request)
-        except Exception as error:
+        except Exception as error:  # whatever the environment raises fails this request, not those of other episodes
             traceback.print_exc()
             return {"failure": "environment", "said": _described(error)}
 
@@ -209,7 +209,7 @@ def main() -> None:
     channel, setup = connect()
     try:
         environment = _load(setup["name"], setup["args"])
-    except Exception as error:
+    except Exception as error:  # whatever its package raises at import; the parent reports it
         traceback.print_exc()
         channel.send(FAILED, _described(error).encode())
         return

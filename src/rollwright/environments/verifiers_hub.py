@@ -103,7 +103,7 @@ class EnvironmentHost:
         """Return the environment's rows of a split, and whether the environment keeps splits apart.
 
         Raises:
-            WorkflowError: the environment raised.
+            WorkflowError: the environment raised, or took too long.
             LostToolError: its process has ended.
         """
         self.wait()
@@ -114,6 +114,10 @@ class EnvironmentHost:
                 connection.sendall(json.dumps({"do": "tasks", "split": split}).encode() + b"\n")
                 with connection.makefile("rb") as answers:
                     answer = answers.readline()
+            except TimeoutError:
+                raise WorkflowError(
+                    f"the environment {self.spec.name} did not list its tasks within {_LIST_SECONDS:g} s."
+                ) from None
             except OSError as error:
                 raise self._lost() from error
         result = self._result(answer)

@@ -81,11 +81,20 @@ COLUMNS: dict[str, Column] = {
 #: Columns with names of the player behind each row, lists of text.
 PLAYER_NAMES = ("agent", "role", "environment")
 
-#: Optional columns with a neutral default (no mark, no token rewards, no branches, consecutive positions, no images, no details, the one
-#: player, who is trained), so that rows with and without them can be joined into one batch.
+#: Optional columns with a neutral default (no mark, no token rewards, no branches, consecutive positions, no images, no details, a
+#: player without a name that is trained), so that rows with and without them can be joined into one batch.
 NEUTRAL = (
-    *("other_context", "logprobs_shifted", "token_rewards", "branch_ids", "position_ids", MULTI_MODAL, "details"),
-    *(*PLAYER_NAMES, "role_ids", "trainable", "turn_ids"),
+    "other_context",
+    "logprobs_shifted",
+    "token_rewards",
+    "branch_ids",
+    "position_ids",
+    MULTI_MODAL,
+    "details",
+    *PLAYER_NAMES,
+    "role_ids",
+    "trainable",
+    "turn_ids",
 )
 
 

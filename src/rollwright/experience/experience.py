@@ -28,6 +28,8 @@ RESPONSE_FIELDS = {
 }
 #: Fields with one entry per token.
 TOKEN_FIELDS = {"position_ids": torch.int64, "branch_ids": torch.int64, "other_context": torch.bool}
+#: Fields with one number or flag, besides the reward.
+SCALARS = {"temperature": float, "truncated": bool, "logprobs_shifted": bool, "trainable": bool, "turn_ids": int}
 #: All fields that are stored as 1-D tensors.
 SEQUENCES = {
     "tokens": torch.int64,
@@ -145,14 +147,7 @@ class Experience:
         for name in TOKEN_FIELDS:
             if (values := getattr(self, name)) is not None and len(values) != length:
                 raise self._error(name, f"{len(values)} entries for {length} tokens", "give one for each token")
-        for name, kind in (
-            ("reward", float),
-            ("temperature", float),
-            ("truncated", bool),
-            ("logprobs_shifted", bool),
-            ("trainable", bool),
-            ("turn_ids", int),
-        ):
+        for name, kind in {"reward": float, **SCALARS}.items():
             if (value := getattr(self, name)) is not None:
                 try:
                     setattr(self, name, kind(value))
@@ -255,9 +250,7 @@ class Experience:
         out = []
         lengths = trajectory["attention_mask"].sum(dim=1).tolist()
         sequences = [name for name in SEQUENCES if name in trajectory]
-        scalars = [
-            name for name in ("temperature", "truncated", "logprobs_shifted", "trainable", "turn_ids") if name in trajectory
-        ]
+        scalars = [name for name in SCALARS if name in trajectory]
         names = [name for name in PLAYER_NAMES if name in trajectory]
         for row, length in enumerate(lengths):
             values: dict[str, Any] = {name: trajectory[name][row, :length].clone() for name in sequences}

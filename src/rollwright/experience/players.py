@@ -36,7 +36,7 @@ def role_id(environment: str, role: str) -> int:
 
 
 def fill_players(trajectory: Trajectory, place: Origin) -> None:
-    """Complete what a workflow said about the players of its rows; modifies ``trajectory``.
+    """Complete the columns about the players of a workflow's rows; modifies ``trajectory``.
 
     ``role_ids`` are computed from ``environment`` and ``role``, and the ``loss_mask`` of rows that are not trainable is cleared.
 
@@ -60,7 +60,7 @@ def fill_players(trajectory: Trajectory, place: Origin) -> None:
 
 
 def trainable_rows(batch: Mapping[str, Any]) -> Tensor:
-    """Return which rows belong to players that are trained, ``[B]`` bool; all of them if nothing is said."""
+    """Return which rows belong to players that are trained, ``[B]`` bool; all of them without the column ``trainable``."""
     given = batch.get("trainable")
     if given is not None:
         return given.bool()
@@ -74,8 +74,8 @@ def comparison_groups(group_ids_B: Tensor, role_ids_B: Tensor | None, turn_ids_B
 
     Args:
         group_ids_B: the group of each row.
-        role_ids_B: the role of each row. None: all rows have the same.
-        turn_ids_B: the turn of each row. None: all rows have the same.
+        role_ids_B: the role of each row; if it is None, roles are not told apart.
+        turn_ids_B: the turn of each row; if it is None, turns are not told apart.
     """
     keys = [group_ids_B, *(each.to(group_ids_B.device) for each in (role_ids_B, turn_ids_B) if each is not None)]
     return torch.unique(torch.stack(keys), dim=1, return_inverse=True)[1]

@@ -159,7 +159,7 @@ class IsolatedProcess:
         self._result = self.loop.create_future()
         try:
             body = cloudpickle.dumps(job)
-        except Exception as error:
+        except Exception as error:  # the objects of a row are pickled by code of their own
             raise WorkflowError(
                 f"task {job['task'].task_id!r} cannot be handed to a process of its own ({type(error).__name__}: {error}): keep to "
                 "data in its row and workflow_args, or use isolation: thread."
@@ -220,7 +220,7 @@ class IsolatedProcess:
             value = await self._carry_out(question["call"], question["arguments"])
         except RollwrightError as error:
             failure = type(error), str(error)
-        except Exception as error:
+        except Exception as error:  # raised in the process as an EngineError
             failure = None, f"{type(error).__name__}: {error}"
         self._send(ANSWER, pickle.dumps((question["number"], self._engine.get_version(), value, failure)))
 
@@ -259,7 +259,7 @@ def main() -> None:
         try:
             experiences = _run_task(pickle.loads(job), parent, tokenizer, loop, workflows)  # noqa: S301 - from our own parent
             answer = DONE, pack_experiences(experiences)
-        except (Exception, SystemExit):
+        except (Exception, SystemExit):  # whatever a workflow raises fails its task, not the process
             answer = FAILED, traceback.format_exc().encode("utf-8", "backslashreplace")
         channel.send(*answer)
 

@@ -13,7 +13,7 @@ from rollwright.algorithms.advantages import (
     running_baselines,
 )
 from rollwright.config.recipes import apply_recipe
-from rollwright.config.sections import PPOActorConfig
+from rollwright.config.sections import NormConfig, PPOActorConfig
 from rollwright.errors import ConfigError
 
 DECAY = 0.95
@@ -66,10 +66,7 @@ def test_each_role_has_its_own_average_which_later_batches_continue():
 @pytest.mark.parametrize("level", ["group", "batch"])
 def test_no_mean_or_deviation_covers_two_sides_of_a_game(level):
     rewards, roles = [1.0, -1.0, 0.0, 0.0, 1.0, -1.0], [1, 2, 1, 2, 1, 2]
-    config = {"adv_norm": {"mean_level": level, "std_level": level}}
-    from rollwright.config.sections import NormConfig
-
-    baselines, scales = estimated({}, rewards, roles, adv_norm=NormConfig(**config["adv_norm"]))
+    baselines, scales = estimated({}, rewards, roles, adv_norm=NormConfig(mean_level=level, std_level=level))
     alone = torch.tensor([1.0, 0.0, 1.0], dtype=torch.float64)
     for side, sign in ((0, 1.0), (1, -1.0)):
         expected = baseline_and_scale(sign * alone, torch.zeros(3), torch.arange(3), mean_level=level, std_level=level)
