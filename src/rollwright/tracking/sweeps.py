@@ -17,16 +17,11 @@ from rich.table import Column, Table
 from rich.text import Text
 
 from rollwright.atomic import read_json, write_json
+from rollwright.tracking.intervals import half_width
 from rollwright.tracking.summary import measures_of
 
 #: End of the name of a sweep's file.
 SUFFIX = ".sweep.json"
-
-#: 97.5 % quantiles of Student's t distribution with 1, 2, … 30 degrees of freedom.
-_T = (
-    12.7062, 4.3027, 3.1824, 2.7764, 2.5706, 2.4469, 2.3646, 2.3060, 2.2622, 2.2281, 2.2010, 2.1788, 2.1604, 2.1448, 2.1314,
-    2.1199, 2.1098, 2.1009, 2.0930, 2.0860, 2.0796, 2.0739, 2.0687, 2.0639, 2.0595, 2.0555, 2.0518, 2.0484, 2.0452, 2.0423,
-)  # fmt: skip
 
 
 @dataclass
@@ -65,18 +60,9 @@ class Spread:
     half: float | None
 
 
-def quantile_of_t(degrees: int) -> float:
-    """Return the 97.5 % quantile of Student's t distribution (above 30 degrees by its Cornish-Fisher expansion, error below 1e-4)."""
-    if degrees <= len(_T):
-        return _T[degrees - 1]
-    z = 1.959964
-    return z + (z**3 + z) / (4 * degrees) + (5 * z**5 + 16 * z**3 + 3 * z) / (96 * degrees**2)
-
-
 def spread(measure: str, setting: str, values: Sequence[float]) -> Spread:
     """Compute mean and interval of a measure over the seeds of a setting."""
-    count = len(values)
-    half = None if count < 2 else quantile_of_t(count - 1) * statistics.stdev(values) / math.sqrt(count)
+    half = half_width(values) if len(values) > 1 else None
     return Spread(measure, setting, tuple(values), statistics.fmean(values), half)
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import statistics
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -22,7 +21,6 @@ WITH each AS (
 SELECT task, ordinal, version, reward, samples, first, max(samples * 1000000 + ordinal) FROM each GROUP BY version, task ORDER BY version
 """
 _ONLY_LAST = " AND version = (SELECT max(version) FROM samples WHERE is_eval AND NOT is_undone AND status = 'accepted')"
-_CERTAIN = 1.96  # standard deviations around the mean that have 95 % of a normal distribution
 
 
 @dataclass
@@ -192,9 +190,8 @@ def _paired(first: Mapping[str, float], other: Mapping[str, float]) -> dict[str,
 
 
 def _interval(differences: Sequence[float]) -> str:
-    """Return the 95 % confidence interval of a mean of paired differences (normal approximation)."""
+    """Return the 95 % interval of a mean of paired differences; empty with fewer than two."""
     if len(differences) < 2:
         return ""
-    half = _CERTAIN * statistics.stdev(differences) / math.sqrt(len(differences))
-    middle = statistics.fmean(differences)
+    middle, half = statistics.fmean(differences), intervals.half_width(differences)
     return f"{signed(middle - half)} to {signed(middle + half)}"

@@ -6,10 +6,10 @@ import statistics
 import pytest
 from rich.console import Console
 
+from rollwright.tracking.intervals import quantile_of_t
 from rollwright.tracking.sweeps import (
     SweepRun,
     measures_of_summary,
-    quantile_of_t,
     read_sweep,
     spread,
     spreads,

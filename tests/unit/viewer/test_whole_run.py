@@ -127,6 +127,7 @@ def test_evaluations_of_other_tasks_are_apart():
 
 
 def test_the_interval_of_a_share_is_within_0_and_1():
-    assert interval_of_mean([1.0] * 50) == "0.9286 to 1"  # 50 / (50 + 1.96²)
-    assert interval_of_mean([0.5, 1.0, 0.0, 0.5]) == "0.09992 to 0.9001"
+    assert interval_of_mean([1.0] * 50) == "0.9287 to 1"  # 50 / (50 + 1.959964²)
+    assert interval_of_mean([0.0] * 740) == "0 to 0.005164"
+    assert interval_of_mean([0.5, 1.0, 0.0, 0.5]) == "−0.1496 to 1.15"  # 0.5 ± 3.1824 · √(1/6) / 2
     assert interval_of_mean([1.0]) == ""
