@@ -29,10 +29,13 @@ import typer
 from rollwright import __version__
 from rollwright.compat import EXTRAS
 from rollwright.errors import RollwrightError
+from rollwright.tracking import software
 
 GIB = 1 << 30
 #: With less, even a run with a small model is likely to fail.
 _LITTLE_MEMORY, _LITTLE_DISK = 2 * GIB, 1 * GIB
+#: Packages without which nothing runs.
+_NEEDED = ("torch", "transformers", "datasets", "numpy")
 #: Default ports of servers that users start by hand.
 _PORTS = {30000: "rollwright serve-model, SGLang", 8000: "vLLM"}
 #: Purpose of each extra, short enough to fit with the install command in eighty columns.
@@ -134,10 +137,11 @@ def versions() -> Iterator[Finding]:
     else:
         yield Finding(topic, "Python", "ok", f"{python} at {sys.executable}")
     yield Finding(topic, "Rollwright", "ok", f"{__version__} at {Path(__file__).parents[1]}")
-    yield Finding(topic, "System", "ok", f"{platform.system()} {platform.release()}, {platform.machine()}")
-    for name in ("torch", "transformers", "datasets", "numpy"):
-        if _is_installed(name):
-            yield Finding(topic, name, "ok", metadata.version(name))
+    yield Finding(topic, "System", "ok", software.system())
+    installed = software.versions(_NEEDED)
+    for name in _NEEDED:
+        if name in installed:
+            yield Finding(topic, name, "ok", installed[name])
         else:
             yield Finding(topic, name, "problem", "not installed", f"pip install {name}, or install Rollwright again.")
 

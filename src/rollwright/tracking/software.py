@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib.metadata
 import platform
 import subprocess
+from collections.abc import Sequence
 from pathlib import Path
 
 #: Packages that change what a run computes; those that are not installed are left out.
@@ -12,8 +13,8 @@ _PACKAGES = ("rollwright", "torch", "transformers", "tokenizers", "numpy", "safe
 _GIT_SECONDS = 5.0
 
 
-def versions(packages: tuple[str, ...] = _PACKAGES) -> dict[str, str]:
-    """Return the versions of the installed ones of some packages, and of Python."""
+def versions(packages: Sequence[str] = _PACKAGES) -> dict[str, str]:
+    """Return the versions of those packages that are installed, and of Python."""
     found = {}
     for package in packages:
         try:
@@ -23,13 +24,18 @@ def versions(packages: tuple[str, ...] = _PACKAGES) -> dict[str, str]:
     return {**found, "Python": platform.python_version()}
 
 
+def system() -> str:
+    """Return the name, release and architecture of the machine's system."""
+    return f"{platform.system()} {platform.release()} {platform.machine()}"
+
+
 def software(directory: Path | None = None) -> dict[str, str]:
     """Return ``versions``, the ``system``, and the ``commit`` of the Git repository around a directory, if there is one.
 
     Args:
         directory: the directory; the current one if None. Its commit ends with ``-dirty`` if tracked files have uncommitted changes.
     """
-    found = {**versions(), "system": f"{platform.system()} {platform.release()} {platform.machine()}"}
+    found = {**versions(), "system": system()}
     commit = _commit(Path.cwd() if directory is None else directory)
     return {**found, "commit": commit} if commit else found
 
