@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any
 from urllib.parse import quote
 
@@ -13,12 +12,12 @@ from markupsafe import Markup, escape
 
 from rollwright.errors import DataError
 from rollwright.tracking.readable import counted, number, signed
-from rollwright.viewer.evaluations import Evaluation, evaluations_of, interval_of_mean, names_of_tasks, of_shared_tasks
+from rollwright.viewer.evaluations import Evaluation, interval_of_mean, names_of_tasks, of_shared_tasks
 from rollwright.viewer.pages import Pages, as_file, id_of, key_in_address, number_in, pager, url_of_run, wants_file
-from rollwright.viewer.pictures import shade
+from rollwright.viewer.pictures import bounds, shade
 from rollwright.viewer.run import Run
-from rollwright.viewer.task_history import history_of
-from rollwright.viewer.task_table import KINDS, TaskRow, bounds, plain_rows, task_rows
+from rollwright.viewer.tasks import KINDS, TaskRow, history_of, plain_rows, task_rows
+from rollwright.viewer.whole_run import StageOfRun
 
 ROWS = 300  # tasks on one page
 _WITH_NUMBERS = 12  # most evaluations of a table that shows each reward as a number
@@ -26,43 +25,17 @@ _TEXTS = 4  # samples of a group whose answers are shown on a task's page
 _GROUPS = 200  # groups on a task's page
 
 
-@dataclass
-class Source:
-    """A run whose evaluations a page shows: the only one, or one of the stages of a whole run.
-
-    Args:
-        id: id of the run.
-        run: the run, which has a journal.
-        stage: name of the stage; empty if there is only one.
-        is_one: True if it evaluates one model.
-    """
-
-    id: str
-    run: Run
-    stage: str
-    is_one: bool
-
-    @property
-    def url(self) -> str:
-        """Address of the run's page."""
-        return url_of_run(self.id)
-
-    def evaluations(self) -> list[Evaluation]:
-        """Return the evaluations of the run, the first version first."""
-        return evaluations_of(self.run.index, self.stage, is_one=self.is_one)
-
-
 def add_routes(router: APIRouter, pages: Pages) -> None:
     """Add the pages about evaluations."""
 
     def evaluations(request: Request, name: str) -> Response:
-        context, sources = _place(pages, name, title="Evaluations")
-        sets = of_shared_tasks(each for source in sources for each in source.evaluations())
+        context, stages = _place(pages, name, title="Evaluations")
+        sets = of_shared_tasks(each for stage, _ in stages for each in stage.evaluations())
         if not sets:
             return pages.page("evaluations.html", **context, sets=[])
         most = max(range(len(sets)), key=lambda place: (len(sets[place]), place))
         chosen = min(number_in(request, "set"), len(sets) - 1) if request.query_params.get("set") else most
-        columns, names = sets[chosen], _names(sources)
+        columns, names = sets[chosen], _names(stages)
         rows = task_rows(columns)
         if wants_file(request):
             return as_file(request, f"{name}-evaluations", plain_rows(rows, columns, names))
@@ -81,17 +54,17 @@ def add_routes(router: APIRouter, pages: Pages) -> None:
         )
 
     def task(request: Request, name: str, task: str) -> Response:
-        context, sources = _place(pages, name, ("Evaluations", "/evaluations"), title="Task")
-        found = [(source, group) for source in sources for group in history_of(source.run, task)]
+        context, stages = _place(pages, name, ("Evaluations", "/evaluations"), title="Task")
+        found = [(stage, group) for stage, run in stages for group in history_of(run, task)]
         if not found:
             raise DataError(f"there is no task {task} in what is indexed of this run.")
         first = found[0][1]["samples"][0]
-        title = _names(sources).get(task) or first["words"] or f"Task {first['ordinal']}"
+        title = _names(stages).get(task) or first["words"] or f"Task {first['ordinal']}"
         context["crumbs"][-1]["text"], context["title"] = title, f"{title} · {context['run']['id']}"
         if wants_file(request):
-            samples = [{"stage": source.stage, **sample} for source, group in found for sample in group["samples"]]
+            samples = [{"stage": stage.name, **sample} for stage, group in found for sample in group["samples"]]
             return as_file(request, f"{name}-task", samples)
-        groups = [_group(number, source, group) for number, (source, group) in enumerate(found)]
+        groups = [_group(place, stage, group) for place, (stage, group) in enumerate(found)]
         about = [f"expected {first['expected']}"] if first["expected"] else []
         about += [counted(len(groups), "group"), counted(sum(len(each["samples"]) for each in groups), "sample")]
         rewarded = [each["reward"] for each in groups if each["reward"] is not None]
@@ -112,21 +85,22 @@ def add_routes(router: APIRouter, pages: Pages) -> None:
     router.add_api_route("/run/{name}/task/{task:path}", task, methods=["GET"], include_in_schema=False, response_model=None)
 
 
-def _place(pages: Pages, name: str, *places: tuple[str, str], title: str) -> tuple[dict[str, Any], list[Source]]:
-    """Return the template values of a page of a run or stage, and the runs with a journal that it is about."""
+def _place(
+    pages: Pages, name: str, *places: tuple[str, str], title: str
+) -> tuple[dict[str, Any], list[tuple[StageOfRun, Run]]]:
+    """Return the template values of a page of a run or stage, and the stages with a journal that it is about, each with its run."""
     if (whole := pages.runs.whole(id_of(name))) is not None:
-        parts = [part for part in whole.parts() if part.run is not None and part.run.has_journal]
-        sources = [Source(part.id, part.run, part.name, part.kind == "eval") for part in parts if part.run is not None]
-        for source in sources:
-            source.run.follow()
-        return pages.of_whole(name, whole, "/evaluations", *places, title=title), sources
+        found = [(part, part.run) for part in whole.parts() if part.run is not None and part.run.has_journal]
+        for _, run in found:
+            run.follow()
+        return pages.of_whole(name, whole, "/evaluations", *places, title=title), found
     run = pages.run(name)
-    sources = [Source(id_of(name), run, "", run.kind == "eval")] if run.has_journal else []
-    return pages.of_run(name, run, "/evaluations", *places, title=title), sources
+    alone = StageOfRun("", id_of(name), run.kind, run, run.results, run.state)
+    return pages.of_run(name, run, "/evaluations", *places, title=title), [(alone, run)] if run.has_journal else []
 
 
-def _names(sources: Sequence[Source]) -> dict[str, str]:
-    return {task: words for source in sources for task, words in names_of_tasks(source.run.index).items()}
+def _names(stages: Sequence[tuple[StageOfRun, Run]]) -> dict[str, str]:
+    return {task: words for _, run in stages for task, words in names_of_tasks(run.index).items()}
 
 
 # -- tasks over versions -------------------------------------------------------------------------------------------------
@@ -158,7 +132,7 @@ def _table(
     fitting = [row for row in rows if row.kind == show] if show else rows
     every = f"{url}/evaluations?set={chosen}"
     here = f"{every}&show={show}" if show else every
-    low, high = bounds(columns)
+    low, high = bounds(reward for each in columns for reward in each.rewards.values())
     has_numbers = len(columns) <= _WITH_NUMBERS
     shown = fitting[offset : offset + ROWS]
     stride = max(1, -(-len(columns) // _WITH_NUMBERS))
@@ -216,18 +190,19 @@ def _cells(row: TaskRow, heads: Sequence[str], low: float, high: float, has_numb
 # -- one task ------------------------------------------------------------------------------------------------------------
 
 
-def _group(place: int, source: Source, group: Mapping[str, Any]) -> dict[str, Any]:
+def _group(place: int, stage: StageOfRun, group: Mapping[str, Any]) -> dict[str, Any]:
     """Return the template values of one group of a task's page."""
+    url = url_of_run(stage.id)
     if group["is_eval"]:
-        title, note = Evaluation(source.stage, group["version"] or 0, source.is_one).title or "held out", "held out"
+        title, note = Evaluation(stage.name, group["version"] or 0, stage.kind == "eval").title, "held out"
     else:
         step = f"step {group['step']}" if group["step"] is not None else "not trained"
-        title, note = f"{source.stage} {step}".strip(), "training"
+        title, note = f"{stage.name} {step}".strip(), "training"
     samples = [
         {
             **sample,
-            "href": f"{source.url}/sample/{key_in_address(sample['key'])}",
-            "chosen_as": f"{source.id} {sample['key']}",
+            "href": f"{url}/sample/{key_in_address(sample['key'])}",
+            "chosen_as": f"{stage.id} {sample['key']}",
         }
         for sample in group["samples"]
     ]
@@ -237,7 +212,7 @@ def _group(place: int, source: Source, group: Mapping[str, Any]) -> dict[str, An
         "note": note,
         "is_eval": group["is_eval"],
         "reward": group["reward"],
-        "href": f"{source.url}/group/{key_in_address(group['group'])}",
+        "href": f"{url}/group/{key_in_address(group['group'])}",
         "samples": samples,
         "texts": samples[:_TEXTS],
         "more": max(0, len(samples) - _TEXTS),
@@ -245,8 +220,7 @@ def _group(place: int, source: Source, group: Mapping[str, Any]) -> dict[str, An
 
 
 def _shaded(groups: Sequence[dict[str, Any]]) -> Sequence[dict[str, Any]]:
-    rewards = [sample["reward"] for group in groups for sample in group["samples"] if sample["reward"] is not None]
-    low, high = min(rewards, default=0.0), max(rewards, default=1.0)
+    low, high = bounds(sample["reward"] for group in groups for sample in group["samples"])
     for group in groups:
         for sample in group["samples"]:
             sample["shade"] = shade(sample["reward"], low, high)

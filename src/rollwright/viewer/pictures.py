@@ -37,6 +37,12 @@ def shade(value: float | None, low: float, high: float) -> str:
     return f"q{round(SHADES * min(1.0, max(0.0, part)))}"
 
 
+def bounds(values: Iterable[float | None]) -> tuple[float, float]:
+    """Return the lowest and the highest value that is known; 0 and 1 if there is none."""
+    known = [value for value in values if value is not None]
+    return (min(known), max(known)) if known else (0.0, 1.0)
+
+
 def signed_shade(value: float | None, largest: float) -> str:
     """Return the CSS class of a value that is good above 0 and bad below; empty if there is no value."""
     if value is None or not math.isfinite(value):

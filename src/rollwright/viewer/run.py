@@ -9,20 +9,19 @@ import sqlite3
 import threading
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict
-from datetime import datetime
 from functools import cached_property
 from pathlib import Path
 from typing import Any
 
 import yaml
 
-from rollwright.atomic import read_json
 from rollwright.config.loading import is_as_written
 from rollwright.errors import DataError, JournalError
 from rollwright.experience.journal.reading import journal_files
 from rollwright.tracking.curve_signs import signs_of
 from rollwright.tracking.logging import getLogger
 from rollwright.tracking.run_directory import MARKER, flattened, is_claimed
+from rollwright.tracking.summary import measures_of
 from rollwright.viewer import reading, search
 from rollwright.viewer.curves import Curves, groups_of
 from rollwright.viewer.damage import has_checksums, missing_parts
@@ -31,7 +30,7 @@ from rollwright.viewer.evaluations import held_out_tasks, last_evaluation
 from rollwright.viewer.frames import frame
 from rollwright.viewer.index import Index
 from rollwright.viewer.reported import reported
-from rollwright.viewer.run_parts import find_part, root_of
+from rollwright.viewer.run_parts import find_part, read_file, root_of, stages_of, unix_time
 from rollwright.viewer.samples import NOT_UNDONE, Samples
 from rollwright.viewer.timeline import timeline
 from rollwright.viewer.tokens import Vocabulary, find_vocabulary
@@ -79,7 +78,7 @@ class Run:
     @cached_property
     def name(self) -> str:
         """Name of the experiment, the trial, and the stage or process."""
-        marker = _read_json(self.root / MARKER)
+        marker = read_file(self.root / MARKER)
         names = [str(marker.get("experiment", "")), str(marker.get("trial", ""))] if marker else []
         return "/".join([*names, *([self.path.name] if self.root != self.path else [])]) or self.path.name
 
@@ -106,7 +105,7 @@ class Run:
 
     @property
     def _marker(self) -> dict[str, Any]:
-        return _read_json(self.path / MARKER) or _read_json(self.path.parent / MARKER)
+        return read_file(self.path / MARKER) or read_file(self.path.parent / MARKER)
 
     @property
     def is_running(self) -> bool:
@@ -174,7 +173,7 @@ class Run:
 
     def scores(self) -> dict[str, float]:
         """Return the scores of an evaluation stage, such as ``greedy`` and ``mean@8``; empty for other stages and before it ends."""
-        return {name: value for name, value in self.results.items() if name == "greedy" or name.startswith("mean@")}
+        return measures_of(self.results)
 
     def _updated(self) -> float | None:
         """Return the time of the last write. If the run has ended, metrics give it, because copied files have newer dates."""
@@ -186,11 +185,11 @@ class Run:
     @property
     def results(self) -> dict[str, Any]:
         """The final results of the stage; empty before it ends."""
-        own = list(_read_json(self.path / "stages.json").values())
-        return _read_json(self.path.parent / "stages.json").get(self.path.name) or (own[0] if len(own) == 1 else {})
+        own = list(read_file(self.path / "stages.json").values())
+        return read_file(self.path.parent / "stages.json").get(self.path.name) or (own[0] if len(own) == 1 else {})
 
-    def _stage(self) -> dict[str, Any]:
-        stages = (self._marker.get("config") or {}).get("stages") or []
+    def _stage(self) -> Mapping[str, Any]:
+        stages = stages_of(self._marker)
         return next((stage for stage in stages if stage.get("name") == self.path.name), stages[0] if len(stages) == 1 else {})
 
     @property
@@ -568,22 +567,6 @@ class Run:
         where = "" if undone else f"WHERE {NOT_UNDONE} "
         ended = self.samples.listed(f"{where}ORDER BY samples.id DESC LIMIT ?", limit)
         return [*self.samples.running(undone=undone), *ended][:limit]
-
-
-def _read_json(path: Path) -> dict[str, Any]:
-    """Read a JSON object; empty if the file is missing, damaged or being written."""
-    try:
-        return read_json(path)
-    except (OSError, ValueError):
-        return {}
-
-
-def unix_time(text: Any) -> float | None:
-    """Convert a time of ``run.json`` to a Unix time; None if it is not one."""
-    try:
-        return datetime.strptime(str(text), "%Y-%m-%dT%H:%M:%S%z").timestamp()
-    except ValueError:
-        return None
 
 
 def _neighbours(sample: Mapping[str, Any], group: Sequence[Mapping[str, Any]]) -> dict[str, str | None]:

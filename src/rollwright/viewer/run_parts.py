@@ -1,9 +1,13 @@
-"""Which directories are runs, stages of runs, or processes of runs."""
+"""Which directories are runs, stages of runs, or processes of runs, and what their ``run.json`` says."""
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
+from datetime import datetime
 from pathlib import Path
+from typing import Any
 
+from rollwright.atomic import read_json
 from rollwright.errors import DataError
 from rollwright.experience.journal.reading import journal_files
 from rollwright.tracking.run_directory import MARKER
@@ -43,3 +47,24 @@ def is_part(path: Path) -> bool:
     if (path / "metrics.jsonl").exists() or journal_files(path / "journal"):
         return True
     return (path / "config.yaml").exists() and any((place / MARKER).exists() for place in (path, path.parent))
+
+
+def read_file(path: Path) -> dict[str, Any]:
+    """Return the JSON object in a file of a run; empty if the file is missing, damaged or being written."""
+    try:
+        return read_json(path)
+    except (OSError, ValueError):
+        return {}
+
+
+def stages_of(marker: Mapping[str, Any]) -> Sequence[Mapping[str, Any]]:
+    """Return the configs of a run's stages, from its ``run.json``."""
+    return (marker.get("config") or {}).get("stages") or []
+
+
+def unix_time(text: Any) -> float | None:
+    """Convert a time of ``run.json`` to a Unix time; None if it is not one."""
+    try:
+        return datetime.strptime(str(text), "%Y-%m-%dT%H:%M:%S%z").timestamp()
+    except ValueError:
+        return None

@@ -12,7 +12,7 @@ from fastapi.responses import Response
 from rollwright.errors import DataError
 from rollwright.tracking.readable import advantage, count, counted, number, seconds
 from rollwright.viewer.pages import Pages, as_file, key_in_address, number_in, pager, wants_file
-from rollwright.viewer.pictures import histogram, shade
+from rollwright.viewer.pictures import bounds, histogram, shade
 from rollwright.viewer.reported import PREFIX, SPREAD
 from rollwright.viewer.search import ASKED, filters, is_asked, span
 from rollwright.viewer.words import one_line, title_of
@@ -107,8 +107,7 @@ def _flat(sample: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _rows(samples: list[dict[str, Any]], query: Mapping[str, str], url: str, offset: int) -> list[dict[str, Any]]:
-    rewards = [sample["reward"] for sample in samples if sample["reward"] is not None]
-    low, high = (min(rewards), max(rewards)) if rewards else (0.0, 1.0)
+    low, high = bounds(sample["reward"] for sample in samples)
     listed = urlencode({name: value for name, value in query.items() if name not in _OWN})
     view = {"view": "tokens"} if query.get("text") and query.get("where") == "said" else {}
     return [

@@ -14,7 +14,7 @@ from rollwright.errors import DataError
 from rollwright.tracking.readable import as_json, clipped, number, seconds
 from rollwright.viewer import sample_view
 from rollwright.viewer.pages import Pages, address, as_file, key_in_address, number_in, pager, wants_file, wants_undone, without
-from rollwright.viewer.pictures import histogram, prefix_tree, shade
+from rollwright.viewer.pictures import bounds, histogram, prefix_tree, shade
 from rollwright.viewer.run import Run
 from rollwright.viewer.samples_page import about, reported_by
 from rollwright.viewer.search import filters, span
@@ -103,7 +103,7 @@ def step_context(run: Run, found: Mapping[str, Any], url: str, request: Request)
     samples = _samples_of(found["groups"])
     fitting = [each for each in found["groups"] if chosen is None or any(map(fits, each["samples"]))]
     offset = number_in(request, "offset")
-    groups = [decorated(each, _bounds(samples), fits) for each in fitting[offset : offset + GROUPS]]
+    groups = [decorated(each, bounds(each["reward"] for each in samples), fits) for each in fitting[offset : offset + GROUPS]]
     steps = [each["step"] for each in run.steps()]
     before = max((step for step in steps if step < found["step"]), default=None)
     after = min((step for step in steps if step > found["step"]), default=None)
@@ -148,11 +148,14 @@ def step_context(run: Run, found: Mapping[str, Any], url: str, request: Request)
 
 def decorated(
     group: Mapping[str, Any],
-    bounds: tuple[float, float] | None = None,
+    scale: tuple[float, float] | None = None,
     fits: Callable[[Mapping[str, Any]], bool] = lambda sample: True,
 ) -> dict[str, Any]:
-    """Add to a group the values of its table row: title, outcome and reason, and a shade for each sample."""
-    low, high = bounds or _bounds(group["samples"])
+    """Add to a group the values of its table row: title, outcome and reason, and a shade for each sample.
+
+    ``scale`` is the lowest and the highest reward of the shades; by default, those of the group.
+    """
+    low, high = scale or bounds(sample["reward"] for sample in group["samples"])
     samples = [
         {
             **sample,
@@ -185,11 +188,6 @@ def _rewards(samples: Sequence[Mapping[str, Any]]) -> list[float]:
 
 def _mean(rewards: Sequence[float]) -> str:
     return number(sum(rewards) / len(rewards))
-
-
-def _bounds(samples: Sequence[Mapping[str, Any]]) -> tuple[float, float]:
-    rewards = _rewards(samples)
-    return (min(rewards), max(rewards)) if rewards else (0.0, 1.0)
 
 
 # -- one sample ----------------------------------------------------------------------------------------------------------

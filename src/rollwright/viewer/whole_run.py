@@ -9,13 +9,13 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-from rollwright.atomic import read_json
 from rollwright.config.experiment import STAGE_CLASSES
 from rollwright.config.loading import config_to_dict, is_default
 from rollwright.tracking.run_directory import MARKER, flattened, is_claimed
 from rollwright.viewer.ending import ending_of, last_lines
 from rollwright.viewer.evaluations import Evaluation, evaluations_of
-from rollwright.viewer.run import Run, unix_time
+from rollwright.viewer.run import Run
+from rollwright.viewer.run_parts import read_file, stages_of, unix_time
 
 #: Keys of a stage that say which stage it is.
 _NAMES = ("kind", "name")
@@ -41,6 +41,12 @@ class StageOfRun:
     results: Mapping[str, Any]
     state: str
 
+    def evaluations(self) -> list[Evaluation]:
+        """Return the stage's evaluations, the first version first; none if it has no journal."""
+        if self.run is None or not self.run.has_journal:
+            return []
+        return evaluations_of(self.run.index, self.name, is_one=self.kind == "eval")
+
 
 class WholeRun:
     """The directory of a run of several stages.
@@ -53,7 +59,7 @@ class WholeRun:
 
     def __init__(self, path: Path, runs: Mapping[str, Run], ids: Mapping[str, str]) -> None:
         self.path = path
-        self.marker = read_marker(path)
+        self.marker = read_file(path / MARKER)
         self._runs, self._ids = runs, ids
 
     @property
@@ -80,7 +86,7 @@ class WholeRun:
 
     def parts(self) -> list[StageOfRun]:
         """Return the stages in the order in which they run; directories that belong to no stage come last."""
-        results = _read(self.path / "stages.json")
+        results = read_file(self.path / "stages.json")
         stages = [(str(each.get("name")), str(each.get("kind"))) for each in stages_of(self.marker)]
         found: list[StageOfRun] = []
         is_next = True  # the first unfinished stage is the one that runs, or that stopped the run
@@ -98,11 +104,7 @@ class WholeRun:
 
     def evaluations(self) -> list[Evaluation]:
         """Return the evaluations of all stages, in order."""
-        found: list[Evaluation] = []
-        for part in self.parts():
-            if part.run is not None and part.run.has_journal:
-                found += evaluations_of(part.run.index, part.name, is_one=part.kind == "eval")
-        return found
+        return [each for part in self.parts() for each in part.evaluations()]
 
     def ending(self) -> dict[str, Any] | None:
         """Say why the run stopped, as ``Run.ending`` does, with the ``part`` that stopped; None if it did not stop."""
@@ -123,23 +125,6 @@ class WholeRun:
             with contextlib.suppress(OSError):
                 files.append((file.stat().st_mtime, file.relative_to(self.path).as_posix()))
         return [name for _, name in sorted(files)]
-
-
-def read_marker(path: Path) -> dict[str, Any]:
-    """Return the ``run.json`` of a run's directory; empty if it is missing or damaged."""
-    return _read(path / MARKER)
-
-
-def _read(file: Path) -> dict[str, Any]:
-    try:
-        return read_json(file)
-    except (OSError, ValueError):
-        return {}
-
-
-def stages_of(marker: Mapping[str, Any]) -> Sequence[Mapping[str, Any]]:
-    """Return the configs of a run's stages, from its ``run.json``."""
-    return (marker.get("config") or {}).get("stages") or []
 
 
 def changed_keys(stages: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:

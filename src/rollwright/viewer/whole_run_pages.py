@@ -9,12 +9,14 @@ from fastapi import APIRouter, Request
 from fastapi.responses import Response
 
 from rollwright.tracking.readable import as_text, count, number, seconds
+from rollwright.tracking.run_directory import MARKER
 from rollwright.viewer.charts import chart_rows
 from rollwright.viewer.evaluations import of_shared_tasks, progress
 from rollwright.viewer.pages import Pages, as_file, id_of, url_of_run, wants_file
 from rollwright.viewer.pictures import curve_points
 from rollwright.viewer.run_pages import main_charts, metric_rows, overview
-from rollwright.viewer.whole_run import StageOfRun, WholeRun, changed_keys, read_marker, stages_of
+from rollwright.viewer.run_parts import read_file, stages_of
+from rollwright.viewer.whole_run import StageOfRun, WholeRun, changed_keys
 
 LOG_LINES, LOG_LINES_SHOWN = 2_000, 25
 
@@ -32,7 +34,7 @@ def add_routes(router: APIRouter, pages: Pages) -> None:
             return as_file(request, name if metric is None else f"{name}-{metric}", rows)
         context = pages.of_run(name, run, "")
         is_alone = context["run"]["whole"] is None
-        marker = read_marker(run.root)
+        marker = read_file(run.root / MARKER)
         own = [each for each in stages_of(marker) if run.path == run.root or each.get("name") == run.path.name]
         about = _about(marker, own) if is_alone else {"changed": [], "software": []}
         log = {"log": run.log(LOG_LINES_SHOWN), "log_url": f"{context['run']['url']}/log"}
@@ -90,9 +92,8 @@ def _row(part: StageOfRun, url: str | None) -> dict[str, Any]:
     """Return the values of a stage's row."""
     info = part.run.info() if part.run is not None else None
     took = part.results.get("total_seconds")
-    if took is None and info and info["updated"] and info["began"] and part.run is not None:
-        times = [when for _, when in part.run.curves.times]
-        took = times[-1] - times[0] if len(times) > 1 else None
+    if took is None and part.run is not None and len(times := part.run.curves.times) > 1:
+        took = times[-1][1] - times[0][1]
     return {
         "part": part,
         "stage": part.name,
@@ -124,10 +125,6 @@ def _about(marker: Mapping[str, Any], stages: Sequence[Mapping[str, Any]]) -> di
     """Return the config keys that differ from their defaults, and what the run was made with."""
     changed = changed_keys(stages)
     for row in changed:
-        row["value"], row["default"] = _written(row["value"]), "" if row["default"] is None else _written(row["default"])
+        row["value"], row["default"] = as_text(row["value"]), "" if row["default"] is None else as_text(row["default"])
         row["is_shared"] = len(row["stages"]) == len(stages)
     return {"changed": changed, "stages": len(stages), "software": list((marker.get("software") or {}).items())}
-
-
-def _written(value: Any) -> str:
-    return as_text(value) if not isinstance(value, bool) else str(value).lower()

@@ -1,4 +1,4 @@
-"""Held-out tasks over evaluations: a row for each task with its rewards in order, and what became of it between the first and the last."""
+"""Tasks over a run: held-out tasks and what became of them from the first to the last evaluation, and the answers to one task."""
 
 from __future__ import annotations
 
@@ -8,7 +8,11 @@ from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any
 
+from rollwright.tracking.readable import clipped
 from rollwright.viewer.evaluations import Evaluation
+from rollwright.viewer.pictures import bounds
+from rollwright.viewer.run import Run
+from rollwright.viewer.samples import NOT_UNDONE, select
 
 #: What became of a task between the first and the last evaluation, in the order of the rows, and its mark and words.
 KINDS = {
@@ -45,19 +49,13 @@ def task_rows(evaluations: Sequence[Evaluation]) -> list[TaskRow]:
     A task is solved if its reward is above the middle between the lowest and the highest reward of all evaluations. If these are equal, all
     tasks are solved if the reward is above 0.
     """
-    low, high = bounds(evaluations)
+    low, high = bounds(reward for each in evaluations for reward in each.rewards.values())
     middle = (low + high) / 2 if low < high else low - float(low > 0)
     tasks = dict.fromkeys(task for each in evaluations for task in each.rewards)
     rows = [_row(task, [each.rewards.get(task) for each in evaluations], middle) for task in tasks]
     places = {kind: place for place, kind in enumerate(KINDS)}
     rows.sort(key=lambda row: (places[row.kind], -abs(row.change), -row.crossings, _mean(row)))
     return rows
-
-
-def bounds(evaluations: Sequence[Evaluation]) -> tuple[float, float]:
-    """Return the lowest and the highest reward; 0 and 0 if there is none."""
-    every = [reward for each in evaluations for reward in each.rewards.values()]
-    return min(every, default=0.0), max(every, default=0.0)
 
 
 def _row(task: str, rewards: list[float | None], middle: float) -> TaskRow:
@@ -84,3 +82,44 @@ def plain_rows(rows: Sequence[TaskRow], evaluations: Sequence[Evaluation], words
         {"task": row.task, "words": words.get(row.task, ""), "kind": row.kind, **dict(zip(titles, row.rewards, strict=True))}
         for row in rows
     ]
+
+
+# -- one task ------------------------------------------------------------------------------------------------------------
+
+_LONGEST_ANSWER = 4_000  # characters
+_MOST_SAMPLES = 5_000
+
+
+def history_of(run: Run, task: str) -> list[dict[str, Any]]:
+    """Return the groups of a task in the order in which they ended.
+
+    Args:
+        run: the run.
+        task: identity of the task, see ``collector.identity_of_task``.
+
+    Returns:
+        For each group its key ``group``, ``is_eval``, the ``version`` of the weights that were evaluated, the ``step`` that trained on it,
+        its mean ``reward`` and its ``samples``, each with the text that the model ``said``.
+    """
+    said = f"substr(texts.said, 1, {_LONGEST_ANSWER}) AS said"
+    query = (
+        f"{select('samples.version AS evaluated', said)} WHERE samples.task = ? AND {NOT_UNDONE} ORDER BY samples.id LIMIT ?"
+    )
+    groups: dict[str, dict[str, Any]] = {}
+    samples = run.samples
+    for row in run.index.rows(query, task, _MOST_SAMPLES):
+        sample = {**samples.plain(row), "said": clipped(row["said"] or "", _LONGEST_ANSWER)}
+        version = row["evaluated"] if row["is_eval"] else None
+        nothing = {
+            "group": sample["group"],
+            "is_eval": sample["is_eval"],
+            "version": version,
+            "step": sample["step"],
+            "samples": [],
+        }
+        groups.setdefault(sample["group"], nothing)["samples"].append(sample)
+    for group in groups.values():
+        group["samples"].sort(key=lambda sample: (sample["index"], sample["attempt"]))
+        rewards = [sample["reward"] for sample in group["samples"] if sample["reward"] is not None]
+        group["reward"] = statistics.fmean(rewards) if rewards else None
+    return list(groups.values())

@@ -16,8 +16,7 @@ from rollwright.experience.journal.writing import Journal
 from rollwright.viewer.evaluations import Evaluation, evaluations_of
 from rollwright.viewer.run import Run
 from rollwright.viewer.server import make_app
-from rollwright.viewer.task_history import history_of
-from rollwright.viewer.task_table import task_rows
+from rollwright.viewer.tasks import history_of, task_rows
 
 
 def evaluations(**rewards):
