@@ -72,12 +72,13 @@ class Table(DataTable[Text]):
         """Replace the rows and keep the selection; if nothing is selected, select ``first``."""
         before = self.chosen or first
         self.clear()
-        shown = {key: [cell if isinstance(cell, Text) else line(cell) for cell in cells] for key, cells in rows.items()}
-        for key, cells in shown.items():
-            self.add_row(*cells, key=key)
-        # The table measures new rows when it is idle, which a busy machine may never let it be.
-        for column, cells in zip(self.ordered_columns, zip(*shown.values(), strict=True), strict=False):
-            column.content_width = max(column.content_width, *(cell.cell_len for cell in cells))
+        columns = self.ordered_columns
+        for key, cells in rows.items():
+            shown = [cell if isinstance(cell, Text) else line(cell) for cell in cells]
+            self.add_row(*shown, key=key)
+            # Textual widens the columns too, but only when no message is waiting, which may be never on a busy machine.
+            for column, cell in zip(columns, shown, strict=True):
+                column.content_width = max(column.content_width, cell.cell_len)
         if before is not None and before in rows:
             self.move_cursor(row=list(rows).index(before))
 
