@@ -57,7 +57,7 @@ def measures_of(scores: Mapping[str, Any]) -> dict[str, float]:
 
 
 def in_one_line(scores: Mapping[str, Any]) -> str:
-    """Format the scores of an evaluation, each with its 95 % interval over tasks: ``greedy 0.500 [0.310, 0.690], pass@8 …``."""
+    """Format the scores of an evaluation, each with its 95 % interval over tasks: ``greedy 0.982 [0.970, 0.990], pass@8 …``."""
     names = [*measures_of(scores), *(name for name in scores if name.startswith("pass@"))]
     limits = scores.get("intervals", {})
     shown = {name: " [{:.3f}, {:.3f}]".format(*limits[name]) if name in limits else "" for name in names}
