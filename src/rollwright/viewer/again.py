@@ -31,12 +31,13 @@ def models_of(run: Run) -> dict[str, str]:
     newest = sorted(set(found), key=lambda path: path.stat().st_mtime, reverse=True)
     models = {f"checkpoint {path.name}": str(path) for path in newest}
     if isinstance(first := run.config.get("actor.path"), str):
-        models["model that it began with"] = str(Path(began_in(run), first)) if Path(began_in(run), first).exists() else first
+        local = Path(began_in(run), first)
+        models["model that it began with"] = str(local) if local.exists() else first
     return models
 
 
 def began_in(run: Run) -> str:
-    """Return the directory that relative paths of a run's config begin at: this one, or one above the run that has its model."""
+    """Return the directory where a run was started: the first of this one and those above the run that has its model, or else this one."""
     model = str(run.config.get("actor.path"))
     places = [Path.cwd(), *run.path.resolve().parents]
     return str(next((place for place in places if (place / model).exists()), Path.cwd()))
@@ -147,12 +148,9 @@ class _Engine:
             pass  # nobody asks any more
         except (EOFError, OSError) as error:
             if self.is_open:
-                late = isinstance(error, TimeoutError)
-                why = (
-                    "the engine did not answer in time."
-                    if late
-                    else f"the engine ended: {child.cause_of_death()}; see the viewer's output."
-                )
+                is_late = isinstance(error, TimeoutError)
+                ended = "did not answer in time." if is_late else f"ended: {child.cause_of_death()}; see the viewer's output."
+                why = f"the engine {ended}"
         finally:
             self.is_open = False
             child.close()

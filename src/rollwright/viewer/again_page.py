@@ -11,11 +11,12 @@ from fastapi.responses import Response
 from pydantic import BaseModel, ConfigDict, Field
 
 from rollwright.errors import DataError
-from rollwright.tracking.readable import number, visible
+from rollwright.tracking.readable import number
 from rollwright.viewer.again import Engines, models_of, why_not
 from rollwright.viewer.pages import Pages, key_in_address, number_in
 from rollwright.viewer.pictures import shade
 from rollwright.viewer.run import Run
+from rollwright.viewer.sample_view import token_text
 from rollwright.viewer.words import title_of
 
 #: Path of the requests that start and end an engine; the guard lets POST pass to no other.
@@ -108,7 +109,7 @@ def add_routes(router: APIRouter, pages: Pages, engines: Engines) -> None:
 def shown_tokens(run: Run, ids: Sequence[int], logprobs: Sequence[float | None]) -> list[dict[str, Any]]:
     """Return each token with its text, its log-probability and a shade, dark where it was unlikely."""
     return [
-        {"text": visible(text).replace("\n", "↵\n") or "·", "value": number(value), "shade": shade(-(value or 0.0), 0.0, 8.0)}
+        {"text": token_text(text), "value": number(value), "shade": shade(-(value or 0.0), 0.0, 8.0)}
         for text, value in zip(run.texts(ids), logprobs, strict=True)
     ]
 

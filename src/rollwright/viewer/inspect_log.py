@@ -27,12 +27,11 @@ from rollwright.viewer.exports import Exported, metric_records, sample_records
 from rollwright.viewer.reading import CLOSINGS, messages_in
 from rollwright.viewer.run import Run
 from rollwright.viewer.samples import parse_key
+from rollwright.viewer.words import whole_answer_of_task
 
 _FORMAT = 2
 _SCORER = "reward"
 _STOPS = {"stop": "stop", "length": "max_tokens", "tool_calls": "tool_calls"}
-#: Columns of a task that may hold the expected answer.
-_TARGETS = ("answer", "target", "ground_truth", "solution")
 _LONG = 100  # characters from which on a text that several requests share is stored once
 _SUMMARY = 200  # characters of the prompt in lists
 
@@ -173,7 +172,7 @@ class _Log:
             "id": name,
             "epoch": epoch,
             "input": asked or _as_text(task),
-            "target": _target(task),
+            "target": whole_answer_of_task(task) if isinstance(task, Mapping) else "",
             "messages": messages,
             "output": _without_details(requests[-1]["output"]) if requests else {"model": self._model, "choices": []},
             "scores": {_SCORER: score} if reward is not None else None,
@@ -351,11 +350,6 @@ def _arguments(text: str) -> dict[str, Any]:
     except ValueError as error:
         return {"arguments": {"text": text}, "parse_error": str(error)}
     return {"arguments": found if isinstance(found, dict) else {"value": found}}
-
-
-def _target(task: Any) -> str:
-    found = [task[name] for name in _TARGETS if task.get(name) is not None] if isinstance(task, Mapping) else []
-    return _as_text(found[0]) if found else ""
 
 
 def _as_text(value: Any) -> str:

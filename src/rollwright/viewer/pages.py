@@ -126,8 +126,7 @@ class Pages:
         crumbs += [{"text": entry["stage"], "url": url if title else None}]
         crumbs += [{"text": text, "url": url + address} for text, address in places]
         crumbs += [{"text": title, "url": None}] if title else []
-        progress = run.progress()
-        entry["indexed"] = 1.0 if progress["is_complete"] else min(0.99, progress["bytes"] / max(1, progress["of_bytes"]))
+        entry["indexed"] = _indexed([run])
         context = {"run": entry, "tab": tab, "crumbs": crumbs, "title": f"{title or 'Run'} · {entry['id']}"}
         if is_followed:
             context.update(stamp=run.stamp, stamp_url=f"{url}/stamp")
@@ -139,16 +138,27 @@ class Pages:
         url = url_of_run(run_id)
         runs = [part.run for part in whole.parts() if part.run is not None]
         entry = {"id": run_id, "url": url, "whole": None, "path": str(whole.path), "state": whole.state, "kind": "run"}
-        entry |= {"has_journal": False, "indexed": 1.0, "about": _about_whole(whole), "notes": read_notes(whole.path)}
-        read, every = (sum(run.progress()[key] for run in runs) for key in ("bytes", "of_bytes"))
-        if not all(run.progress()["is_complete"] for run in runs):
-            entry["indexed"] = min(0.99, read / max(1, every))
+        entry |= {
+            "has_journal": False,
+            "indexed": _indexed(runs),
+            "about": _about_whole(whole),
+            "notes": read_notes(whole.path),
+        }
         entry["missing"] = list(dict.fromkeys(each["message"] for run in runs for each in run.missing()))
         crumbs = [{"text": run_id, "url": url if title else None}]
         crumbs += [{"text": text, "url": url + address} for text, address in places]
         crumbs += [{"text": title, "url": None}] if title else []
         context = {"run": entry, "tab": tab, "crumbs": crumbs, "title": f"{title or 'Run'} · {run_id}"}
         return {**context, "stamp": whole.stamp, "stamp_url": f"{url}/stamp"}
+
+
+def _indexed(runs: Sequence[Run]) -> float:
+    """Return the share of the runs' journals that their indexes have read; 1 only if that is all."""
+    progress = [run.progress() for run in runs]
+    if all(each["is_complete"] for each in progress):
+        return 1.0
+    read, every = (sum(each[key] for each in progress) for key in ("bytes", "of_bytes"))
+    return min(0.99, read / max(1, every))
 
 
 def _about_whole(whole: WholeRun) -> str:

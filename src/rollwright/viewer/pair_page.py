@@ -12,12 +12,13 @@ from fastapi import APIRouter, Request
 from fastapi.responses import Response
 
 from rollwright.errors import DataError
-from rollwright.tracking.readable import advantage, counted, number, seconds
+from rollwright.tracking.readable import advantage, counted, number
 from rollwright.viewer import sample_view
 from rollwright.viewer.pages import Pages, key_in_address, url_of_run
 
 _LARGEST = 4_000_000  # product of two lengths that are aligned; about two seconds
 _DIFFERS = "differs"  # class of a token that the other sample does not have at its place
+_FACTS = ("weights", "sampled", "requests", "took", "reason")
 _KEY = "Underlined: tokens that only this sample has. ▸ marks the first one."
 
 
@@ -83,11 +84,7 @@ def _side(pages: Pages, asked: str, row: int) -> dict[str, Any]:
         ("run", run_id),
         ("reward", None if sample["reward"] is None else number(sample["reward"])),
         ("advantage", None if sample["advantage"] is None else advantage(sample["advantage"])),
-        ("weights", None if sample["version"] is None else "v" + "–".join(map(str, dict.fromkeys(sample["version"])))),
-        ("tokens sampled", sample["tokens"]),
-        ("requests", sample["calls"] and len(sample["calls"])),
-        ("took", seconds(sample["ended"] - sample["began"]) if sample["ended"] and sample["began"] else None),
-        ("reason", sample["reason"]),
+        *(fact for fact in sample_view.facts(sample) if fact[0] in _FACTS),
     ]
     return {
         "sample": sample,

@@ -165,7 +165,7 @@ def _config_of(pages: Pages, entry: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _shown(value: Any) -> str:
-    return "" if value is None else str(value).lower() if isinstance(value, bool) else as_text(value)
+    return "" if value is None else as_text(value)
 
 
 def _offered(pages: Pages, rows: Sequence[tuple[Any, Mapping[str, Any]]]) -> list[str]:

@@ -64,7 +64,7 @@ def tokens(
         mark = now if is_new and (version is not None or overlay == "version") else None
         version = now if is_new else version
         value = values[index] if overlay in columns and overlay != "trained" else None
-        shown.append({"text": _token_text(row["texts"][index]), "shade": shade_of, "value": _short(value), "from": mark})
+        shown.append({"text": token_text(row["texts"][index]), "shade": shade_of, "value": _short(value), "from": mark})
     facts = [["id", row["ids"][:end]], ["text", [visible(text) for text in row["texts"][:end]]]]
     facts += [[_NAMES[name], [_fact(value) for value in column[:end]]] for name, column in columns.items()]
     return {
@@ -135,7 +135,8 @@ def _shades(overlay: str, values: Sequence[Any], mask: Sequence[bool]) -> tuple[
     return ["" if value is None else shade(value, low, high) for value in values], [("q1", number(low)), ("q6", number(high))]
 
 
-def _token_text(text: str) -> str:
+def token_text(text: str) -> str:
+    """Return the text of a token with its spaces, newlines and invisible characters shown."""
     if text and not text.strip(" "):
         return "␣" * len(text)
     return visible(text).replace("\n", "↵\n").replace("\t", "⇥\t") or "·"
@@ -158,7 +159,7 @@ def table(row: Mapping[str, Any], limit: int | None = LINES_SHOWN) -> dict[str, 
     names = ["#", "id", "text", *(_NAMES[name] for name in columns)]
     end = len(row["ids"]) if limit is None else min(limit, len(row["ids"]))
     lines = [
-        [index, row["ids"][index], _token_text(row["texts"][index]), *(_cell(column[index]) for column in columns.values())]
+        [index, row["ids"][index], token_text(row["texts"][index]), *(_cell(column[index]) for column in columns.values())]
         for index in range(end)
     ]
     return {"names": names, "lines": lines}

@@ -1,4 +1,4 @@
-"""The server of `rollwright view`: pages about run directories, of which only tags and notes are written, behind the request guard that all services use.
+"""The server of `rollwright view`: pages about runs, behind the request guard that all services use.
 
 Models and tools wrote the recorded text, so none of it is trusted: templates escape all of it, and the
 Content-Security-Policy allows only the viewer's own scripts and styles, and no other origin.
@@ -55,7 +55,7 @@ SECURITY_HEADERS = {
     "Cross-Origin-Opener-Policy": "same-origin",
 }
 _TOKEN = "token"
-#: The only addresses that something is sent to.
+#: Addresses that take tags and notes; only these and ``again_page.PATH`` take POST.
 _NOTES = re.compile(r"/run/[^/]+/notes")
 
 
@@ -112,7 +112,7 @@ class ViewGuard(Guard):
             scope["path"] == again_page.PATH or _NOTES.fullmatch(scope["path"]) is not None
         )
         if scope["method"] not in ("GET", "HEAD") and not is_post:
-            return RequestError("The viewer only shows: it takes GET.", status=405)
+            return RequestError("The viewer takes only GET at this address.", status=405)
         if is_post and headers.get("content-type", "").partition(";")[0].strip().lower() != "application/json":
             return RequestError("Send JSON with Content-Type: application/json.", status=415)  # no other site's form can
         refused = super().refusal(scope, headers)

@@ -33,13 +33,18 @@ def words_of_task(task: Mapping[str, Any]) -> str:
 
 def expected_of_task(task: Mapping[str, Any]) -> str:
     """Return the right answer of a task on one line; several are joined by "or". Empty if the task names none."""
+    return one_line(whole_answer_of_task(task))
+
+
+def whole_answer_of_task(task: Mapping[str, Any]) -> str:
+    """Return the right answer of a task as it stands there; several are joined by "or". Empty if the task names none."""
     for name in _EXPECTED:
         found = task.get(name)
         if isinstance(found, Mapping):
-            found = expected_of_task(found) or None
+            found = whole_answer_of_task(found)
         if isinstance(found, list):
             found = " or ".join(str(each) for each in found if isinstance(each, str | int | float))
-        if found is not None and not isinstance(found, Mapping) and (text := one_line(str(found))):
+        if found is not None and (text := str(found)).strip():
             return text
     return ""
 

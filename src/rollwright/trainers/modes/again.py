@@ -167,9 +167,7 @@ def main() -> int:
     def attempt(kind: bytes, function: Callable[[], Any]) -> Any:
         try:
             made = function()
-        except (
-            Exception
-        ) as error:  # whatever the engine or the workflow raises is told, and the process answers further questions
+        except Exception as error:  # engines and workflows may raise anything; the page shows it, and the process goes on
             told = str(error) if isinstance(error, RollwrightError) else f"{type(error).__name__}: {error}"
             channel.send(ERROR, told.encode("utf-8", "replace"))
             return None
