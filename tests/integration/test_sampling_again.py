@@ -53,9 +53,8 @@ def plain_ids(prompt, tokenizer, enable_thinking):
 
 
 def asked(client, **changes):
-    name = client.entry["url"].removeprefix("/run/")
     sample = client.run.search(limit=1, order="-tokens")["samples"][0]["key"]
-    return {"run": name, "sample": sample, "call": 0, "token": 0, "model": "model that it began with", **changes}
+    return {"sample": sample, "call": 0, "token": 0, "model": "model that it began with", **changes}
 
 
 def test_the_page_offers_each_token_and_the_models(client):
@@ -69,26 +68,26 @@ def test_the_page_offers_each_token_and_the_models(client):
 
 
 def test_the_same_seed_and_weights_give_the_same_answer_and_reward(client):
-    body = asked(client, same_seed=True)
-    answer = client.post("/again", json=body)
+    body, address = asked(client, same_seed=True), f"{client.entry['url']}/again"
+    answer = client.post(address, json=body)
     assert answer.status_code == 200, answer.text
     assert "The same answer" in answer.text
     rewards = re.findall(r"reward\s+<b>(.*?)</b>", answer.text)
     assert len(rewards) == 2
     assert rewards[0] == rewards[1]
-    kept = client.post("/again", json=asked(client, token=3)).text
+    kept = client.post(address, json=asked(client, token=3)).text
     recorded, again = kept.split("Sampled again")
     assert recorded.count(" kept") == again.count(" kept") == 3
-    assert client.post("/again", json={"run": body["run"]}).status_code == 204  # ends the engine
+    assert client.post(address, json={}).status_code == 204  # ends the engine
 
 
 def test_nothing_else_is_let_in(client):
-    body = asked(client)
-    assert client.post("/again", content=b"run=1", headers={"Content-Type": "text/plain"}).status_code == 415
-    assert client.post("/again").status_code == 415
-    assert client.post("/again", json=body, headers={"Origin": "https://example.com"}).status_code == 403
+    body, address = asked(client), f"{client.entry['url']}/again"
+    assert client.post(address, content=b"run=1", headers={"Content-Type": "text/plain"}).status_code == 415
+    assert client.post(address).status_code == 415
+    assert client.post(address, json=body, headers={"Origin": "https://example.com"}).status_code == 403
     assert client.post(client.entry["url"], json=body).status_code == 405
-    assert client.put("/again", json=body).status_code == 405
-    assert client.post("/again", json={**body, "model": "/etc"}).status_code == 404
-    assert client.post("/again", json={**body, "call": 7}).status_code == 404
-    assert client.post("/again", json={**body, "more": 1}).status_code in (400, 422)
+    assert client.put(address, json=body).status_code == 405
+    assert client.post(address, json={**body, "model": "/etc"}).status_code == 404
+    assert client.post(address, json={**body, "call": 7}).status_code == 404
+    assert client.post(address, json={**body, "more": 1}).status_code in (400, 422)

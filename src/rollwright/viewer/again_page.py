@@ -19,16 +19,12 @@ from rollwright.viewer.run import Run
 from rollwright.viewer.sample_view import token_text
 from rollwright.viewer.words import title_of
 
-#: Path of the requests that start and end an engine; the guard lets POST pass to no other.
-PATH = "/again"
-
 
 class AgainRequest(BaseModel):
-    """Body of a POST: which call of which sample to sample again. ``run`` alone ends the engine."""
+    """Body of a POST: which call of which sample to sample again. Without a sample, the engine is ended."""
 
     model_config = ConfigDict(extra="forbid")
 
-    run: str
     sample: str = ""
     call: int = Field(0, ge=0)
     token: int = Field(0, ge=0)
@@ -71,8 +67,8 @@ def add_routes(router: APIRouter, pages: Pages, engines: Engines) -> None:
             is_last=call == len(calls) - 1,
         )
 
-    def sample_again(asked: AgainRequest) -> Response:
-        run = pages.run(asked.run)
+    def sample_again(name: str, asked: AgainRequest) -> Response:
+        run = pages.run(name)
         if not asked.sample:
             engines.end()
             return Response(status_code=204)
@@ -103,7 +99,7 @@ def add_routes(router: APIRouter, pages: Pages, engines: Engines) -> None:
         )
 
     router.add_api_route("/run/{name}/again/{key:path}", page, methods=["GET"], include_in_schema=False, response_model=None)
-    router.add_api_route(PATH, sample_again, methods=["POST"], include_in_schema=False, response_model=None)
+    router.add_api_route("/run/{name}/again", sample_again, methods=["POST"], include_in_schema=False, response_model=None)
 
 
 def shown_tokens(run: Run, ids: Sequence[int], logprobs: Sequence[float | None]) -> list[dict[str, Any]]:

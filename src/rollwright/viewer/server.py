@@ -55,8 +55,8 @@ SECURITY_HEADERS = {
     "Cross-Origin-Opener-Policy": "same-origin",
 }
 _TOKEN = "token"
-#: Addresses that take tags and notes; only these and ``again_page.PATH`` take POST.
-_NOTES = re.compile(r"/run/[^/]+/notes")
+#: The only addresses that take POST: one for tags and notes, one to sample a call again.
+_POSTED = re.compile(r"/run/[^/]+/(notes|again)")
 
 
 class ViewGuard(Guard):
@@ -108,9 +108,7 @@ class ViewGuard(Guard):
 
     def refusal(self, scope: Scope, headers: Headers) -> RequestError | None:
         """Return the error for a request that is not allowed, or None."""
-        is_post = scope["method"] == "POST" and (
-            scope["path"] == again_page.PATH or _NOTES.fullmatch(scope["path"]) is not None
-        )
+        is_post = scope["method"] == "POST" and _POSTED.fullmatch(scope["path"]) is not None
         if scope["method"] not in ("GET", "HEAD") and not is_post:
             return RequestError("The viewer takes only GET at this address.", status=405)
         if is_post and headers.get("content-type", "").partition(";")[0].strip().lower() != "application/json":

@@ -2,10 +2,10 @@
 "use strict";
 
 (() => {
-  let asked = ""; // run whose engine was started
-  const post = (body, more = {}) => fetch("/again", { method: "POST", headers: { "Content-Type": "application/json" }, body: JSON.stringify(body), ...more });
+  let asked = ""; // address of the run whose engine was started
+  const post = (url, body, more = {}) => fetch(url, { method: "POST", headers: { "Content-Type": "application/json" }, body: JSON.stringify(body), ...more });
   function end() {
-    if (asked) post({ run: asked }, { keepalive: true }).catch(() => {});
+    if (asked) post(asked, {}, { keepalive: true }).catch(() => {});
     asked = "";
   }
   document.addEventListener("submit", async (event) => {
@@ -17,8 +17,8 @@
     button.disabled = true;
     button.textContent = asked ? "Sampling…" : "Starting an engine…";
     const body = { ...JSON.parse(form.dataset.again), model: form.elements.model.value, same_seed: form.elements.same_seed.checked };
-    asked = body.run;
-    const answer = await post(body).catch(() => null);
+    asked = form.dataset.url;
+    const answer = await post(asked, body).catch(() => null);
     const html = answer ? await answer.text() : "";
     button.disabled = false;
     button.textContent = text;
