@@ -157,6 +157,24 @@ class Script(FixedEngine):
         return [-0.25] * len(tokens)
 
 
+def sampled(engine: Any) -> Any:
+    """The engine bound to a sample on this loop."""
+    from rollwright.rollout.sample_engine import SampleEngine
+    from rollwright.rollout.seeds import SampleName
+
+    return SampleEngine(engine, SampleName(0, 0), run_seed=1, loop=asyncio.get_running_loop())
+
+
+async def played(taskset: Any, row: dict[str, Any], engine: Any, tokenizer: Any, runner: Any = None) -> tuple[Any, Any]:
+    """The experiences of one episode of a task, and their rows, checked against what was sampled."""
+    from rollwright.experience.normaliser import normalise
+    from rollwright.workflows.task_runner import TaskRunner
+
+    sample = sampled(engine)
+    experiences = await (runner or TaskRunner([taskset], tokenizer)).arun_episode(sample, row)
+    return experiences, normalise(experiences, sample.recorder, tokenizer=tokenizer)
+
+
 class JournalledEpisodes:
     """Runs a function as an episode, and again from its journal."""
 

@@ -17,7 +17,7 @@ import psutil
 import pytest
 from client_cases import ENVIRONMENTS
 from mcp_use import CALLS, use_all
-from parts import TOOL_TEMPLATE, JournalledEpisodes, Script, tool_tokenizer
+from parts import TOOL_TEMPLATE, JournalledEpisodes, Script, sampled, tool_tokenizer
 from quiet_ports import quiet_ports
 
 from rollwright import McpServer, Tools
@@ -26,8 +26,6 @@ from rollwright.config.tasksets import FormatConfig, TasksetConfig
 from rollwright.data.tokenizer import build_character_tokenizer, load_tokenizer
 from rollwright.data.vision import IMAGE, VISION_PIECES
 from rollwright.errors import LostToolError, WorkflowError
-from rollwright.rollout.sample_engine import SampleEngine
-from rollwright.rollout.seeds import SampleName
 from rollwright.training.model import new_vision_model
 from rollwright.workflows.registry import FUNCTIONS
 from rollwright.workflows.task_runner import TaskRunner
@@ -255,7 +253,7 @@ async def test_the_tool_calling_workflow_calls_them(address):
         workflow_args={"tools": ["test_notes"]},
         group_size=1,
     )
-    sample = SampleEngine(Script(tokenizer, call, "Done."), SampleName(0, 0), run_seed=1, loop=asyncio.get_running_loop())
+    sample = sampled(Script(tokenizer, call, "Done."))
     try:
         (experience,) = await TaskRunner([taskset], tokenizer).arun_episode(sample, {"question": "Note it.", "answer": ""})
     finally:
@@ -278,7 +276,7 @@ async def test_a_model_that_reads_images_sees_those_of_a_server_and_others_read_
     row = {"question": "Draw two squares.", "answer": "done"}
     for tokenizer in (load_tokenizer(str(tmp_path)), tool_tokenizer()):
         engine = Script(tokenizer, *calls, "done")
-        sample = SampleEngine(engine, SampleName(0, 0), run_seed=1, loop=asyncio.get_running_loop())
+        sample = sampled(engine)
         taskset = TasksetConfig(
             format=FormatConfig(prompt_key="question", response_key="answer"),
             workflow="tool_calling_workflow",

@@ -12,17 +12,13 @@ from pathlib import Path
 
 import pytest
 from client_cases import ENVIRONMENTS
-from parts import JournalledEpisodes, Script
+from parts import JournalledEpisodes, Script, played
 from quiet_ports import quiet_ports
 
 from rollwright.config.tasksets import TasksetConfig
 from rollwright.data.tokenizer import build_word_tokenizer
 from rollwright.environments.openenv import OpenEnv, OpenEnvRefusal, OpenEnvSession, websocket_url
 from rollwright.errors import ConfigError, LostToolError, WorkflowError
-from rollwright.experience.normaliser import normalise
-from rollwright.rollout.sample_engine import SampleEngine
-from rollwright.rollout.seeds import SampleName
-from rollwright.workflows.task_runner import TaskRunner
 
 SERVER = Path(__file__).with_name("programs") / "guessing_server.py"
 NUMBERS = [str(number) for number in range(1, 21)]
@@ -61,12 +57,7 @@ def play(url, *replies, engine=None, **arguments):
     workflow_args = {"environment": "openenv", "environment_args": {"url": url, **arguments}, "max_turns": len(replies)}
     taskset = TasksetConfig(workflow="environment_workflow", workflow_args=workflow_args)
 
-    async def run():
-        sample = SampleEngine(engine, SampleName(0, 0), run_seed=1, loop=asyncio.get_running_loop())
-        experiences = await TaskRunner([taskset], TOKENIZER).arun_episode(sample, {"seed": SEED})
-        return experiences, normalise(experiences, sample.recorder, tokenizer=TOKENIZER)
-
-    experiences, rows = asyncio.run(run())
+    experiences, rows = asyncio.run(played(taskset, {"seed": SEED}, engine, TOKENIZER))
     return experiences, rows, [TOKENIZER.decode(request.input_ids) for request in engine.requests]
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import json
 from pathlib import Path
 
@@ -11,6 +10,7 @@ import torch
 from client_cases import environment_of
 from command_programs import CLAUDE, CODEX, SECONDS, CommandProgram
 from directed_model import CONTEXT, Directed, call_of, defaults, small_tokenizer
+from parts import sampled
 from PIL import Image
 
 from rollwright.config.experiment import NewVisionConfig
@@ -20,8 +20,6 @@ from rollwright.data.tokenizer import load_tokenizer
 from rollwright.data.vision import IMAGE, VISION_PIECES
 from rollwright.experience.normaliser import normalise
 from rollwright.inference.backends.builtin.engine import BuiltinEngine
-from rollwright.rollout.sample_engine import SampleEngine
-from rollwright.rollout.seeds import SampleName
 from rollwright.training.actor import FSDPPPOActor
 from rollwright.training.model import load_model, new_vision_model
 from rollwright.workflows.command_agent import CommandAgentWorkflow
@@ -75,7 +73,7 @@ async def test_pictures_that_a_program_reads_are_trained(
         with BuiltinEngine(model, tokenizer, context_length=CONTEXT, kv_cache_bytes=64 << 20) as engine:
             directed = Directed(engine, [*replies, "Red and blue."])
             task = {"messages": [{"role": "user", "content": "Look at red.png and blue.png."}], "workdir": str(tmp_path)}
-            sample = SampleEngine(directed, SampleName(0, 0), run_seed=1, loop=asyncio.get_running_loop())
+            sample = sampled(directed)
             (row,) = await workflow.arun_episode(sample, task)
     finally:
         workflow.front.close()

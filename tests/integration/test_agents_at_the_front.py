@@ -13,8 +13,7 @@ import pytest
 import torch
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "unit" / "workflows"))
-from parts import Script, tool_tokenizer
-from tool_scripts import sampled
+from parts import Script, sampled, tool_tokenizer
 
 from rollwright.config.experiment import PPOConfig
 from rollwright.config.modes import AuxiliaryModelConfig

@@ -5,17 +5,13 @@ from pathlib import Path
 
 import pytest
 import yaml
-from parts import Script
+from parts import Script, played
 from worlds.frozen_lake import episode, lakes, shortest_way, whole_map
 
 from rollwright.config.generation import GenerationHyperparameters
 from rollwright.config.tasksets import TasksetConfig
 from rollwright.data.tokenizer import build_character_tokenizer
 from rollwright.errors import DataError
-from rollwright.experience.normaliser import normalise
-from rollwright.rollout.sample_engine import SampleEngine
-from rollwright.rollout.seeds import SampleName
-from rollwright.workflows.task_runner import TaskRunner
 
 pytest.importorskip("gymnasium")
 CONFIG = yaml.safe_load((Path(__file__).parents[3] / "examples/frozen_lake.yaml").read_text())
@@ -65,13 +61,7 @@ def test_a_worked_walk_is_what_the_workflow_makes_of_it(knows):
         taskset = TasksetConfig(
             workflow="environment_workflow", workflow_args=arguments, gconfig=GenerationHyperparameters(max_new_tokens=2)
         )
-
-        async def walk(said=said, task=task, taskset=taskset):
-            engine = SampleEngine(Script(tokenizer, *said), SampleName(0, 0), run_seed=1, loop=asyncio.get_running_loop())
-            experiences = await TaskRunner([taskset], tokenizer).arun_episode(engine, task)
-            return experiences, normalise(experiences, engine.recorder, tokenizer=tokenizer)
-
-        [experience], row = asyncio.run(walk())
+        [experience], row = asyncio.run(played(taskset, task, Script(tokenizer, *said), tokenizer))
         encoded = [(tokenizer.encode(part["text"], add_special_tokens=False), int(part["train"])) for part in segments]
         assert row["input_ids"][0].tolist() == [token for ids, _ in encoded for token in ids]
         assert tokenizer.unk_token_id not in row["input_ids"][0]

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 import yaml
-from parts import Script
+from parts import Script, sampled
 from worlds.repairs import repaired, repairs, repairs_of
 
 from rollwright.data.formats import to_tasks
@@ -15,8 +15,6 @@ from rollwright.data.tokenizer import build_bpe_tokenizer
 from rollwright.errors import DataError, SandboxError
 from rollwright.experience.normaliser import normalise
 from rollwright.processes.sandbox import check_sandbox
-from rollwright.rollout.sample_engine import SampleEngine
-from rollwright.rollout.seeds import SampleName
 from rollwright.trainers.loops.supervised import supervised_batch
 from rollwright.workflows.command_agent import CommandAgentWorkflow
 
@@ -81,7 +79,7 @@ def test_transcripts_are_token_for_token_what_the_agent_sends():
     workflow = CommandAgentWorkflow(**{**settings, "programs": [str(AGENTS)]}, tokenizer=tokenizer, reward_fn=repaired)
 
     async def episode():
-        sample = SampleEngine(engine, SampleName(0, 0), run_seed=1, loop=asyncio.get_running_loop())
+        sample = sampled(engine)
         return normalise(await workflow.arun_episode(sample, row), sample.recorder)
 
     try:

@@ -7,8 +7,8 @@ import threading
 from types import SimpleNamespace
 
 import pytest
-from parts import Script, tool_tokenizer
-from tool_scripts import add, sampled
+from parts import Script, sampled, tool_tokenizer
+from tool_scripts import add
 
 from rollwright.config.tasksets import FormatConfig, TasksetConfig
 from rollwright.errors import ConfigError

@@ -9,8 +9,7 @@ import time
 from pathlib import Path
 
 import pytest
-from parts import Script, tool_tokenizer
-from tool_scripts import sampled
+from parts import Script, sampled, tool_tokenizer
 
 from rollwright.config.generation import GenerationHyperparameters
 from rollwright.environments.harbor.tasks import harbor

@@ -4,16 +4,13 @@ import asyncio
 
 import pytest
 import torch
-from parts import Script
+from parts import Script, played
 
 from rollwright.algorithms.advantages import returns_to_go
 from rollwright.config.tasksets import TasksetConfig
 from rollwright.data.tokenizer import build_word_tokenizer
 from rollwright.environments.text_environment import StepResult
 from rollwright.errors import WorkflowError
-from rollwright.experience.normaliser import normalise
-from rollwright.rollout.sample_engine import SampleEngine
-from rollwright.rollout.seeds import SampleName
 from rollwright.workflows.environment import with_step_rewards
 from rollwright.workflows.task_runner import TaskRunner
 
@@ -31,12 +28,7 @@ def play(*replies, row=None, engine=None, **arguments):
     arguments = {"environment": "gymnasium", "environment_args": LAKE, "max_turns": len(replies), **arguments}
     taskset = TasksetConfig(workflow="environment_workflow", workflow_args=arguments)
 
-    async def run():
-        sample = SampleEngine(engine, SampleName(0, 0), run_seed=1, loop=asyncio.get_running_loop())
-        experiences = await TaskRunner([taskset], TOKENIZER).arun_episode(sample, row or {"seed": 1})
-        return experiences, normalise(experiences, sample.recorder, tokenizer=TOKENIZER)
-
-    experiences, rows = asyncio.run(run())
+    experiences, rows = asyncio.run(played(taskset, row or {"seed": 1}, engine, TOKENIZER))
     return experiences, rows, [TOKENIZER.decode(request.input_ids) for request in engine.requests]
 
 
@@ -159,8 +151,7 @@ def test_it_plays_in_a_process_of_its_own():
 
     async def run():
         runner = TaskRunner([taskset], TOKENIZER)
-        sample = SampleEngine(Script(TOKENIZER, "right", "down"), SampleName(0, 0), run_seed=1, loop=asyncio.get_running_loop())
-        experiences = await runner.arun_episode(sample, DESC)
+        experiences, _ = await played(taskset, DESC, Script(TOKENIZER, "right", "down"), TOKENIZER, runner)
         for processes in runner._processes.values():
             processes.close()
         return experiences

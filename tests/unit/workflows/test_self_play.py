@@ -5,7 +5,7 @@ import math
 
 import pytest
 import torch
-from parts import FixedEngine
+from parts import FixedEngine, sampled
 
 from rollwright.config.generation import GenerationHyperparameters
 from rollwright.data.tokenizer import build_character_tokenizer, load_tokenizer
@@ -17,8 +17,6 @@ from rollwright.errors import ConfigError, DataError, WeightUpdateError, Workflo
 from rollwright.experience.contract import check_trajectory
 from rollwright.experience.normaliser import normalise
 from rollwright.inference.request import ModelRequest, ModelResponse
-from rollwright.rollout.sample_engine import SampleEngine
-from rollwright.rollout.seeds import SampleName
 from rollwright.workflows.kuhn_exploitability import KuhnExploitability
 from rollwright.workflows.opponents import Opponents
 from rollwright.workflows.self_play import SelfPlayWorkflow
@@ -60,7 +58,7 @@ def play(engine, task, **arguments):
     workflow = SelfPlayWorkflow(gconfig={"max_new_tokens": 4}, tokenizer=TOKENIZER, **{"game": {"name": "nim"}, **arguments})
 
     async def run():
-        sample = SampleEngine(engine, SampleName(0, 0), run_seed=1, loop=asyncio.get_running_loop())
+        sample = sampled(engine)
         return normalise(await workflow.arun_episode(sample, task), sample.recorder, workflow="self_play"), sample
 
     rows, sample = asyncio.run(run())
@@ -241,7 +239,7 @@ def measured(chances):
 
     async def run():
         engine = Prefers(chances)
-        sample = SampleEngine(engine, SampleName(0, 0), run_seed=1, loop=asyncio.get_running_loop())
+        sample = sampled(engine)
         return normalise(await workflow.arun_episode(sample, {}), sample.recorder), engine
 
     rows, engine = asyncio.run(run())

@@ -3,15 +3,13 @@
 import asyncio
 
 import pytest
-from parts import FixedEngine
+from parts import FixedEngine, sampled
 
 from rollwright.config.tasksets import TasksetConfig
 from rollwright.data.selectors import taskset_rows
 from rollwright.data.tokenizer import build_character_tokenizer
 from rollwright.errors import PromptTooLongError, VerifierError, WorkflowError
 from rollwright.inference.request import ModelResponse
-from rollwright.rollout.sample_engine import SampleEngine
-from rollwright.rollout.seeds import SampleName
 from rollwright.workflows.task_runner import TaskRunner
 
 TOKENIZER = build_character_tokenizer()
@@ -53,7 +51,7 @@ def work(path, engine, **arguments):
     [row] = taskset_rows(taskset)
 
     async def run():
-        sample = SampleEngine(engine, SampleName(0, 0), run_seed=1, loop=asyncio.get_running_loop())
+        sample = sampled(engine)
         return await TaskRunner([taskset], TOKENIZER).arun_episode(sample, row)
 
     return asyncio.run(run())

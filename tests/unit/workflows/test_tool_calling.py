@@ -6,8 +6,8 @@ import functools
 import threading
 
 import pytest
-from parts import Script, tool_tokenizer
-from tool_scripts import add, sampled
+from parts import Script, sampled, tool_tokenizer
+from tool_scripts import add
 
 from rollwright.config.tasksets import FormatConfig, TasksetConfig
 from rollwright.errors import ConfigError, WorkflowError

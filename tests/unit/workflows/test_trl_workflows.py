@@ -6,8 +6,7 @@ import asyncio
 
 import pytest
 import trl_environments
-from parts import Script, tool_tokenizer
-from tool_scripts import sampled
+from parts import Script, played, sampled, tool_tokenizer
 
 from rollwright.compat.trl_workflows import EnvironmentThread
 from rollwright.config.generation import GenerationHyperparameters
@@ -30,10 +29,7 @@ async def converse(script, row=None, runner=None, isolation="thread", **argument
     tokenizer = tool_tokenizer()
     taskset = TasksetConfig(workflow="trl_environment_workflow", workflow_args=arguments, isolation=isolation)
     engine = Script(tokenizer, *script)
-    sample = sampled(engine)
-    runner = runner or TaskRunner([taskset], tokenizer)
-    experiences = await runner.arun_episode(sample, row or {"prompt": PROMPT, "target": 3})
-    rows = normalise(experiences, sample.recorder, tokenizer=tokenizer)
+    experiences, rows = await played(taskset, row or {"prompt": PROMPT, "target": 3}, engine, tokenizer, runner)
     return experiences, rows, [tokenizer.decode(request.input_ids) for request in engine.requests]
 
 

@@ -1,19 +1,15 @@
 import asyncio
 
 import pytest
-from parts import FixedEngine
+from parts import FixedEngine, played
 
 from rollwright.config.tasksets import TasksetConfig
 from rollwright.data.tokenizer import ASCII, build_word_tokenizer
 from rollwright.environments.shop.shop import shop
 from rollwright.environments.shop.tasks import vocabulary, worked_steps
 from rollwright.errors import PromptTooLongError, WorkflowError
-from rollwright.experience.normaliser import normalise
 from rollwright.inference.request import ModelResponse
-from rollwright.rollout.sample_engine import SampleEngine
-from rollwright.rollout.seeds import SampleName
 from rollwright.workflows.registry import WORKFLOWS
-from rollwright.workflows.task_runner import TaskRunner
 from rollwright.workflows.webshop import SYSTEM_PROMPT, parse_action
 
 TOKENIZER = build_word_tokenizer(vocabulary(), characters=ASCII)
@@ -36,12 +32,7 @@ class ScriptedEngine(FixedEngine):
 def visit(engine, session_id=3, **arguments):
     taskset = TasksetConfig(workflow="webshop_workflow", workflow_args={"shop": SHOP, **arguments})
 
-    async def run():
-        sample = SampleEngine(engine, SampleName(0, 0), run_seed=1, loop=asyncio.get_running_loop())
-        experiences = await TaskRunner([taskset], TOKENIZER).arun_episode(sample, {"session_id": session_id})
-        return experiences, normalise(experiences, sample.recorder, tokenizer=TOKENIZER)
-
-    return asyncio.run(run())
+    return asyncio.run(played(taskset, {"session_id": session_id}, engine, TOKENIZER))
 
 
 def test_a_visit_is_one_experience_whose_trained_tokens_are_the_replies():
