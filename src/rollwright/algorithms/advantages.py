@@ -142,9 +142,9 @@ def role_average(
 
     Args:
         rewards_B: reward of each row.
-        group_ids_B: not used: a game needs no group.
+        group_ids_B: not used, because a game needs no group.
         sample_ids_B: rows with the same id belong to one sample.
-        memory: ``average``, from 0 on.
+        memory: ``average``, initially 0.
         decay: weight of the old average in each update.
 
     Returns:
@@ -170,13 +170,13 @@ def estimate_by_role(
     trainable_B: Tensor,
     memories: dict[str, Memory],
 ) -> tuple[Tensor, Tensor]:
-    """Estimate each role's rows apart, so that no baseline or deviation, of a group or of the batch, covers two sides of a game.
+    """Estimate the rows of each role separately, so that no baseline or deviation of a group or batch covers two sides of a game.
 
     Args:
         estimate: result of ``find_estimator``.
         rewards_B, group_ids_B, sample_ids_B: see ``Estimator``.
         role_ids_B: the (environment, role) of each row.
-        trainable_B: which rows are of players that are trained. The others are compared with nothing and get baseline and scale 0.
+        trainable_B: which rows belong to players that are trained. The others enter no comparison, and get baseline and scale 0.
         memories: the memory of each role, which the estimator updates.
 
     Returns:

@@ -183,7 +183,7 @@ def _groups(experiences: Sequence[Experience]) -> list[list[Experience]]:
 
 
 def _compared(group: Sequence[Experience]) -> list[list[Experience]]:
-    """Divide a group into experiences that are compared with each other; those that are not trained are compared with none."""
+    """Divide a group into experiences that are compared with each other, without those that are not trained."""
     parts: dict[Any, list[Experience]] = defaultdict(list)
     for experience in group:
         if experience.trainable is not False:
@@ -217,7 +217,7 @@ class RewardFilter(ExperienceOperator):
 class NoVarianceFilter(ExperienceOperator):
     """Drops groups whose rewards are all (nearly) equal: their group-normalised advantages are zero.
 
-    The rewards of each role, and of each turn if rows have ``turn_ids``, are looked at apart: a group is dropped if none of them varies.
+    The rewards of each role, and of each turn if rows have ``turn_ids``, are compared separately: a group is dropped if none of them vary.
     ``threshold`` is the largest standard deviation of rewards at which a group is dropped.
     """
 
