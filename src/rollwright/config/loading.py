@@ -260,28 +260,31 @@ def load_eval_stages(file: str | Path | None, overrides: Sequence[str] = ()) -> 
 
 
 def build_stages(document: Document, overrides: Sequence[Override], only: str | None = None) -> list[Stage]:
-    """Build the stages of a document, or ``only`` those of one kind; see ``load_stages``."""
-    file = _File(document, overrides)
-    built = [file.stage(index, keys) for index, keys in enumerate(file.listed) if only in (None, keys.get("kind"))]
-    stages = [stage for stage in built if stage is not None]
-    file.refuse_repeated_names(stages)
+    """Build the stages of a document, or ``only`` those of one kind; see ``load_stages``.
+
+    With ``only``, the document may have keys for other stages, but each override has to change a stage that is built.
+    """
+    file = _File(document, overrides, only)
+    stages = file.stages()
     if only is None:
         file.refuse_unused_keys()
-        file.refuse_unread_keys()
+    else:
+        file.refuse_idle_overrides()
+    file.refuse_unread_keys()
     if file.faults:
         raise ConfigError.of(file.faults)
     return stages
 
 
 class _File:
-    """Builds the stages of a document with overrides.
+    """Builds the stages of a document with overrides, or ``only`` those of one kind.
 
     Raises:
         ConfigError: ``stages`` is not a list of mappings.
     """
 
-    def __init__(self, document: Document, overrides: Sequence[Override]) -> None:
-        self.document = document
+    def __init__(self, document: Document, overrides: Sequence[Override], only: str | None) -> None:
+        self.document, self.overrides, self.only = document, overrides, only
         self.own = [override for override in overrides if override.path[0] == "stages"]
         self.shared = [override for override in overrides if override.path[0] != "stages"]
         self.origins = Origins(document, list(overrides))
@@ -300,6 +303,15 @@ class _File:
             if not isinstance(keys, dict):
                 where = self.origins.of(("stages", index))
                 raise ConfigError(f"{where}: stages.{index}: expected a mapping with kind and the stage's keys, got {keys!r}.")
+        #: Position and keys of the stages to build.
+        self.chosen = [(index, keys) for index, keys in enumerate(self.listed) if only in (None, keys.get("kind"))]
+
+    def stages(self) -> list[Stage]:
+        """Build the stages. Faults are collected."""
+        built = [self.stage(index, keys) for index, keys in self.chosen]
+        stages = [stage for stage in built if stage is not None]
+        self.refuse_repeated_names(stages)
+        return stages
 
     def stage(self, index: int, keys: dict[str, Any]) -> Stage | None:
         """Build one stage from its own and the shared keys. Faults are collected; the result is unusable if there are any."""
@@ -351,11 +363,15 @@ class _File:
         faults.found = [fault for fault in faults.found if fault[1] not in shared]
 
     def refuse_unread_keys(self) -> None:
-        """Report shared keys that no stage reads. Skipped if a stage has other faults, because that stage may read them."""
+        """Report shared keys that no stage reads. Skipped if a stage has other faults, because that stage may read them.
+
+        If only some stages are built, the others may read the file's keys; those of overrides are reported.
+        """
         if self.faults:
             return
         for path, messages in self.unread.items():
-            if len(messages) == sum(has_key(config, path) for config in self.configs):
+            is_given = self.only is None or any(_overlap(path, override.path) for override in self.shared)
+            if is_given and len(messages) == sum(has_key(config, path) for config in self.configs):
                 self.faults.append(messages[0])
 
     def refuse_repeated_names(self, stages: Sequence[Stage]) -> None:
@@ -381,9 +397,31 @@ class _File:
                 hint = next(filter(None, hints), "") or nearest(key, known)
                 self.faults.append(f"{self.origins.of((key,))}: {key}: no stage of this file has such a key; {hint}")
 
+    def refuse_idle_overrides(self) -> None:
+        """Report overrides that change none of the stages that are built. Skipped if there are other faults."""
+        if self.faults:
+            return
+        known = {name for _, keys in self.chosen for name in _keys_of(STAGE_CLASSES[keys["kind"]])}
+        names = [keys.get("name", keys["kind"]) for _, keys in self.chosen]
+        stages = {*names, *(index for index, _ in self.chosen)}
+        for at, override in enumerate(self.overrides):
+            first, *below = override.path
+            if first in known or (first == "stages" and stages.intersection(below[:1])):
+                continue
+            without = _File(self.document, [*self.overrides[:at], *self.overrides[at + 1 :]], self.only)
+            without.stages()
+            if without.configs == self.configs:  # else an interpolation refers to it
+                why = f"only {', '.join(names)} is carried out" if first == "stages" else nearest(str(first), known)
+                self.faults.append(f"override {override.text!r}: no {self.only} stage has such a key; {why}")
+
 
 def _keys_of(cls: type) -> set[str]:
     return {*(field.name for field in dataclasses.fields(cls)), *names_besides(cls)}
+
+
+def _overlap(one: KeyPath, other: KeyPath) -> bool:
+    """Return True if one path is the other or leads to it."""
+    return all(mine == theirs for mine, theirs in zip(one, other, strict=False))
 
 
 def _holds(keys: Any, path: KeyPath) -> bool:

@@ -139,6 +139,37 @@ def test_evaluations_alone(write):
         load_eval_stages(None, ["dataset.path=arithmetic"])
 
 
+@pytest.mark.parametrize(
+    ("override", "told"),
+    [
+        ("sampels=2", "no eval stage has such a key; did you mean 'samples'?"),
+        ("actor.optimizer.lr=1e-4", "no eval stage has such a key"),
+        ("stages.grpo.seed=4", "no eval stage has such a key; only after is carried out"),
+        ("served_model=m", "served_model: is set, but not read: path names a model that is loaded here"),
+        ("rollout.setup_timeout=5", "rollout.setup_timeout: is set, but not read: an evaluation samples in its own process"),
+    ],
+)
+def test_an_override_of_an_evaluation_has_an_effect_or_is_refused(write, override, told):
+    for file, others in ((write(TEXT), []), (None, ["path=m", "dataset.path=arithmetic"])):
+        if file is None and override.startswith("stages."):
+            continue
+        with pytest.raises(ConfigError) as refused:
+            load_eval_stages(file, [*others, override])
+        assert f"override {override!r}: {told}" in str(refused.value)
+
+
+def test_an_override_may_reach_an_evaluation_through_an_interpolation(write):
+    text = TEXT.replace("path: ${run_dir}/grpo", "path: ${stages.0.path}/${train_dataset.path}")
+    (after,) = load_eval_stages(write(text), ["stages.model.path=m", "train_dataset.path=t"])
+    assert after.config.path == "m/t"
+
+
+def test_a_file_may_have_keys_that_its_evaluations_do_not_read(write):
+    text = TEXT.replace("seed: 3\n", "seed: 3\nrollout: {setup_timeout: 5}\n")
+    (after,) = load_eval_stages(write(text))
+    assert after.config.rollout.setup_timeout == EvalConfig().rollout.setup_timeout
+
+
 def test_a_trinity_shaped_file_is_translated_and_overridden_in_either_shape(write):
     text = (
         "mode: both\nproject: p\nname: n\nmodel: {model_path: m}\nalgorithm: {algorithm_type: grpo, repeat_times: 4}\n"
