@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import math
+import statistics
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from contextlib import AbstractContextManager
 from typing import Any
 
@@ -73,29 +74,23 @@ def pass_at_k(samples: int, passed: int, k: int) -> float:
     return 1.0 - math.comb(samples - passed, k) / math.comb(samples, k)
 
 
-def scores_of(rewards: Sequence[Sequence[float]], pass_at: Sequence[int], pass_reward: float) -> dict[str, float]:
-    """Compute ``mean@n`` and each ``pass@k`` over tasks.
+def scores_by_task(
+    name: str, rewards: Sequence[Sequence[float]], pass_at: Sequence[int], pass_reward: float
+) -> dict[str, list[float]]:
+    """Compute the mean reward and each ``pass@k`` of every task. Their means over tasks are the scores.
 
     Args:
-        rewards: rewards of each task's samples. All tasks have the same number of samples.
+        name: name of the mean reward.
+        rewards: rewards of each task's samples; see ``rewards_by_task``.
         pass_at: values of k. Values above the number of samples are skipped.
         pass_reward: smallest reward of a sample that passes.
     """
-    samples = len(rewards[0])
+    samples = min(map(len, rewards))
     passed = [sum(reward >= pass_reward for reward in task) for task in rewards]
-    scores = {f"mean@{samples}": math.fsum(math.fsum(task) for task in rewards) / (samples * len(rewards))}
+    values = {name: [statistics.fmean(task) for task in rewards]}
     for k in sorted(k for k in set(pass_at) if k <= samples):
-        scores[f"pass@{k}"] = math.fsum(pass_at_k(samples, count, k) for count in passed) / len(rewards)
-    return scores
-
-
-def intervals_of(
-    rewards: Sequence[Sequence[float]], pass_at: Sequence[int], pass_reward: float
-) -> dict[str, tuple[float, float]]:
-    """Compute the 95 % interval, over tasks, of each score of ``scores_of``; empty with fewer than two tasks."""
-    each = [scores_of([task], pass_at, pass_reward) for task in rewards]
-    limits = {name: interval_of_mean([scores[name] for scores in each]) for name in each[0]}
-    return {name: limit for name, limit in limits.items() if limit is not None}
+        values[f"pass@{k}"] = [pass_at_k(len(task), count, k) for task, count in zip(rewards, passed, strict=True)]
+    return values
 
 
 def rewards_by_task(trajectory: Trajectory) -> list[list[float]]:
@@ -106,11 +101,11 @@ def rewards_by_task(trajectory: Trajectory) -> list[list[float]]:
 
 
 def evaluate_model(config: EvalConfig, directory: RunDirectory | None = None) -> dict[str, Any]:
-    """Evaluate a model on a split: a directory with the built-in engine (also a LoRA adapter over the base that it names), or the
-    URL of an endpoint of the OpenAI chat protocol.
+    """Evaluate a model on a split.
 
     Args:
-        config: the model, the split and the workflow.
+        config: the model, the split and the workflow. The model is a directory, which the built-in engine samples from (a LoRA adapter
+            over the base that it names, too), or the URL of an endpoint of the OpenAI chat protocol.
         directory: receives the journal and readable samples (``stats_logger.dump_rollouts`` for each score). If None, nothing
             is written.
 
@@ -148,27 +143,21 @@ def evaluate_model(config: EvalConfig, directory: RunDirectory | None = None) ->
             rows = [{**task, "ordinal": ordinal} for ordinal, task in enumerate(tasks, first)]
             with _bar(rollout, len(tasks) * gconfig.n_samples, name):
                 result = evaluate(rollout, rows, config.workflow, kwargs, gconfig)
-            scores[name] = result.reward
             rewards = rewards_by_task(result.trajectory)
-            if limits := interval_of_mean([math.fsum(task) / len(task) for task in rewards]):
-                scores["intervals"][name] = list(limits)
-            if name != "greedy" and len(set(map(len, rewards))) == 1:
-                scores |= _passes(scores_of, config, rewards)
-                scores["intervals"] |= {own: list(value) for own, value in _passes(intervals_of, config, rewards).items()}
-            elif name != "greedy":
+            pass_at = [] if name == "greedy" else config.pass_at
+            if pass_at and len(set(map(len, rewards))) > 1:
                 logger.warning("pass@k is left out, because tasks gave different numbers of samples: some were rejected")
+                pass_at = []
+            for score, values in scores_by_task(name, rewards, pass_at, config.pass_reward).items():
+                scores[score] = statistics.fmean(values)
+                if limits := interval_of_mean(values):
+                    scores["intervals"][score] = list(limits)
             if dumper is not None:
                 dumper.dump(0, result.trajectory, name=name)
             scores.setdefault("completions", _completions(result.trajectory, tasks, tokenizer))
     finally:
         rollout.destroy()
     return scores
-
-
-def _passes(measure: Callable[..., dict[str, Any]], config: EvalConfig, rewards: list[list[float]]) -> dict[str, Any]:
-    """Return ``pass@k`` by ``scores_of``, or its intervals by ``intervals_of``."""
-    found = measure(rewards, config.pass_at, config.pass_reward)
-    return {name: value for name, value in found.items() if name.startswith("pass@")}
 
 
 def _engine(config: EvalConfig, directory: RunDirectory | None) -> tuple[Any, RolloutEngine]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import math
 import re
+import statistics
 from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -30,7 +31,7 @@ from rollwright.tracking.plots import plot_curves
 from rollwright.tracking.run_directory import RunDirectory
 from rollwright.tracking.summary import checkpoint_table
 from rollwright.trainers.drawn_tasks import held_out_tasks, refuse_missing_chat_template
-from rollwright.trainers.loops.evaluation import evaluate, rewards_by_task, scores_of
+from rollwright.trainers.loops.evaluation import evaluate, rewards_by_task, scores_by_task
 from rollwright.trainers.modes.shared_run import trial_path
 
 logger = getLogger("bench")
@@ -145,9 +146,8 @@ def _scores(config: PPOConfig, path: str, directory: RunDirectory) -> dict[str, 
     save_config(config, directory.path / "config.yaml")
     scores, by_name = {}, defaultdict(list)
     with (
-        TaskServices(
-            config, tokenizer, directory.logs
-        ) as services,  # for this checkpoint, because agents and judges request it by name
+        # Services of this checkpoint, because agents and judges request it by name.
+        TaskServices(config, tokenizer, directory.logs) as services,
         make_rollout_engine(config, None, tokenizer, directory) as rollout,
     ):
         if adapter is not None:
@@ -165,8 +165,10 @@ def _scores(config: PPOConfig, path: str, directory: RunDirectory) -> dict[str, 
                 raise ConfigError(
                     "tasks gave different numbers of samples, so mean@k and pass@k are not of one k: look at the workflow."
                 )
+            mean = f"mean@{len(rewards[0])}"
+            by_task = scores_by_task(mean, rewards, config.bench.pass_at, config.bench.pass_reward)
             scores[name] = {
-                **scores_of(rewards, config.bench.pass_at, config.bench.pass_reward),
+                **{score: statistics.fmean(values) for score, values in by_task.items()},
                 "tasks": float(result.tasks),
                 "truncated": result.truncated,
                 "response_tokens": result.response_tokens,

@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from rollwright.errors import ConfigError
-from rollwright.trainers.loops.evaluation import pass_at_k, scores_of
+from rollwright.trainers.loops.evaluation import pass_at_k, scores_by_task
 
 
 @given(st.integers(1, 8), st.data())
@@ -22,8 +22,9 @@ def test_pass_at_k_is_the_share_of_subsets_with_a_passing_sample(samples, data):
 
 
 def test_scores_of_several_tasks():
-    scores = scores_of([[1.0, 0.0, 0.0, 0.0], [1.0, 1.0, 0.5, 1.0]], pass_at=[1, 2, 8], pass_reward=1.0)
-    assert scores == pytest.approx({"mean@4": 4.5 / 8, "pass@1": (1 / 4 + 3 / 4) / 2, "pass@2": (0.5 + 1.0) / 2})
+    rewards = [[1.0, 0.0, 0.0, 0.0], [1.0, 1.0, 0.5, 1.0]]
+    scores = scores_by_task("mean@4", rewards, pass_at=[1, 2, 8], pass_reward=1.0)
+    assert scores == {"mean@4": [0.25, 0.875], "pass@1": [0.25, 0.75], "pass@2": pytest.approx([0.5, 1.0])}
 
 
 def test_more_than_there_are_samples_cannot_be_told():
