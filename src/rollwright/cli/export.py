@@ -27,7 +27,7 @@ class ExportType(StrEnum):
 
 
 class Format(StrEnum):
-    """Form in which a run is exported."""
+    """Format in which a run is exported."""
 
     inspect = "inspect"
     wandb = "wandb"
@@ -61,8 +61,8 @@ def export(
 ) -> None:
     """Export a run for other programs, with --to; or merge a LoRA adapter into its base.
 
-    A run is exported as everything that its journal and metrics hold: samples, tokens, rewards, curves. What a format has no place for is
-    named. An adapter is merged in float32 arithmetic, and written as a model in Hugging Face form with the adapter's tokenizer.
+    The export of a run contains all that is in its journal and metrics: samples, tokens, rewards, curves. The command names what the
+    format cannot hold. An adapter is merged in float32 arithmetic, and written as a model in Hugging Face form with the adapter's tokenizer.
     """
     if to is not None:
         if dtype is not None or base is not None or gguf is not None or trust_remote_code:

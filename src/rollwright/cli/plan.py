@@ -24,12 +24,12 @@ def plan(
         str | None,
         typer.Option(help="Directory, name on the Hub, or a shape such as llama:hidden_size=8192,num_hidden_layers=80."),
     ] = None,
-    gpus: Annotated[str, typer.Option(help="GPUs of the node and GB of each.")] = "8x80",
+    gpus: Annotated[str, typer.Option(help="Number of GPUs of the node, and GB of each.")] = "8x80",
 ) -> None:
     """Show the memory of each process, which GPU it uses, and how long a publication takes. Starts nothing and needs no GPU.
 
-    Without a config, every division of the GPUs between trainer and servers is shown. With one, or with keys, that run alone is.
-    Exits with 1 if it does not fit.
+    Without a config, it shows every division of the GPUs between trainer and servers. With a config, or with keys, it shows that run
+    alone. Exits with 1 if the run does not fit.
     """
     from rollwright.cli.examples import find_config
     from rollwright.placement.memory_plan import GB, described, plan_of, shape_of, splits
@@ -40,7 +40,9 @@ def plan(
     words = arguments or []
     file, overrides = split_arguments(words) if any("=" not in word for word in words) else (None, words)
     config = _config(find_config(file) if file else None, overrides)
-    shape = shape_of(model or config.actor.path)
+    if not (name := model or config.actor.path):
+        raise ConfigError("no model is named: give --model, or a config with actor.path.")
+    shape = shape_of(name)
     if file or overrides:
         chosen = plan_of(config, shape, count, size)
         typer.echo("\n".join(described(chosen, shape, size)))

@@ -118,8 +118,8 @@ def evaluate(
         list[str] | None,
         typer.Argument(
             metavar="[TASKS | CONFIG] [key=value]...",
-            help="A dataset; or a config file or example, whose eval stages are carried out (or whose shared keys an evaluation is made "
-            "of). Then keys that win.",
+            help="A dataset; or a config file or example, whose eval stages are carried out (without any, an evaluation is built from its "
+            "shared keys). key=value overrides keys.",
             show_default=False,
         ),
     ] = None,
@@ -128,19 +128,23 @@ def evaluate(
         str | None,
         typer.Option(help="Model directory, Hugging Face name, or URL of an endpoint of the OpenAI chat protocol."),
     ] = None,
-    served_model: Annotated[str | None, typer.Option(help="Name of the model at the URL; default: the only one there.")] = None,
+    served_model: Annotated[
+        str | None, typer.Option(help="Name of the model at the URL; default: the only one listed there.")
+    ] = None,
     api_key: Annotated[str | None, typer.Option(envvar="ROLLWRIGHT_API_KEY", help="Key for the URL.")] = None,
-    dataset: Annotated[str | None, typer.Option(help="The dataset, in place of TASKS, for a config without one.")] = None,
+    dataset: Annotated[str | None, typer.Option(help="The dataset; for use with a config file.")] = None,
     split: Annotated[str | None, typer.Option(help="Split of the dataset.")] = None,
     workflow: Annotated[str | None, typer.Option(help="Import path or registered name of the workflow.")] = None,
     reward: Annotated[str | None, typer.Option(help="Import path or registered name of the reward function.")] = None,
-    samples: Annotated[int | None, typer.Option(min=0, help="Sampled completions of each task beside the greedy one.")] = None,
+    samples: Annotated[
+        int | None, typer.Option(min=0, help="Sampled completions of each task, in addition to the greedy one.")
+    ] = None,
 ) -> None:
-    """Score any model on tasks: one greedy completion of each, and several samples beside it, with pass@k and 95 % intervals.
+    """Score a model on tasks: a greedy completion of each task and, with --samples, sampled ones; pass@k and 95 % intervals.
 
-    `rollwright eval arithmetic --model runs/quickstart/first/model --reward arithmetic_reward --samples 8`; TASKS is a registered dataset, a
-    file, a directory or a Hugging Face name. With a config file or the name of an example, its eval stages are carried out, and the
-    options win over what they say. The samples are recorded, and `rollwright view` shows them.
+    Example: `rollwright eval arithmetic --model runs/quickstart/first/model --reward arithmetic_reward --samples 8`. TASKS is a registered
+    dataset, a file, a directory or a Hugging Face name. With a config file or the name of an example, its eval stages are carried out;
+    options override their keys. The samples are recorded, and `rollwright view` shows them.
     """
     _spare_a_busy_machine()
     words = _words(config, arguments)
@@ -162,9 +166,8 @@ def evaluate(
     stages = load_eval_stages(None if file is None else find_config(file), [*overrides, *given])
     for stage in stages:  # so that the directory of an earlier run is never reused
         stage.config.trial_name += time.strftime("-eval-%Y%m%d-%H%M%S")
-        if api_key is not None and is_endpoint(
-            stage.config.path
-        ):  # not as an override, which would be written to the run's directory
+        # Not as an override, which would be written to the run's directory.
+        if api_key is not None and is_endpoint(stage.config.path):
             stage.config.api_key = api_key
     _carry_out(stages, file)
 

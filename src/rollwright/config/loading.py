@@ -446,8 +446,8 @@ _NEEDED: dict[str, dict[str, str]] = {
         "workflow": "the code of an episode, such as rollwright.workflows.rlvr.RLVRWorkflow",
     },
     "eval": {
-        "path": "the model to evaluate",
-        "dataset.path": "the tasks to evaluate on",
+        "path": "the model to evaluate (`rollwright eval` has --model)",
+        "dataset.path": "the tasks to evaluate on (`rollwright eval TASKS`)",
         "workflow": "the code of an episode, such as rollwright.workflows.rlvr.RLVRWorkflow",
     },
 }

@@ -16,6 +16,7 @@ import transformers
 from torch import nn
 
 from rollwright.config.experiment import PPOConfig
+from rollwright.data.rows import unreachable_hub
 from rollwright.errors import ConfigError
 from rollwright.inference.backends.server_backend import servers_of
 
@@ -104,11 +105,13 @@ def _config_of(model: str) -> Any:
                 f"--model {model}: {error}. Write a type of transformers and whole numbers, such as "
                 "llama:hidden_size=8192,num_hidden_layers=80."
             ) from None
+    unreachable = "" if Path(model).exists() else unreachable_hub()
     try:
-        return transformers.AutoConfig.from_pretrained(model)
+        return transformers.AutoConfig.from_pretrained(model, local_files_only=bool(unreachable))
     except (OSError, ValueError) as error:
+        cause = f"{unreachable}, and its cache has none" if unreachable else str(error).splitlines()[0]
         raise ConfigError(
-            f"--model {model}: no config can be read ({str(error).splitlines()[0]}). Name a directory with a config.json, a model of the "
+            f"--model {model}: no config can be read ({cause}). Name a directory with a config.json, a model of the "
             "Hugging Face Hub, or a shape such as llama:hidden_size=8192,num_hidden_layers=80."
         ) from None
 

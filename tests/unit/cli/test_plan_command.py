@@ -30,3 +30,7 @@ def test_gpus_that_cannot_be_read():
     result = plan("--model", SHAPE, "--gpus", "8")
     assert result.exit_code == 1
     assert "8x80" in str(result.exception)
+
+
+def test_a_model_has_to_be_named():
+    assert "no model is named: give --model" in str(plan().exception)
