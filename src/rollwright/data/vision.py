@@ -99,6 +99,12 @@ class VisionProcessor:
         self.image_processor.save_pretrained(path)
 
 
+def reads_images(tokenizer: Any) -> bool:
+    """Return True if the directory that a tokenizer came from has an image processor, so that its model reads images."""
+    directory = getattr(tokenizer, "name_or_path", "") or ""
+    return bool(directory) and (Path(directory) / "preprocessor_config.json").is_file()
+
+
 def load_processor(path: str | Path | Any, tokenizer: Any = None) -> Any:
     """Load a processor by directory or name, without torchvision.
 

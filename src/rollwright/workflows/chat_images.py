@@ -7,43 +7,31 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Mapping, Sequence
-from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
+from rollwright.data.vision import reads_images
 from rollwright.errors import ConfigError, WorkflowError
+
+if TYPE_CHECKING:
+    from rollwright.inference.server.images import ImageReader
 
 
 @functools.lru_cache(maxsize=4)
-def images_of_chat(tokenizer: Any) -> ChatImages | None:
-    """Return what reads the images of a model's chats, or None if there is no image processor in its tokenizer's directory."""
-    directory = getattr(tokenizer, "name_or_path", "") or ""
-    sees = bool(directory) and (Path(directory) / "preprocessor_config.json").is_file()
-    return ChatImages(tokenizer) if sees else None
-
-
-class ChatImages:
-    """Reads the images of a model's chats.
-
-    Attributes:
-        token_id: id of the token that represents images in a prompt.
+def image_reader(tokenizer: Any) -> ImageReader | None:
+    """Return the reader of images for a model's chats, or None if the model reads text only.
 
     Raises:
         ConfigError: the extra ``openai`` is missing.
     """
-
-    def __init__(self, tokenizer: Any) -> None:
-        try:
-            from rollwright.inference.server.images import ImageReader
-        except ModuleNotFoundError as error:
-            raise ConfigError(
-                f"chats of a model that reads images need the package {error.name}: pip install 'rollwright[openai]'."
-            ) from error
-        self._reader = ImageReader(tokenizer)
-        self.token_id = int(self._reader.token_id or 0)
-
-    def gallery(self) -> ChatGallery:
-        """Return the empty gallery of one prompt."""
-        return ChatGallery(self._reader)
+    if not reads_images(tokenizer):
+        return None
+    try:
+        from rollwright.inference.server.images import ImageReader
+    except ModuleNotFoundError as error:
+        raise ConfigError(
+            f"chats of a model that reads images need the package {error.name}: pip install 'rollwright[openai]'."
+        ) from error
+    return ImageReader(tokenizer)
 
 
 class ChatGallery:
@@ -52,7 +40,7 @@ class ChatGallery:
     Its methods raise ``WorkflowError`` if an image cannot be read, or if text contains the image token.
     """
 
-    def __init__(self, reader: Any) -> None:
+    def __init__(self, reader: ImageReader) -> None:
         from rollwright.inference.server.images import Gallery
 
         self._reader, self._gallery = reader, Gallery(reader, None)

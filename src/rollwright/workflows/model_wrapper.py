@@ -18,7 +18,7 @@ from rollwright.experience.experience import Experience, experiences_of
 from rollwright.experience.recorder import Recorder
 from rollwright.inference.engine import InferenceEngine
 from rollwright.inference.request import ModelRequest, ModelResponse
-from rollwright.workflows.chat_images import images_of_chat
+from rollwright.workflows.chat_images import ChatGallery, image_reader
 
 Arguments = ParamSpec("Arguments")
 Result = TypeVar("Result")
@@ -77,7 +77,7 @@ class ModelWrapper:
         self._clients: weakref.WeakSet[Any] = weakref.WeakSet()  # OpenAI clients that the workflow may hold
         self._conversation = ConversationTokens(tokenizer, **(template_kwargs or {}))
         self._conversation_id = uuid.uuid4().hex
-        self._images = images_of_chat(tokenizer)
+        self._images = image_reader(tokenizer)
         self._history_start = 0
 
     @property
@@ -135,7 +135,7 @@ class ModelWrapper:
         gallery = None
         messages = [dict(message) for message in messages]
         if self._images is not None:
-            gallery = self._images.gallery()
+            gallery = ChatGallery(self._images)
             messages = await asyncio.to_thread(gallery.as_texts, messages)
         if messages and messages[-1].get("role") == "assistant":
             reply_prefix = (messages.pop()["content"] or "") + (reply_prefix or "")

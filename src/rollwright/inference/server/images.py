@@ -15,11 +15,10 @@ from collections import OrderedDict
 from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import cached_property
-from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 
-from rollwright.data.vision import IMAGE, as_images, image_inputs, image_placeholder, load_processor
+from rollwright.data.vision import IMAGE, as_images, image_inputs, image_placeholder, load_processor, reads_images
 from rollwright.errors import ConfigError, DataError
 from rollwright.inference.server.exchange import CONTEXT_LENGTH_EXCEEDED, RequestError
 from rollwright.inference.server.prompts import no_image
@@ -75,8 +74,7 @@ class ImageReader:
     @cached_property
     def sees(self) -> bool:
         """True if the model reads images."""
-        directory = getattr(self._tokenizer, "name_or_path", "") or ""
-        return self._given is not None or (bool(directory) and (Path(directory) / "preprocessor_config.json").is_file())
+        return self._given is not None or reads_images(self._tokenizer)
 
     @cached_property
     def processor(self) -> Any:
