@@ -1,13 +1,13 @@
 """Recall of BM25, dense and hybrid search on real questions, with encoders that are trained here in about a minute each.
 
-    python benchmarks/dense_retrieval.py DATA [--folds 4] [--steps 120] [--save DIR] [--json FILE]
+    python benchmarks/dense_retrieval.py DATA [--folds 4] [--only N] [--steps 120] [--save DIR] [--json FILE]
 
 DATA holds ``corpus.jsonl`` (id, contents, wikipedia_title) and ``train.jsonl`` and ``valid.jsonl`` (question, passage_id). The questions
 are divided into folds. Those of each fold are searched with an encoder that was trained on the questions of the other folds, and on
 made-up questions about all passages. No encoder has seen a question that it is measured on.
 
-The encoder is the smallest of its kind: token vectors, a layer norm and their mean, saved as a BERT without layers. Without attention a
-text's vector is a sparse product, so that every step compares its questions with all passages.
+The encoder is minimal: token vectors, a layer norm and their mean, saved as a BERT without layers. Without attention, the vector of a
+text is a sparse product, which makes it cheap to compare the questions of every step with all passages.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ class Texts:
         return self.tokenizer.encode(text).ids[:MAX_TOKENS]
 
     def made_up(self, row: int, question: list[int], random: np.random.Generator) -> list[int]:
-        """Put words of a passage, rare ones first of all, in place of the rare words of a real question."""
+        """Replace the rare words of a real question by words of a passage, which are mostly rare as well."""
         size = max(2, sum(not self.is_common[token] for token in question))
         passage = self.passages[row]
         if random.random() < 0.5:  # words that stand close together
@@ -172,7 +172,7 @@ def main() -> None:
         mean = float(np.mean(1 / np.asarray(found[name])))
         recalls = {f"recall@{cut}": shares[name][cut] for cut in CUTS}
         report.row(what=name, questions=len(found[name]), **recalls, mean_reciprocal_rank=mean)
-    report.row(what=f"training an encoder ({arguments.steps} steps), CPU seconds", questions=trained / len(folds))
+    report.row(what=f"training an encoder ({arguments.steps} steps)", cpu_seconds=trained / len(folds))
     for cut in CUTS:
         best = max(shares["bm25"][cut], shares["dense"][cut])
         report.ratio(f"hybrid over the better of the two/recall@{cut}", shares["hybrid"][cut] / best)

@@ -75,7 +75,7 @@ def _example(name: str, shipped: dict[str, Path]) -> Path:
 
 
 def _about(path: Path) -> str:
-    """Return the first comment line of a file, without its command."""
+    """Return the first comment line of a file, without its command and the full stop."""
     lines = path.read_text(encoding="utf-8").splitlines()
     first = lines[0].removeprefix("#").strip() if lines and lines[0].startswith("#") else ""
-    return first.split(": `")[0].rstrip(":")
+    return first.split(": `")[0].rstrip(":.")

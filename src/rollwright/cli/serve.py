@@ -124,7 +124,7 @@ def retrieve(
         Path | None, typer.Option(help="Directory for indexes; default: beside the corpus, or the cache directory.")
     ] = None,
     retriever: Annotated[
-        str | None, typer.Option(help="bm25, dense or hybrid; default: hybrid with an encoder, else bm25.")
+        str | None, typer.Option(help="bm25, dense or hybrid; default: hybrid with an encoder, bm25 without.")
     ] = None,
     encoder: Annotated[Path | None, typer.Option(help="Directory of the encoder of dense search.")] = None,
     encoder_style: Annotated[
@@ -133,9 +133,11 @@ def retrieve(
     pooling: Annotated[str | None, typer.Option(help="mean, cls or last, in place of the style's.")] = None,
     query_prefix: Annotated[str | None, typer.Option(help="Text before each query, in place of the style's.")] = None,
     passage_prefix: Annotated[str | None, typer.Option(help="Text before each passage, in place of the style's.")] = None,
-    max_tokens: Annotated[int, typer.Option(min=2, help="Tokens of a text that the encoder reads.")] = 256,
+    max_tokens: Annotated[
+        int | None, typer.Option(min=2, help="Longer texts are cut before they are encoded; default: 256.")
+    ] = None,
     embeddings: Annotated[
-        Path | None, typer.Option(help="Folder of a dense index that exists, such as one made on another machine.")
+        Path | None, typer.Option(help="Folder of an existing dense index, such as one built on another machine.")
     ] = None,
     threads: Annotated[int, typer.Option(min=1, max=1024, help="Searches that run at once.")] = 1,
     api_key: Annotated[

@@ -1,11 +1,11 @@
 """Dense search: the passages whose vectors have the largest inner product with the query's vector.
 
-Up to ``EXACT_ROWS`` passages, NumPy compares the query with each of them. Above, FAISS (an inverted file with 8-bit codes) proposes
+Up to ``EXACT_ROWS`` passages, NumPy compares the query with each of them. For more, FAISS (an inverted file with 8-bit codes) finds
 candidates. In both cases the best candidates are scored again in float64, one by one, so that the order does not depend on how many
 queries are searched together or on the number of threads.
 
 An index is a folder: ``embeddings.npy`` (``[N, D]`` float32, memory-mapped), ``complete.json`` (corpus, encoder, pooling, prefix), the
-positions of the corpus's rows, and above ``EXACT_ROWS`` ``faiss.index``. It can be made on a machine with a GPU and copied.
+positions of the corpus's rows, and ``faiss.index`` if there are more than ``EXACT_ROWS``. It can be made on a machine with a GPU and copied.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ class DenseRetriever:
     Args:
         encoder: encodes queries.
         embeddings_ND: the rows' vectors, ``[N, D]`` float32.
-        candidates: a FAISS index over the same rows. None compares each query with every row.
+        candidates: a FAISS index over the same rows. If None, each query is compared with every row.
     """
 
     name = "dense"
@@ -89,7 +89,7 @@ def open_dense_index(
         corpus_path: JSON-lines file, see ``Corpus``.
         settings: the encoder.
         index_root: directory of indexes, see ``stored_index``. The index is built there if there is none for this corpus and encoder.
-        embeddings: folder of an index that exists, which is only read. None: see ``index_root``.
+        embeddings: folder of an existing index, which is only read. If None, the index is in ``index_root``.
         device: device of the encoder; ``"auto"`` uses a GPU if there is one.
 
     Raises:
@@ -193,7 +193,7 @@ def _faiss() -> Any:
 
 
 def _write_candidates(vectors_ND: np.ndarray, folder: Path) -> None:
-    """Build the inverted file: ``4 sqrt(N)`` cells, trained on 64 random rows for each."""
+    """Build the inverted file: ``4 sqrt(N)`` cells, trained on 64 random rows per cell."""
     faiss = _faiss()
     rows, dimensions = vectors_ND.shape
     cells = int(4 * math.sqrt(rows))
@@ -211,5 +211,5 @@ def _open_candidates(folder: Path) -> Any:
         index = faiss.read_index(str(folder / "faiss.index"))
     except RuntimeError as error:
         raise DataError(f"The index cannot be read ({error}): {folder}. Delete the folder to build it again.") from error
-    index.nprobe = max(16, index.nlist // 16)  # one in sixteen cells
+    index.nprobe = max(16, index.nlist // 16)  # a sixteenth of the cells
     return index

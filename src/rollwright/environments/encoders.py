@@ -1,8 +1,8 @@
 """Text encoders: a directory of a Hugging Face model that maps a text to a vector of length 1.
 
 How a text becomes a vector is part of the encoder: the prefix of queries and of passages, and how token vectors are pooled. A style
-names these for a family of encoders. A directory that says otherwise (sentence-transformers' ``1_Pooling/config.json``) is an error,
-because the wrong pooling gives vectors that look right and find little.
+names these for a family of encoders. A directory that states another pooling (sentence-transformers' ``1_Pooling/config.json``) is an
+error, because vectors of the wrong pooling look right and retrieve badly.
 """
 
 from __future__ import annotations
@@ -21,8 +21,6 @@ import numpy as np
 from rollwright.environments.corpus import file_digest
 from rollwright.errors import ConfigError
 
-#: Pooling of token vectors: their mean, the first token's, or the last token's.
-POOLINGS = ("mean", "cls", "last")
 #: Style -> pooling, query prefix, passage prefix.
 STYLES = {
     "e5": ("mean", "query: ", "passage: "),
@@ -31,9 +29,9 @@ STYLES = {
 }
 #: Tokens of one batch of passages, padding included.
 _BATCH_TOKENS = 16_384
-#: Vectors of this many recent queries are kept; the samples of a group often search for the same words.
+#: Number of recent queries whose vectors are kept; the samples of a group often search for the same words.
 _RECENT_QUERIES = 4096
-#: Files that decide what a text's vector is.
+#: Files that determine the vectors.
 _FILES = ("*.json", "*.safetensors", "*.bin", "*.txt", "*.model")
 
 
@@ -61,13 +59,13 @@ def encoder_settings(
     Args:
         directory: Hugging Face model directory: ``config.json``, weights, tokenizer.
         style: a key of ``STYLES``, which gives the values that are None.
-        pooling: one of ``POOLINGS``.
+        pooling: ``"mean"`` of the token vectors, or that of the first (``"cls"``) or the ``"last"`` token.
         query_prefix: text before each query.
         passage_prefix: text before each passage.
         max_tokens: longer texts are cut.
 
     Raises:
-        ConfigError: there is no such directory, a setting is unknown or missing, or the directory says otherwise.
+        ConfigError: there is no such directory, a setting is unknown or missing, or the directory states another pooling.
     """
     folder = Path(directory)
     if not (folder / "config.json").is_file():
@@ -83,12 +81,12 @@ def encoder_settings(
     missing = [name for name, value in zip(("pooling", "query_prefix", "passage_prefix"), values, strict=True) if value is None]
     if missing:
         raise ConfigError(
-            f"How {folder} makes a vector of a text is not known: {', '.join(missing)}. Name a style ({', '.join(STYLES)}) or "
-            "each of these."
+            f"It is not known how {folder} turns a text into a vector: {', '.join(missing)}. Name a style ({', '.join(STYLES)}), or "
+            "give each of these."
         )
     pool, query, passage = (str(value) for value in values)
-    if pool not in POOLINGS:
-        raise ConfigError(f"The pooling {pool!r} is unknown; known are {', '.join(POOLINGS)}.")
+    if pool not in _POOL:
+        raise ConfigError(f"The pooling {pool!r} is unknown; known are {', '.join(_POOL)}.")
     if max_tokens < 2:
         raise ConfigError(f"max_tokens is {max_tokens}; an encoder needs at least 2.")
     _check_sentence_transformers(folder, pool)
@@ -101,12 +99,18 @@ def named_encoder(
     pooling: str | None = None,
     query_prefix: str | None = None,
     passage_prefix: str | None = None,
-    max_tokens: int = 256,
+    max_tokens: int | None = None,
 ) -> EncoderSettings | None:
     """Return the settings of an encoder, or None without a directory. Settings without a directory are a ``ConfigError``."""
+    settings = {
+        "style": style,
+        "pooling": pooling,
+        "query_prefix": query_prefix,
+        "passage_prefix": passage_prefix,
+        "max_tokens": max_tokens,
+    }
     if directory is not None:
-        return encoder_settings(directory, style, pooling, query_prefix, passage_prefix, max_tokens)
-    settings = {"style": style, "pooling": pooling, "query_prefix": query_prefix, "passage_prefix": passage_prefix}
+        return encoder_settings(directory, **{name: value for name, value in settings.items() if value is not None})
     if given := [name for name, value in settings.items() if value is not None]:
         raise ConfigError(f"Without an encoder, nothing reads {', '.join(given)}: name the encoder's directory.")
     return None
@@ -122,7 +126,7 @@ def _check_sentence_transformers(folder: Path, pooling: str) -> None:
     if on and on != [pooling]:
         raise ConfigError(
             f"The pooling is {pooling!r}, but {folder}/1_Pooling/config.json says {', '.join(map(repr, on))}. Name that pooling"
-            + (f"; known are {', '.join(POOLINGS)}." if set(on) - set(POOLINGS) else ".")
+            + (f"; known are {', '.join(_POOL)}." if set(on) - set(_POOL) else ".")
         )
     modules = _json(folder / "modules.json")
     known = ("Transformer", "Pooling", "Normalize")
@@ -182,7 +186,7 @@ class Encoder:
         limit = getattr(model.config, "max_position_embeddings", None)
         if isinstance(limit, int) and settings.max_tokens > limit:
             raise ConfigError(
-                f"max_tokens is {settings.max_tokens}, but {settings.directory} takes at most {limit}. Name fewer."
+                f"max_tokens is {settings.max_tokens}, but {settings.directory} takes at most {limit}. Lower max_tokens."
             )
         if device == "auto":
             device = "cuda" if torch.cuda.is_available() else "cpu"
@@ -246,4 +250,5 @@ def _last(hidden_KLD: Any, mask_KL: Any) -> Any:
     return hidden_KLD[range(len(hidden_KLD)), (mask_KL.sum(1) - 1).clamp(min=0)]
 
 
+#: Pooling -> the pooled vectors ``[K, D]`` of token vectors ``[K, L, D]`` and their mask ``[K, L]``.
 _POOL = {"mean": _mean, "cls": lambda hidden_KLD, mask_KL: hidden_KLD[:, 0], "last": _last}

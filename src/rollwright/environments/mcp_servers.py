@@ -49,7 +49,7 @@ _PING_SECONDS = 5.0
 _ENDED = "it has ended"
 _TOLD = 2000  # characters of a server's standard error in messages
 _OF_COMMAND = ("environment", "directory", "programs", "network", "limits", "image")
-_IMAGES = ("image/png", "image/jpeg", "image/gif", "image/webp")  # that models are shown
+_IMAGES = ("image/png", "image/jpeg", "image/gif", "image/webp")  # types of images that are passed on
 _NAME = re.compile(r"[^A-Za-z0-9_-]")
 
 
@@ -428,7 +428,7 @@ def _is_image(block: Mapping[str, Any]) -> bool:
 
 
 def _text(result: Mapping[str, Any]) -> str:
-    """Return the text of a result without its images. Sounds, and images of rare formats, are named, not shown."""
+    """Return the text of a result without its images. Sounds, and images of other types, are named."""
     parts = []
     for block in result.get("content", ()):
         if _is_image(block):

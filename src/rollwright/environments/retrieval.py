@@ -1,6 +1,6 @@
 """The ``Retriever`` protocol, and the search tools of agents: one over HTTP and one in this process.
 
-A ``Retriever`` maps queries to row numbers and scores: by words (``bm25``), by vectors (``dense``), or by both (``HybridRetriever``).
+A ``Retriever`` maps queries to row numbers and scores: by words (``bm25``), by vectors (``dense``), or both (``HybridRetriever``).
 """
 
 from __future__ import annotations
@@ -52,15 +52,15 @@ class SearchTool(Protocol):
 
 
 class HybridRetriever:
-    """Fuses the lists of several retrievers by reciprocal ranks: a row's score is the sum of ``1 / (k + rank)`` over the lists
-    (Cormack, Clarke and Büttcher, SIGIR 2009).
+    """Merges the results of several retrievers by reciprocal rank fusion: a row's score is the sum of ``1 / (k + rank)`` over their
+    lists (Cormack, Clarke and Büttcher, SIGIR 2009).
 
     Ties go to the row that the first retriever ranks higher, then to the lower row number.
 
     Args:
         retrievers: indexes over the same corpus.
         k: a larger value gives lower ranks more weight.
-        depth: rows taken from each retriever; ``topk`` if that is more. The order does not depend on ``topk`` up to this value.
+        depth: number of rows taken from each retriever, at least ``topk``. Up to this value, the order does not depend on ``topk``.
     """
 
     def __init__(self, retrievers: Sequence[Retriever], k: int = 60, depth: int = 100) -> None:
@@ -84,7 +84,7 @@ class HybridRetriever:
         return SearchHits(np.asarray(rows, np.int64), np.asarray([scores[row] for row in rows], np.float32))
 
 
-#: What ``open_retriever`` opens.
+#: Names of the retrievers that ``open_retriever`` opens.
 RETRIEVERS = ("bm25", "dense", "hybrid")
 
 
@@ -99,7 +99,7 @@ def open_retriever(
 
     Args:
         corpus: JSON-lines file; see ``bm25.open_index``.
-        retriever: one of ``RETRIEVERS``. None is ``"hybrid"`` with an encoder and ``"bm25"`` without.
+        retriever: one of ``RETRIEVERS``. The default is ``"hybrid"`` with an encoder and ``"bm25"`` without one.
         encoder: the encoder of ``dense`` and ``hybrid``.
         index_root, embeddings: see ``dense.open_dense_index``.
 
@@ -114,7 +114,7 @@ def open_retriever(
         raise ConfigError(
             f"The retriever {chosen!r} needs an encoder: name the directory of one."
             if encoder is None
-            else "The retriever 'bm25' reads no encoder: leave the encoder out, or choose 'dense' or 'hybrid'."
+            else "The retriever 'bm25' uses no encoder: leave the encoder out, or choose 'dense' or 'hybrid'."
         )
     if embeddings is not None and encoder is None:
         raise ConfigError("The embeddings of a dense index need the encoder that made them: name its directory.")
@@ -222,7 +222,7 @@ def corpus_tool(
     pooling: str | None = None,
     query_prefix: str | None = None,
     passage_prefix: str | None = None,
-    max_tokens: int = 256,
+    max_tokens: int | None = None,
     index_dir: str | Path | None = None,
     embeddings: str | Path | None = None,
 ) -> LocalSearchTool:
@@ -233,7 +233,7 @@ def corpus_tool(
         retriever: ``bm25``, ``dense`` or ``hybrid``; see ``open_retriever``.
         encoder: directory of an encoder; the next five arguments are those of ``encoder_settings``.
         index_dir: directory of indexes; see ``stored_index``.
-        embeddings: folder of a dense index that exists.
+        embeddings: folder of an existing dense index.
 
     Raises:
         ConfigError: see ``open_retriever`` and ``encoder_settings``.

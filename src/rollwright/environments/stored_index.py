@@ -1,8 +1,8 @@
 """Where the indexes of a corpus are stored: in ``corpus.jsonl.index/`` next to the file, or in the user's cache directory if the file's
 directory is not writable.
 
-A folder's name begins with a hash of the corpus file and contains one of everything else that the index depends on, so that a changed
-corpus, or another encoder, gets another index.
+The name of an index's folder contains a hash of the corpus file and one of everything else that the index depends on, so that a changed
+corpus or another encoder gets another index.
 """
 
 from __future__ import annotations
@@ -25,11 +25,11 @@ COMPLETE = "complete.json"
 def stored_index(
     corpus: Path, root: str | Path | None, kind: str, version: str, build: Callable[[Path], dict[str, Any]], *, one: bool
 ) -> Path:
-    """Return the folder of an index, which is built first if there is none.
+    """Return the folder of an index. If there is none, the index is built first.
 
     Args:
         corpus: the corpus file.
-        root: directory of the indexes. None uses the corpus's directory, or the cache directory if the former is not writable.
+        root: directory of the indexes. By default it is beside the corpus, or in the cache directory if that is not writable.
         kind: kind of index, such as ``"bm25"``.
         version: hash of what the index depends on besides the corpus.
         build: writes the index into an empty folder and returns facts for ``complete.json``.

@@ -1,9 +1,9 @@
 """Any endpoint of the OpenAI chat protocol as an inference engine, for evaluation: a provider's, ``rollwright serve-model``, SGLang, vLLM.
 
-Such an endpoint takes messages and gives text. Workflows and the journal need tokens, so the engine has a tokenizer of its own, one token
-for each byte of UTF-8: what a workflow renders with its chat template is turned back into the same messages, and the answer's text into
-tokens. These are not the model's tokens, and they have no probabilities (0.0 is recorded), so they can be scored and read, and never
-trained on.
+Such an endpoint takes messages and returns text. Workflows and the journal need tokens, so the engine has a tokenizer of its own with one
+token for each byte of UTF-8. What a workflow renders with its chat template is turned back into the same messages, and the text of the
+answer into tokens. These are not the model's tokens, and they have no probabilities (0.0 is recorded): they can be scored and read, but
+not trained on.
 """
 
 from __future__ import annotations
@@ -19,13 +19,13 @@ from rollwright.inference.connections import ConnectionLostError, Connections, S
 from rollwright.inference.engine import InferenceEngine
 from rollwright.inference.request import ModelRequest, ModelResponse
 
-#: Requests that run at once.
+#: Maximum number of requests at once.
 _REQUESTS = 64
 #: Statuses after which a request is sent again, and the pauses in between, in seconds.
 _TEMPORARY = (408, 425, 429, 500, 502, 503, 504)
 _PAUSES = (1.0, 2.0, 4.0, 8.0, 16.0)
-#: Generation arguments that the protocol lacks or that name the model's own tokens, and their defaults.
-_UNKNOWN = {
+#: Generation arguments that the protocol lacks or that name the model's own tokens -> the values that ask for nothing.
+_NOT_IN_PROTOCOL = {
     "top_k": (0, -1),
     "min_p": (0.0,),
     "min_new_tokens": (0,),
@@ -99,7 +99,7 @@ class ChatEndpoint(InferenceEngine):
         Raises:
             EngineError: an argument does not exist in the protocol, the prompt is not a chat, or the endpoint refuses the request.
         """
-        payload = self._payload(request)
+        body = self._body(request)
         task: Any = asyncio.current_task()
         gate = self._gates.setdefault(asyncio.get_running_loop(), asyncio.Semaphore(_REQUESTS))
         started = time.perf_counter()
@@ -107,7 +107,7 @@ class ChatEndpoint(InferenceEngine):
             self._running[task] = request.rid
         try:
             async with gate:
-                answer = await self._ask(payload)
+                answer = await self._ask(body, request.gconfig.max_new_tokens)
         except asyncio.CancelledError:
             if task in self._aborted:
                 raise RequestAborted(f"The request of conversation {request.rid!r} to {self.url} was aborted.") from None
@@ -118,16 +118,14 @@ class ChatEndpoint(InferenceEngine):
                 self._aborted.discard(task)
         return self._response(request, answer, time.perf_counter() - started)
 
-    async def _ask(self, payload: dict[str, Any]) -> dict[str, Any]:
-        """Send a request; again after a pause if the endpoint is busy or the connection was lost."""
+    async def _ask(self, body: dict[str, Any], limit: int) -> dict[str, Any]:
+        """Send a request for at most ``limit`` tokens. If the endpoint is busy or the connection is lost, try again after a pause."""
         for pause in (*_PAUSES, None):
             try:
-                limit = payload["limit"]
-                body = {key: value for key, value in payload.items() if key != "limit"} | {self._limit_key: limit}
-                return await self._connections.post(f"{self.url}/chat/completions", body)
+                return await self._connections.post(f"{self.url}/chat/completions", {**body, self._limit_key: limit})
             except ServerRefusedError as error:
                 if error.status == 400 and "max_completion_tokens" in str(error) and self._limit_key == "max_tokens":
-                    self._limit_key = "max_completion_tokens"  # as OpenAI's reasoning models want it
+                    self._limit_key = "max_completion_tokens"  # its name for OpenAI's reasoning models
                     continue
                 if error.status not in _TEMPORARY or pause is None:
                     raise refusal_of(error) from error
@@ -137,9 +135,9 @@ class ChatEndpoint(InferenceEngine):
             await asyncio.sleep(pause or 0.0)
         raise EngineError(f"{self.url} takes neither max_tokens nor max_completion_tokens.")
 
-    def _payload(self, request: ModelRequest) -> dict[str, Any]:
+    def _body(self, request: ModelRequest) -> dict[str, Any]:
         gconfig = request.gconfig
-        unknown = [name for name, defaults in _UNKNOWN.items() if getattr(gconfig, name) not in defaults]
+        unknown = [name for name, defaults in _NOT_IN_PROTOCOL.items() if getattr(gconfig, name) not in defaults]
         if set(gconfig.stop_token_ids) - self._special:  # workflows name those that end a turn, which ends the answer anyway
             unknown.append("stop_token_ids")
         if request.image_data or request.multi_modal:
@@ -148,19 +146,19 @@ class ChatEndpoint(InferenceEngine):
             unknown.append("log-probabilities")
         if unknown:
             raise EngineError(
-                f"An endpoint of the chat protocol takes no {', '.join(unknown)}; leave it out, or evaluate a directory."
+                f"An endpoint of the chat protocol does not take {', '.join(unknown)}: leave this out, or evaluate a directory."
             )
-        payload: dict[str, Any] = {"model": self.model, "messages": self._messages(request), "limit": gconfig.max_new_tokens}
-        payload["temperature"] = gconfig.effective_temperature if not gconfig.is_greedy else 0.0
+        body: dict[str, Any] = {"model": self.model, "messages": self._messages(request), "temperature": 0.0}
         if not gconfig.is_greedy:
-            payload |= {"top_p": gconfig.top_p} if gconfig.top_p < 1.0 else {}
-            payload |= {"seed": request.effective_seed % (1 << 31)} if request.effective_seed is not None else {}
+            body["temperature"] = gconfig.effective_temperature
+            body |= {"top_p": gconfig.top_p} if gconfig.top_p < 1.0 else {}
+            body |= {"seed": request.effective_seed % (1 << 31)} if request.effective_seed is not None else {}
         optional = {
             "stop": gconfig.stop,
             "frequency_penalty": gconfig.frequency_penalty,
             "presence_penalty": gconfig.presence_penalty,
         }
-        return payload | {name: value for name, value in optional.items() if value}
+        return body | {name: value for name, value in optional.items() if value}
 
     def _messages(self, request: ModelRequest) -> list[dict[str, str]]:
         """Turn a rendered prompt back into messages.
@@ -229,7 +227,7 @@ class ChatEndpoint(InferenceEngine):
         """Do nothing: see ``pause``."""
 
     def abort(self, rid: str | None = None) -> None:
-        """See ``InferenceEngine``. The endpoint has given nothing yet, so aborted requests raise ``RequestAborted``."""
+        """See ``InferenceEngine``. No token has arrived yet, so aborted requests raise ``RequestAborted``."""
         with self._lock:
             chosen = [task for task, own in self._running.items() if rid in (None, own)]
             self._aborted.update(chosen)

@@ -114,9 +114,9 @@ class HttpReward:
     * ``solution``: ``data_source``, ``solution_str``, ``ground_truth`` (the row's ``answer``) and ``extra_info`` (the row's other columns
       and ``prompt``).
 
-    The answer is a number, or an object that holds it as ``reward``, ``score`` or ``key``; its other numbers and texts are kept with the
-    sample. If ``batch_size`` is above 1, bodies and
-    answers are lists; the answer may also be an object that holds its list as ``rewards``, ``scores`` or ``key``.
+    The answer is a number, or an object that holds it as ``reward``, ``score`` or ``key``; the object's other numbers and texts are kept
+    with the sample. If ``batch_size`` is above 1, bodies and answers are lists; the answer may also be an object that holds its list as
+    ``rewards``, ``scores`` or ``key``.
 
     Args:
         service: settings, or a URL with the settings in its fragment.

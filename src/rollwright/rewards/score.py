@@ -1,4 +1,4 @@
-"""Rewards with what they are made of: numbers by name, and texts such as a judge's verdict."""
+"""Rewards with their parts (numbers by name) and notes (texts by name, such as a judge's verdict)."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any
 
 
 class Score(float):
-    """A reward with what it is made of.
+    """A reward with its parts and notes.
 
     Attributes:
         parts: numbers by name, such as those whose sum is the reward.
@@ -60,7 +60,7 @@ def packed(reward: float) -> float | dict[str, Any]:
 
 
 def unpacked(kept: Any) -> float:
-    """Return the reward that ``packed`` made a value of; older journals have numbers."""
+    """Return the reward from a value of ``packed``. Journals of earlier versions hold numbers."""
     return Score(**kept) if isinstance(kept, dict) else kept
 
 

@@ -70,7 +70,7 @@ class AsyncRewardWrapper:
     errors come from more than one task, the run stops (``BrokenRewardError``).
 
     A function may also return a mapping (``Score.of_mapping``): its parts and texts are kept with the sample as ``reward/NAME``, and the
-    parts are metrics, too.
+    parts are also metrics.
 
     Scores of functions that do not run inline are recorded in the journal (``durable``), so a replayed episode gets the same score.
     """

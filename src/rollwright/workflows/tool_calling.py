@@ -24,9 +24,8 @@ class ToolCallingWorkflow(ResettableWorkflow):
 
     The conversation comes from the task's format. The last reply is scored by the task's reward function, which also gets
     ``tool_calls``, a list of ``{"name", "arguments", "ok"}`` in the order of the calls. Tool results are not trained on. A malformed
-    call is answered with the reason, and counted in the metric ``malformed_tool_calls``. A model that reads images sees those of the results;
-    for others they are named.
-    ``workflow_args`` may hold:
+    call is answered with the reason, and counted in the metric ``malformed_tool_calls``. A model that reads images gets the images of
+    the results; other models read that there was an image. ``workflow_args`` may hold:
 
     * ``tools``: functions and MCP servers, as :class:`Tools` takes them; by default ``execute_python``;
     * ``max_turns`` (8): maximum number of replies;
@@ -85,7 +84,7 @@ class ToolCallingWorkflow(ResettableWorkflow):
         return with_reward(self.model.extract_experience_from_history(), reward, **metrics)
 
     async def _score(self, reply: Experience, messages: list[dict[str, Any]], calls: list[dict[str, Any]]) -> float:
-        """Return the reward of a conversation, of which ``reply`` is the last one."""
+        """Return the reward of a conversation that ended with ``reply``."""
         return await self.reward(reply, columns={"tool_calls": calls})
 
     def _read(self, reply: Experience) -> ReadReply:

@@ -35,8 +35,8 @@ class ToolResult:
 
     Attributes:
         text: what the model reads.
-        ok: the call succeeded.
-        images: ``data:`` URLs of the images that the model sees.
+        ok: True if the call succeeded.
+        images: ``data:`` URLs of images, for models that read them.
     """
 
     text: str
@@ -45,7 +45,7 @@ class ToolResult:
 
     @property
     def named(self) -> str:
-        """The text, in which the images are named. For models that do not see."""
+        """The text with a line for each image, for models that read text only."""
         kinds = [url[5:].partition(";")[0] for url in self.images]
         return "\n".join(filter(None, [self.text, *(f"[image, {kind}, not shown]" for kind in kinds)]))
 
@@ -184,9 +184,8 @@ class Tools:
         if why := why_not_called(tool.run, **values):
             return ToolResult(f"The arguments do not fit {name}: {why}.", False)
         try:
-            text, ok, *images = await tool.journal.awaited(
-                self._run, name, values
-            )  # journals of earlier versions have no images
+            # Journals of earlier versions have no images.
+            text, ok, *images = await tool.journal.awaited(self._run, name, values)
             return ToolResult(text, ok, tuple(*images))
         except (ConfigError, SandboxError, LostToolError) as error:  # the model cannot fix these
             self._failure = error

@@ -156,7 +156,7 @@ def test_an_encoder_that_is_missing_or_unclear_is_refused(directory, tmp_path):
         encoder_settings(tmp_path / "nowhere", "e5")
     with pytest.raises(ConfigError, match="style 'e6' is unknown; known are e5, bge, plain"):
         encoder_settings(directory, "e6")
-    with pytest.raises(ConfigError, match=r"is not known: query_prefix, passage_prefix. Name a style"):
+    with pytest.raises(ConfigError, match=r"into a vector: query_prefix, passage_prefix. Name a style"):
         encoder_settings(directory, pooling="mean")
     with pytest.raises(ConfigError, match="pooling 'max' is unknown; known are mean, cls, last"):
         encoder_settings(directory, "plain", pooling="max")
@@ -256,7 +256,7 @@ async def test_the_search_tool_of_a_config(directory, corpus_file):
     found = await tool.search("old king of the river", 2)
     assert [row["url"] for row in found] == ["u3", "u7"]
     assert make_search_tool({"corpus": {**spec, "retriever": "dense"}}).retriever.name == "dense"
-    with pytest.raises(ConfigError, match="retriever 'bm25' reads no encoder"):
+    with pytest.raises(ConfigError, match="retriever 'bm25' uses no encoder"):
         make_search_tool({"corpus": {**spec, "retriever": "bm25"}})
     with pytest.raises(ConfigError, match="retriever 'dense' needs an encoder"):
         make_search_tool({"corpus": {"corpus": str(corpus_file), "retriever": "dense"}})
@@ -264,6 +264,8 @@ async def test_the_search_tool_of_a_config(directory, corpus_file):
         make_search_tool({"corpus": {**spec, "retriever": "sparse"}})
     with pytest.raises(ConfigError, match="nothing reads pooling: name the encoder's directory"):
         make_search_tool({"corpus": {"corpus": str(corpus_file), "pooling": "mean"}})
+    with pytest.raises(ConfigError, match="nothing reads max_tokens"):
+        make_search_tool({"corpus": {"corpus": str(corpus_file), "max_tokens": 64}})
     with pytest.raises(ConfigError, match="embeddings of a dense index need the encoder"):
         make_search_tool({"corpus": {"corpus": str(corpus_file), "embeddings": "somewhere"}})
 

@@ -163,9 +163,9 @@ async def test_an_endpoint_that_wants_the_newer_name_of_the_limit_gets_it(provid
 
 async def test_what_the_protocol_cannot_say_is_refused(provide):
     engine = ChatEndpoint(provide(said("x")).url, TOKENIZER, model="m")
-    with pytest.raises(EngineError, match="takes no top_k, regex"):
+    with pytest.raises(EngineError, match="does not take top_k, regex"):
         await engine.agenerate(request(USER, top_k=5, regex="[0-9]+"))
-    with pytest.raises(EngineError, match="takes no stop_token_ids"):
+    with pytest.raises(EngineError, match="does not take stop_token_ids"):
         await engine.agenerate(request(USER, stop_token_ids=[TOKENIZER.convert_tokens_to_ids(END), 50]))
     await engine.agenerate(request(USER, stop_token_ids=sorted(end_ids(TOKENIZER))))
     with pytest.raises(EngineError, match="has to be messages that end with the user's turn"):
