@@ -26,7 +26,7 @@ from rollwright.placement.ray_cluster import RayCluster
 
 STEPS = 10  # that are compared: those of the fixture ``alone``
 #: Of a Ray that knows of a lost node after seconds.
-SOON = {"health_check_initial_delay_ms": 1000, "health_check_period_ms": 1000, "health_check_failure_threshold": 4}
+SOON = {"health_check_initial_delay_ms": 1000, "health_check_period_ms": 1000, "health_check_failure_threshold": 10}
 PLACED = (
     "cluster.kind=ray",
     "cluster.processes=2",
