@@ -19,7 +19,8 @@ a fifth of the least of GRPO is the limit, for every seed.
 
 ``shared_server``: two runs train adapters over one base, one on sums and one on differences: alone beside a ``rollwright serve-model``, and both
 beside one. Held-out greedy accuracy, whose mean may be 0.02 lower together; and the time of both together against one after the other, from
-the start of the commands to their ends, where 0.75 is the limit. Times need a machine that does nothing else.
+the start of the commands to their ends, where 0.75 is the limit. Times need a machine that does nothing else. The runs alone are repeated, which
+shows how far two such runs differ: requests meet in other batches each time.
 """
 
 from __future__ import annotations
@@ -290,19 +291,21 @@ def shared_server(runs: Runs, report: Report) -> None:
     place.mkdir(parents=True, exist_ok=True)
     base = runs.run("shared_server", "base", write_part(place, "base", ["model", "warmup"], "".join(TASKS.values())))
     model = base.directory / "warmup" / "checkpoints" / "final"
-    differences, shares = [], []
+    differences, repeated, shares = [], [], []
     for seed in runs.seeds:
-        alone = [beside_server(runs, model, seed, "alone", [task]) for task in TASKS]
+        accuracies, seconds = {}, {}
+        for how in ("alone", "again"):
+            alone = [beside_server(runs, model, seed, how, [task]) for task in TASKS]
+            accuracies[how] = {name: value for each in alone for name, value in each["accuracy"].items()}
+            seconds[how] = sum(each["seconds"] for each in alone)
         together = beside_server(runs, model, seed, "together", list(TASKS))
-        accuracies = {
-            "alone": {name: value for each in alone for name, value in each["accuracy"].items()},
-            "together": together["accuracy"],
-        }
-        seconds = {"alone": sum(each["seconds"] for each in alone), "together": together["seconds"]}
+        accuracies["together"], seconds["together"] = together["accuracy"], together["seconds"]
         for how, each in accuracies.items():
             report.row(claim="shared_server", side=how, seed=seed, **each, seconds=round(seconds[how], 1))
         differences += [accuracies["together"][task] - accuracies["alone"][task] for task in TASKS]
+        repeated += [accuracies["again"][task] - accuracies["alone"][task] for task in TASKS]
         shares.append(seconds["together"] / seconds["alone"])
+    report.row(claim="shared_server", side="again − alone", after_greedy=fmean(repeated))
     report.row(
         claim="shared_server",
         side="together − alone",
