@@ -52,8 +52,8 @@ def print_stage(title: str | None, plan: str) -> None:
 
 
 def measures_of(scores: Mapping[str, Any]) -> dict[str, float]:
-    """Return the accuracies among the scores of an evaluation: ``greedy`` and ``mean@k``."""
-    return {name: value for name, value in scores.items() if name == "greedy" or name.startswith("mean@")}
+    """Return the mean rewards among the scores of an evaluation: ``greedy``, ``mean@k``, and those of roles."""
+    return {name: value for name, value in scores.items() if name.startswith(("greedy", "mean@"))}
 
 
 def in_one_line(scores: Mapping[str, Any]) -> str:
@@ -71,11 +71,13 @@ def print_summary(summary: Mapping[str, Any], directory: RunDirectory) -> None:
     if summary["completions"]:
         terminal.print(sample_completions(summary["completions"]))
     if {"before", "after"} <= set(measures):
-        terminal.print(before_after_table(measures["before"], measures["after"], title="tasks never seen in training"))
-    elif measures:
-        table = Table("model", *next(iter(measures.values())), title="evaluation")
+        before, after = (measures.pop(label) for label in ("before", "after"))
+        terminal.print(before_after_table(before, after, title="tasks never seen in training"))
+    if measures:
+        columns = list(dict.fromkeys(name for scores in measures.values() for name in scores))
+        table = Table("model", *columns, title="evaluation")
         for label, scores in measures.items():
-            table.add_row(label, *(f"{value:.3f}" for value in scores.values()))
+            table.add_row(label, *(f"{scores[name]:.3f}" if name in scores else "" for name in columns))
         terminal.print(table)
     terminal.print("[bold]where to look[/]")
     for name, text in _places(summary["stages"], directory):

@@ -132,8 +132,8 @@ class EpisodeWorkflow(RolloutWorkflow):
         """Run the episodes of a task concurrently; see :class:`RolloutWorkflow`.
 
         Returns:
-            The row of the episode, or a list of rows; if the engine keeps no record, a complete trajectory. None if any episode
-            was rejected, because a group must be complete.
+            The row of the episode, or a list of rows; if the engine keeps no record, a complete trajectory. Rows of one episode are
+            one sample. None if any episode was rejected, because a group must be complete.
         """
         keeps_record = isinstance(engine, InferenceEngine) and engine.recorder is not None
         asked: Any = engine if keeps_record else _RecordingEngine(engine)
@@ -144,17 +144,18 @@ class EpisodeWorkflow(RolloutWorkflow):
             rows = await run_concurrently(self.episode(asked, data) for _ in range(count))
         if any(row is None for row in rows):
             return None
-        result = rows[0] if len(rows) == 1 else rows
+        result = rows[0] if len(rows) == 1 else _samples(rows)
         if keeps_record:
             return result
         return normalise(result, asked.recorder, workflow=type(self).__name__, task=str(task_name(data)))
 
     @abstractmethod
-    async def episode(self, engine: InferenceEngine, data: dict[str, Any]) -> dict[str, Any] | None:
+    async def episode(self, engine: InferenceEngine, data: dict[str, Any]) -> dict[str, Any] | list[dict[str, Any]] | None:
         """Run one episode.
 
         Returns:
-            A row with one-dimensional ``input_ids`` and ``loss_mask``, and ``rewards``; None if the request was aborted.
+            A row with one-dimensional ``input_ids`` and ``loss_mask``, and ``rewards``, or a list of such rows; None if the request was
+            aborted.
         """
 
     def stop_at(self, *stops: str) -> None:
@@ -198,6 +199,14 @@ class EpisodeWorkflow(RolloutWorkflow):
                 facts={"reward": reward, **figures, "tokens": f"{len(sequence)}, {sum(sampled)} of them sampled"},
             )
         return sequence.row(reward)
+
+
+def _samples(episodes: Sequence[Any]) -> list[dict[str, Any]]:
+    """Join the rows of a group's episodes; those of an episode with several share a sample."""
+    if not any(isinstance(rows, list) for rows in episodes):
+        return list(episodes)
+    listed = [rows if isinstance(rows, list) else [rows] for rows in episodes]
+    return [{**row, "sample_ids": number} for number, rows in enumerate(listed) for row in rows]
 
 
 class _RecordingEngine:

@@ -18,6 +18,7 @@ from rollwright.config.servers import is_endpoint
 from rollwright.errors import ConfigError, RolloutError
 from rollwright.experience.journal.records import Resumed
 from rollwright.experience.journal.writing import Journal
+from rollwright.experience.players import rows_by_role
 from rollwright.experience.trajectory import Trajectory, sampled_tokens
 from rollwright.inference.chat_endpoint import ChatEndpoint
 from rollwright.rollout.engines import RolloutEngine
@@ -93,6 +94,15 @@ def scores_by_task(
     return values
 
 
+def rewards_by_role(trajectory: Trajectory) -> dict[str, list[list[float]]]:
+    """Return ``rewards_by_task`` of each role that is trained. Tasks without a row of the role are left out. Empty without roles."""
+    compared = ("group_ids", "sample_ids", "rewards")
+    return {
+        role: rewards_by_task({key: trajectory[key][rows] for key in compared})
+        for role, rows in rows_by_role(trajectory).items()
+    }
+
+
 def rewards_by_task(trajectory: Trajectory) -> list[list[float]]:
     """Return the rewards of each task's samples. The reward of a sample is the mean over its rows."""
     samples = torch.stack([trajectory["group_ids"], trajectory["sample_ids"]], dim=1).unique(dim=0)
@@ -110,7 +120,8 @@ def evaluate_model(config: EvalConfig, directory: RunDirectory | None = None) ->
             is written.
 
     Returns:
-        Mean rewards ``greedy`` and ``mean@<samples>`` as configured, ``pass@<k>``, the 95 % ``intervals`` of these over tasks
+        Mean rewards ``greedy`` and ``mean@<samples>`` as configured, with several players also ``greedy/<role>`` and
+        ``mean@<samples>/<role>``, ``pass@<k>``, the 95 % ``intervals`` of these over tasks
         (``[low, high]`` by name; empty with one task), the number of ``tasks``, and a few ``completions`` (``prompt``, ``completion``,
         ``reward``, ``answer``).
 
@@ -148,7 +159,10 @@ def evaluate_model(config: EvalConfig, directory: RunDirectory | None = None) ->
             if pass_at and len(set(map(len, rewards))) > 1:
                 logger.warning("pass@k is left out, because tasks gave different numbers of samples: some were rejected")
                 pass_at = []
-            for score, values in scores_by_task(name, rewards, pass_at, config.pass_reward).items():
+            by_task = scores_by_task(name, rewards, pass_at, config.pass_reward)
+            for role, values in rewards_by_role(result.trajectory).items():
+                by_task |= scores_by_task(f"{name}/{role}", values, [], config.pass_reward)
+            for score, values in by_task.items():
                 scores[score] = statistics.fmean(values)
                 if limits := interval_of_mean(values):
                     scores["intervals"][score] = list(limits)

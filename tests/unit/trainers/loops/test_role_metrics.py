@@ -3,6 +3,7 @@
 import pytest
 import torch
 
+from rollwright.trainers.loops.evaluation import rewards_by_role
 from rollwright.trainers.loops.reporting import role_metrics, sample_means
 
 
@@ -53,3 +54,9 @@ def test_a_sample_without_a_trained_row_counts_with_all_its_rows():
     none = batch(trainable=torch.tensor([True, False, False, False, True, False]))
     none["rewards"] = torch.tensor([1.0, 0.0, 3.0, 1.0, 0.0, 0.0])
     assert sample_means(none, none["rewards"]).tolist() == [1.0, 2.0, 0.0]
+
+
+def test_an_evaluation_tells_the_rewards_of_each_role_by_task():
+    found = rewards_by_role(batch(role=["first", "second"] * 3, trainable=torch.tensor([1, 1, 1, 0, 1, 0]).bool()))
+    assert found == {"first": [[1.0, -1.0], [0.5]], "second": [[-1.0]]}
+    assert rewards_by_role(batch()) == {}
