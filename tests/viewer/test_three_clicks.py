@@ -11,9 +11,9 @@ from written_runs import WrittenRun
 def seeds(tmp_path_factory):
     """A viewer of three runs: of two seeds, whose held-out tasks flip, and of another experiment."""
     root = tmp_path_factory.mktemp("seeds")
-    for name, lr in (("sums/one", 1e-3), ("sums/two", 3e-4), ("others/one", 1e-3)):
+    for name, lr, steps in (("sums/one", 1e-3, 8), ("sums/two", 3e-4, 4), ("others/one", 1e-3, 8)):
         run = WrittenRun(root / name, lr=lr)
-        for _ in range(8):
+        for _ in range(steps):
             run.write_step()
         run.close()
     served = serve([root])
@@ -58,3 +58,16 @@ def test_what_two_seeds_differ_in(watched, seeds):
     config = tab.page.get_by_role("region", name="Config")
     assert "actor.optimizer.lr" in config.inner_text()
     assert "Tasks in both" in tab.page.get_by_role("region", name="Held out").inner_text()
+    one, two = (seeds.pages.runs.get(f"sums/{name}") for name in ("one", "two"))
+    differ = {task for task, reward in one.last_evaluation().items() if reward != two.last_evaluation()[task]}
+    rows = tab.page.get_by_role("region", name="Tasks that differ").locator("tbody tr")
+    assert rows.count() == len(differ) > 0
+    task, change, *rewards = (cell.inner_text() for cell in rows.first.locator("td").all())
+    assert task.startswith("What is ")
+    assert rewards[0] != rewards[1]
+    assert ("gained" in change) == (rewards[:2] == ["0", "1"])
+    assert all(answer.startswith("The sum is") for answer in rewards[2:])
+    rows.first.locator("td.cell").first.click()  # the third click
+    tab.arrive(r"/pair\?")
+    assert tab.page.locator(".tokens .differs").count() > 0
+    assert [side.inner_text().startswith("eval:") for side in tab.page.locator(".pair h2 a").all()] == [True, True]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 from urllib.parse import quote
 
@@ -127,17 +127,50 @@ def _table(
     show: str,
     offset: int,
 ) -> dict[str, Any]:
-    """Return the template values of the table of tasks over evaluations."""
+    """Return the template values of the table of tasks over evaluations, its filters and its pages."""
     counts = {kind: sum(row.kind == kind for row in rows) for kind in KINDS}
     fitting = [row for row in rows if row.kind == show] if show else rows
     every = f"{url}/evaluations?set={chosen}"
     here = f"{every}&show={show}" if show else every
-    low, high = bounds(reward for each in columns for reward in each.rewards.values())
-    has_numbers = len(columns) <= _WITH_NUMBERS
-    shown = fitting[offset : offset + ROWS]
-    stride = max(1, -(-len(columns) // _WITH_NUMBERS))
     several = len({each.stage for each in columns}) > 1
     heads = [each.title if several else f"v{each.version}" for each in columns]
+    shown = fitting[offset : offset + ROWS]
+    return {
+        "table": matrix(shown, columns, heads, names, lambda task: f"{url}/task/{quote(task, safe='')}"),
+        "count": len(columns),
+        "filters": [{"href": every, "text": f"all {len(rows)}", "chosen": not show}]
+        + [
+            {"href": f"{every}&show={kind}", "text": f"{title} {counts[kind]}", "chosen": show == kind}
+            for kind, title in KINDS.items()
+            if counts[kind] and len(columns) > 1
+        ],
+        "flips": counts["lost"] + counts["gained"],
+        "counts": counts,
+        "tasks": len(rows),
+        "address": here,
+        "pager": pager(here, offset, ROWS, len(fitting), len(shown)),
+    }
+
+
+def matrix(
+    rows: Sequence[TaskRow],
+    columns: Sequence[Evaluation],
+    heads: Sequence[str],
+    names: Mapping[str, str],
+    address_of: Callable[[str], str],
+) -> dict[str, Any]:
+    """Return the template values of a table with tasks as rows and evaluations as columns, for the macro ``matrix``.
+
+    Args:
+        rows: the tasks.
+        columns: the evaluations.
+        heads: titles of the columns.
+        names: what people call the tasks.
+        address_of: returns the address that a task's row leads to.
+    """
+    low, high = bounds(reward for each in columns for reward in each.rewards.values())
+    has_numbers = len(columns) <= _WITH_NUMBERS
+    stride = max(1, -(-len(columns) // _WITH_NUMBERS))
     return {
         "heads": [{"title": head, "text": head if place % stride == 0 else ""} for place, head in enumerate(heads)],
         "means": [
@@ -150,30 +183,18 @@ def _table(
         ],
         "rows": [
             {
-                "href": f"{url}/task/{quote(row.task, safe='')}",
+                "href": address_of(row.task),
                 "name": names.get(row.task) or row.task,
                 "kind": row.kind,
                 "became": KINDS[row.kind],
                 "change": signed(row.change) if len(columns) > 1 else "",
-                "crossings": row.crossings,
                 "cells": _cells(row, heads, low, high, has_numbers),
+                "answers": [],
             }
-            for row in shown
+            for row in rows
         ],
         "has_numbers": has_numbers,
-        "count": len(columns),
-        "filters": [{"href": every, "text": f"all {len(rows)}", "chosen": not show}]
-        + [
-            {"href": f"{every}&show={kind}", "text": f"{title} {counts[kind]}", "chosen": show == kind}
-            for kind, title in KINDS.items()
-            if counts[kind] and len(columns) > 1
-        ],
-        "flips": counts["lost"] + counts["gained"],
-        "counts": counts,
-        "tasks": len(rows),
         "scale": [(shade(value, low, high), number(value)) for value in dict.fromkeys((low, (low + high) / 2, high))],
-        "address": here,
-        "pager": pager(here, offset, ROWS, len(fitting), len(shown)),
     }
 
 

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import json
 import statistics
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -14,11 +15,12 @@ from rollwright.viewer.index import Index
 #: Mean reward of each task at each version. Of several evaluations of a task by one model, the one with the most samples counts.
 _EACH = """
 WITH each AS (
-    SELECT task, ordinal, version, avg(reward) AS reward, count(*) AS samples, min(id) AS first FROM samples
+    SELECT task, ordinal, version, max(words) AS words, avg(reward) AS reward, count(*) AS samples, min(id) AS first FROM samples
     WHERE is_eval AND NOT is_undone AND status = 'accepted' AND reward IS NOT NULL AND task IS NOT NULL{only}
     GROUP BY version, task, ordinal
 )
-SELECT task, ordinal, version, reward, samples, first, max(samples * 1000000 + ordinal) FROM each GROUP BY version, task ORDER BY version
+SELECT task, ordinal, version, words, reward, samples, first, max(samples * 1000000 + ordinal)
+FROM each GROUP BY version, task ORDER BY version
 """
 _ONLY_LAST = " AND version = (SELECT max(version) FROM samples WHERE is_eval AND NOT is_undone AND status = 'accepted')"
 
@@ -33,6 +35,7 @@ class Evaluation:
         is_one: True if the stage evaluates one model, so that its name is enough.
         rewards: mean reward by the task's identity, see ``collector.identity_of_task``.
         groups: key of each task's group.
+        firsts: number in the index of each task's first sample.
     """
 
     stage: str
@@ -40,6 +43,7 @@ class Evaluation:
     is_one: bool = False
     rewards: dict[str, float] = field(default_factory=dict)
     groups: dict[str, str] = field(default_factory=dict)
+    firsts: dict[str, int] = field(default_factory=dict)
 
     @property
     def mean(self) -> float:
@@ -54,11 +58,21 @@ class Evaluation:
 
 def evaluations_of(index: Index, stage: str = "", *, is_one: bool = False) -> list[Evaluation]:
     """Return the evaluations of a run, the first version first; the arguments are those of ``Evaluation``."""
+    return _evaluations(index, "", stage, is_one)
+
+
+def last_evaluation(index: Index) -> Evaluation | None:
+    """Return the last evaluation of a run; None if it has none."""
+    return next(iter(_evaluations(index, _ONLY_LAST)), None)
+
+
+def _evaluations(index: Index, only: str, stage: str = "", is_one: bool = False) -> list[Evaluation]:
     found: dict[int, Evaluation] = {}
-    for row in index.rows(_EACH.format(only="")):
+    for row in index.rows(_EACH.format(only=only)):
         evaluation = found.setdefault(row["version"], Evaluation(stage, row["version"], is_one))
         evaluation.rewards[row["task"]] = row["reward"]
         evaluation.groups[row["task"]] = f"eval:{row['ordinal']}@v{row['version']}"
+        evaluation.firsts[row["task"]] = row["first"]
     return list(found.values())
 
 
@@ -83,21 +97,17 @@ def of_shared_tasks(evaluations: Iterable[Evaluation]) -> list[list[Evaluation]]
     return [own for _, own in groups]
 
 
-def last_evaluation(index: Index) -> dict[str, float]:
-    """Return the mean reward of each task in a run's last evaluation, by the task's identity (see ``collector.identity_of_task``)."""
-    return {row["task"]: row["reward"] for row in index.rows(_EACH.format(only=_ONLY_LAST))}
-
-
 def held_out_tasks(index: Index, limit: int) -> dict[str, Any]:
     """List the tasks of a run's last evaluation, those with the lowest reward first; see ``Run.held_out``."""
     rows = sorted(index.rows(_EACH.format(only=_ONLY_LAST)), key=lambda row: (row["reward"], row["ordinal"]))
+    answers = answers_of(index, [row["first"] for row in rows[:limit]])
     shown = [
         {
-            "task": row["task"] if not row["task"].startswith("#") else f"task {row['ordinal']}",
+            "task": row["words"] or _named(row["task"], row["ordinal"]),
             "reward": row["reward"],
             "samples": row["samples"],
             "group": f"eval:{row['ordinal']}@v{row['version']}",
-            "answer": _answer(index, row["first"]),
+            "answer": answers.get(row["first"], ""),
         }
         for row in rows[:limit]
     ]
@@ -105,9 +115,12 @@ def held_out_tasks(index: Index, limit: int) -> dict[str, Any]:
     return {"tasks": shown, "total": len(rows), "version": rows[0]["version"] if rows else None, "mean": mean}
 
 
-def _answer(index: Index, sample: int) -> str:
-    found = index.rows("SELECT substr(said, 1, 120) FROM texts WHERE id = ?", sample)
-    return found[0][0] if found else ""
+def answers_of(index: Index, samples: Collection[int]) -> dict[int, str]:
+    """Return the last answer of each sample on one line, by the sample's number in the index; of at most 120 characters."""
+    query = (
+        "SELECT id, substr(coalesce(answer, said), 1, 120) AS answer FROM texts WHERE id IN (SELECT value FROM json_each(?))"
+    )
+    return {row["id"]: row["answer"] for row in index.rows(query, json.dumps(list(samples)))}
 
 
 # -- comparisons ---------------------------------------------------------------------------------------------------------

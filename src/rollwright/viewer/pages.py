@@ -72,7 +72,11 @@ class Pages:
         Raises:
             DataError: there is no run of that name.
         """
-        run = self.runs.get(id_of(name))
+        return self.run_of_id(id_of(name))
+
+    def run_of_id(self, run_id: str) -> Run:
+        """Return the run with an id; see ``run``."""
+        run = self.runs.get(run_id)
         run.follow()
         return run
 
@@ -126,7 +130,7 @@ class Pages:
         crumbs += [{"text": entry["stage"], "url": url if title else None}]
         crumbs += [{"text": text, "url": url + address} for text, address in places]
         crumbs += [{"text": title, "url": None}] if title else []
-        entry["indexed"] = _indexed([run])
+        entry["indexed"] = indexed([run])
         context = {"run": entry, "tab": tab, "crumbs": crumbs, "title": f"{title or 'Run'} · {entry['id']}"}
         if is_followed:
             context.update(stamp=run.stamp, stamp_url=f"{url}/stamp")
@@ -140,7 +144,7 @@ class Pages:
         entry = {"id": run_id, "url": url, "whole": None, "path": str(whole.path), "state": whole.state, "kind": "run"}
         entry |= {
             "has_journal": False,
-            "indexed": _indexed(runs),
+            "indexed": indexed(runs),
             "about": _about_whole(whole),
             "notes": read_notes(whole.path),
         }
@@ -152,7 +156,7 @@ class Pages:
         return {**context, "stamp": whole.stamp, "stamp_url": f"{url}/stamp"}
 
 
-def _indexed(runs: Sequence[Run]) -> float:
+def indexed(runs: Sequence[Run]) -> float:
     """Return the share of the runs' journals that their indexes have read; 1 only if that is all."""
     progress = [run.progress() for run in runs]
     if all(each["is_complete"] for each in progress):

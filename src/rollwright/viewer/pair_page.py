@@ -75,8 +75,7 @@ def add_routes(router: APIRouter, pages: Pages) -> None:
 def _side(pages: Pages, asked: str, row: int) -> dict[str, Any]:
     """Return one of the two samples, which an address names by the id of its run and its key."""
     run_id, _, key = asked.rpartition(" ")
-    run = pages.runs.get(run_id)
-    run.follow()
+    run = pages.run_of_id(run_id)
     sample = run.sample(key)
     url, count = url_of_run(run_id), len(sample["rows"])
     place = min(row, max(0, count - 1))

@@ -549,7 +549,8 @@ class Run:
 
     def last_evaluation(self) -> dict[str, float]:
         """Return the mean reward of each task in the last evaluation, by the task's ``query_id``, or else a digest of the task."""
-        return last_evaluation(self.index) if self.has_journal else {}
+        found = last_evaluation(self.index) if self.has_journal else None
+        return {} if found is None else found.rewards
 
     def held_out(self, limit: int = 100) -> dict[str, Any]:
         """List the tasks of the last evaluation, those with the lowest reward first.

@@ -1,18 +1,16 @@
-"""The pages about runs: the list, a comparison, and the curves, steps, timeline and weights of a run."""
+"""The pages about one run: its curves, config, steps, timeline and weights."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any
-from urllib.parse import urlencode
 
 from fastapi import APIRouter, Request
 from fastapi.responses import PlainTextResponse, Response
 
 from rollwright.tracking.readable import count, counted, number, seconds
-from rollwright.viewer.charts import by_setting, chart_rows, charts_of
-from rollwright.viewer.evaluations import compare as compare_evaluations
+from rollwright.viewer.charts import charts_of
 from rollwright.viewer.pages import (
     Pages,
     address,
@@ -21,18 +19,14 @@ from rollwright.viewer.pages import (
     key_in_address,
     number_in,
     pager,
-    url_of_run,
     wants_file,
     wants_undone,
 )
 from rollwright.viewer.pictures import range_box, swimlanes
 from rollwright.viewer.run import Run
-from rollwright.viewer.runs import config_difference
 
 #: Rows of a table on one page.
 ROWS = 200
-_COMPARED = 60  # most runs in a comparison
-_LINES = 6  # most lines in a chart: as many as there are colours
 #: Metrics in a run's tiles, and their titles.
 _TILES = {
     "reward": "reward",
@@ -126,38 +120,7 @@ def add_routes(router: APIRouter, pages: Pages) -> None:
         zoom = _zoom(f"{url}/timeline", drawing["start"], drawing["end"])
         return pages.page("timeline.html", **context, drawing=drawing, zoom=zoom, about=about, address=address(request))
 
-    def compare(request: Request) -> Response:
-        names = request.query_params.getlist("run")
-        runs = [(name, pages.runs.get(name)) for name in names[:_COMPARED]]
-        settings = by_setting(runs)
-        of_seeds = request.query_params.get("by", "setting" if len(runs) > _LINES else "run") == "setting"
-        lines = settings if of_seeds else [(name, [run]) for name, run in runs]
-        if wants_file(request):
-            metric = request.query_params.get("metric")
-            rows = [{"run": name, **row} for name, run in runs for row in metric_rows(run)] if metric is None else []
-            return as_file(request, "compared", rows if metric is None else chart_rows(lines, metric))
-        charts = charts_of(lines[:_LINES])
-        for line, (_, members) in zip(charts["lines"], lines, strict=False):
-            line["url"] = url_of_run(next(name for name, run in runs if run is members[0])) if not of_seeds else ""
-        here = "/compare?" + urlencode([("run", name) for name in names])
-        return pages.page(
-            "compare.html",
-            title="Compare",
-            crumbs=[{"text": "Compare", "url": None}],
-            runs=[{"id": name, "url": url_of_run(name)} for name, _ in runs],
-            charts=charts,
-            lines=[label for label, _ in lines[:_LINES]],
-            left_out=len(lines) - len(lines[:_LINES]) + len(names) - len(runs),
-            seeds={"runs": f"{here}&by=run", "means": f"{here}&by=setting", "chosen": of_seeds}
-            if len(settings) < len(runs)
-            else None,
-            differences=_differences([members[0] for _, members in lines[:_LINES]]),
-            held_out=compare_evaluations([(name, run.last_evaluation()) for name, run in runs]),
-            address=f"{here}&by={'setting' if of_seeds else 'run'}",
-        )
-
     for path, function in {
-        "/compare": compare,
         "/run/{name}/stamp": stamp,
         "/run/{name}/config": config,
         "/run/{name}/steps": steps,
@@ -227,14 +190,3 @@ def _zoom(url: str, start: float, end: float) -> dict[str, str]:
         "outside": (start - room / 2, end + room / 2),
     }
     return {name: f"{url}?start={low:.4f}&end={high:.4f}" for name, (low, high) in spans.items()}
-
-
-# -- several runs --------------------------------------------------------------------------------------------------------
-
-
-def _differences(runs: Sequence[Run]) -> list[tuple[str, list[str]]]:
-    """Return the config keys that differ between runs, with each run's value."""
-    if len(runs) < 2:
-        return []
-    keys = dict.fromkeys(key for other in runs[1:] for key, *_ in config_difference(runs[0], other))
-    return [(key, [str(run.config.get(key, "unset")) for run in runs]) for key in sorted(keys)]

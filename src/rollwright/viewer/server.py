@@ -31,6 +31,7 @@ from rollwright.inference.server.settings import LOOPBACK, ServiceSettings
 from rollwright.tracking.logging import getLogger
 from rollwright.viewer import (
     again_page,
+    compare_page,
     evaluation_pages,
     pair_page,
     run_list,
@@ -133,6 +134,7 @@ def make_app(places: Sequence[str | Path], settings: ServiceSettings | None = No
         router.add_api_route(f"/static/{name}", _static_file(name, content), methods=["GET", "HEAD"], include_in_schema=False)
     run_list.add_routes(router, pages)
     run_pages.add_routes(router, pages)
+    compare_page.add_routes(router, pages)
     sweep_pages.add_routes(router, pages)
     evaluation_pages.add_routes(router, pages)
     pair_page.add_routes(router, pages)

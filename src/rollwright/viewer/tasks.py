@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import statistics
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -47,15 +48,22 @@ def task_rows(evaluations: Sequence[Evaluation]) -> list[TaskRow]:
     """Return a row for each task of some evaluations: flips first (the lost before the gained), then those that went back and forth.
 
     A task is solved if its reward is above the middle between the lowest and the highest reward of all evaluations. If these are equal, all
-    tasks are solved if the reward is above 0.
+    tasks are solved if the reward is above 0. Rewards that differ by less than a thousandth are equal.
     """
     low, high = bounds(reward for each in evaluations for reward in each.rewards.values())
-    middle = (low + high) / 2 if low < high else low - float(low > 0)
+    middle = (low + high) / 2
+    if _is_equal(low, high):
+        middle = 0.0 if low > 0 else high
     tasks = dict.fromkeys(task for each in evaluations for task in each.rewards)
     rows = [_row(task, [each.rewards.get(task) for each in evaluations], middle) for task in tasks]
     places = {kind: place for place, kind in enumerate(KINDS)}
     rows.sort(key=lambda row: (places[row.kind], -abs(row.change), -row.crossings, _mean(row)))
     return rows
+
+
+def differing_rows(first: Evaluation, second: Evaluation) -> list[TaskRow]:
+    """Return rows of the tasks of which two evaluations have different rewards, in the order of ``task_rows``."""
+    return [row for row in task_rows([first, second]) if row.change]
 
 
 def _row(task: str, rewards: list[float | None], middle: float) -> TaskRow:
@@ -68,7 +76,12 @@ def _row(task: str, rewards: list[float | None], middle: float) -> TaskRow:
         kind = "unsteady"
     else:
         kind = "always" if solved[0] else "never"
-    return TaskRow(task, rewards, known[-1] - known[0], crossings, kind)
+    change = 0.0 if _is_equal(known[0], known[-1]) else known[-1] - known[0]
+    return TaskRow(task, rewards, change, crossings, kind)
+
+
+def _is_equal(first: float, second: float) -> bool:
+    return math.isclose(first, second, rel_tol=1e-3)
 
 
 def _mean(row: TaskRow) -> float:

@@ -16,7 +16,7 @@ from rollwright.experience.journal.writing import Journal
 from rollwright.viewer.evaluations import Evaluation, evaluations_of
 from rollwright.viewer.run import Run
 from rollwright.viewer.server import make_app
-from rollwright.viewer.tasks import history_of, task_rows
+from rollwright.viewer.tasks import differing_rows, history_of, task_rows
 
 
 def evaluations(**rewards):
@@ -51,6 +51,15 @@ def test_rewards_that_are_all_equal_are_solved_above_0(reward, kind):
 def test_rewards_of_any_range_have_a_middle():
     rows = {row.task: row.kind for row in task_rows(evaluations(a=[-4.0, 2.0], b=[-2.0, -1.5], c=[1.0, 2.0]))}
     assert rows == {"a": "gained", "b": "never", "c": "always"}
+
+
+def test_rewards_that_differ_by_less_than_a_thousandth_are_equal():
+    assert [(row.kind, row.change) for row in task_rows(evaluations(a=[-0.33338, -0.33336]))] == [("never", 0)]
+
+
+def test_two_runs_differ_in_the_tasks_of_both_that_have_other_rewards():
+    first, second = evaluations(lost=[1, 0], gained=[0, 1], partly=[0, 0.25], same=[1, 1], alone=[1, None])
+    assert [row.task for row in differing_rows(first, second)] == ["lost", "gained", "partly"]
 
 
 @pytest.fixture
