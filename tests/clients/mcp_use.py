@@ -6,9 +6,11 @@ import asyncio
 import importlib.metadata
 import json
 import sys
+from collections.abc import Callable
 from typing import Any
 
 from rollwright import McpServer, Tools
+from rollwright.environments.mcp_servers import McpSession
 
 #: Tool and arguments, in this order.
 CALLS = (
@@ -32,11 +34,21 @@ async def use(server: McpServer) -> list[Any]:
     return [names, *([result.text, result.ok] for result in results)]
 
 
-async def use_all(servers: dict[str, dict[str, Any]]) -> dict[str, list[Any]]:
+async def use_without_list(server: McpServer) -> list[Any]:
+    """The result of a call in a session that has not listed the tools, as in an episode that goes on after a replay."""
+    session = McpSession(server)
+    try:
+        return list(await session.call("add_note", {"text": "butter"}))
+    finally:
+        await session.stop()
+
+
+async def use_all(servers: dict[str, dict[str, Any]], how: Callable[[McpServer], Any] = use) -> dict[str, list[Any]]:
     """Use several servers at once, by name; ``sdk`` is the version of the SDK here."""
-    used = await asyncio.gather(*(use(McpServer(prefix="notes_", **server)) for server in servers.values()))
+    used = await asyncio.gather(*(how(McpServer(prefix="notes_", **server)) for server in servers.values()))
     return {"sdk": [importlib.metadata.version("mcp")], **dict(zip(servers, used, strict=True))}
 
 
 if __name__ == "__main__":
-    print(json.dumps(asyncio.run(use_all(json.loads(sys.argv[1])))))
+    how = use_without_list if "--without-list" in sys.argv else use
+    print(json.dumps(asyncio.run(use_all(json.loads(sys.argv[1]), how))))

@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import json
 import os
+import shutil
 import socket
 import subprocess
 import sys
@@ -15,7 +16,7 @@ from pathlib import Path
 
 import psutil
 import pytest
-from client_cases import ENVIRONMENTS
+from client_cases import ENVIRONMENTS, environment_of
 from mcp_use import CALLS, use_all
 from parts import TOOL_TEMPLATE, JournalledEpisodes, Script, sampled, tool_tokenizer
 from quiet_ports import quiet_ports
@@ -25,7 +26,7 @@ from rollwright.config.experiment import NewVisionConfig
 from rollwright.config.tasksets import FormatConfig, TasksetConfig
 from rollwright.data.tokenizer import build_character_tokenizer, load_tokenizer
 from rollwright.data.vision import IMAGE, VISION_PIECES
-from rollwright.errors import LostToolError, WorkflowError
+from rollwright.errors import ConfigError, LostToolError, WorkflowError
 from rollwright.training.model import new_vision_model
 from rollwright.workflows.registry import FUNCTIONS
 from rollwright.workflows.task_runner import TaskRunner
@@ -44,10 +45,12 @@ def environment_of_sdk_2() -> Path:
 
 
 @contextlib.contextmanager
-def served(python: str | Path = sys.executable) -> Iterator[tuple[str, subprocess.Popen[bytes]]]:
+def served(
+    interpreter: str | Path = sys.executable, script: Path = PROGRAMS / "notes_server.py"
+) -> Iterator[tuple[str, subprocess.Popen[bytes]]]:
     """The address and the process of a server over HTTP."""
     (port,) = quiet_ports(1)
-    process = subprocess.Popen([python, PROGRAMS / "notes_server.py", str(port)], env={"PATH": os.environ["PATH"]})
+    process = subprocess.Popen([interpreter, script, str(port)], env={"PATH": os.environ["PATH"]})
     try:
         deadline = time.monotonic() + 60
         while True:
@@ -95,23 +98,52 @@ def check_use(used: list) -> None:
 # -- versions of the SDK -------------------------------------------------------------------------------------------------
 
 
+async def used_by_sdk_2(servers: dict[str, dict], *arguments: str) -> dict[str, list]:
+    """What a program with version 2 of the SDK does with servers; see ``mcp_use``."""
+    (packages,) = environment_of_sdk_2().glob("lib/python*/site-packages")
+    program = await asyncio.create_subprocess_exec(
+        *(sys.executable, Path(__file__).with_name("mcp_use.py"), json.dumps(servers), *arguments),
+        env={**os.environ, "PYTHONPATH": str(packages)},
+        stdout=subprocess.PIPE,
+    )
+    return json.loads((await program.communicate())[0])
+
+
 async def test_both_versions_of_the_sdk_talk_with_servers_of_both(address):
     environment = environment_of_sdk_2()
-    (packages,) = environment.glob("lib/python*/site-packages")
     of_2 = {**NOTES, "command": "python notes_server.py", "programs": [str(environment)]}
     with served(environment / "bin" / "python") as (address_2, _):
         servers = {"box 1": NOTES, "box 2": of_2, "http 1": {"url": address}, "http 2": {"url": address_2}}
-        client_2 = await asyncio.create_subprocess_exec(
-            *(sys.executable, Path(__file__).with_name("mcp_use.py"), json.dumps(servers)),
-            env={**os.environ, "PYTHONPATH": str(packages)},
-            stdout=subprocess.PIPE,
-        )
-        clients = {"1.": await use_all(servers), "2.": json.loads((await client_2.communicate())[0])}
+        clients = {"1.": await use_all(servers), "2.": await used_by_sdk_2(servers)}
     for version, used in clients.items():
         assert used.pop("sdk")[0].startswith(version)
         assert list(used) == list(servers)
         for results in used.values():
             check_use(results)
+
+
+async def test_servers_of_the_newest_revision_alone_need_version_2_of_the_sdk(tmp_path):
+    environment = environment_of("mcp_node")
+    script = Path(shutil.copy(PROGRAMS / "newest_notes.mjs", tmp_path))
+    (tmp_path / "node_modules").symlink_to(environment.resolve() / "node_modules")
+    in_box = {"command": f"node {script.name}", "directory": str(tmp_path), "programs": [str(environment)]}
+    with served(environment / "node_modules" / ".bin" / "node", script) as (address, _):
+        servers = {"box": in_box, "http": {"url": address}}
+        used = await used_by_sdk_2(servers)
+        not_listed = await used_by_sdk_2({"http": {"url": address}}, "--without-list")
+        for server in servers.values():
+            with pytest.raises(ConfigError, match=r"speaks revision 2026-07-28 of the protocol, and mcp 1\..*'mcp>=2'"):
+                async with Tools([server]):
+                    pass
+    assert used.pop("sdk")[0].startswith("2.")
+    for names, first, read, failed, refused, slow, last in used.values():
+        assert names == ["notes_add_note", "notes_read_notes", "notes_wait"]
+        assert (first, read, last) == (["1 kept", True], ['["milk"]', True], ["2 kept", True])
+        assert failed == ["an empty note", False]
+        assert "expected string" in refused[0]
+        assert not refused[1]
+        assert slow == ["notes_wait took longer than 0.5 seconds.", False]
+    assert not_listed["http"] == ["3 kept", True, []]
 
 
 # -- sessions ------------------------------------------------------------------------------------------------------------

@@ -45,11 +45,12 @@ _WITH_ERRORS = f'exec "$0" "$@" 2>{ERRORS}'
 _MOST_LINE = 1 << 24  # bytes of a message
 _STOP_SECONDS = 15.0  # for a session to end; the process gets 2 s of them
 _CONNECT_SECONDS = 30.0
-_PING_SECONDS = 5.0
+_CHECK_SECONDS = 5.0
 _ENDED = "it has ended"
 _TOLD = 2000  # characters of a server's standard error in messages
 _OF_COMMAND = ("environment", "directory", "programs", "network", "limits", "image")
 _IMAGES = ("image/png", "image/jpeg", "image/gif", "image/webp")  # types of images that are passed on
+_HEADER_MISMATCH, _UNSUPPORTED_REVISION = -32020, -32022  # the protocol's codes of errors
 _NAME = re.compile(r"[^A-Za-z0-9_-]")
 
 
@@ -229,7 +230,7 @@ class McpSession:
         """Call a tool; return the text that the model reads, whether the call succeeded, and the images as ``data:`` URLs."""
         await self.start()
         try:
-            answer = await self._answer(lambda: self._session.call_tool(name, dict(arguments)))
+            answer = await self._called(name, arguments)
         except (LostToolError, SandboxError):
             raise
         except Exception as error:  # the protocol's errors, and results that do not fit the tool's own schema
@@ -238,6 +239,18 @@ class McpSession:
         images = [f"data:{block['mimeType']};base64,{block['data']}" for block in answer.get("content", ()) if _is_image(block)]
         return _text(answer), not answer.get("isError"), images
 
+    async def _called(self, name: str, arguments: Mapping[str, Any]) -> dict[str, Any]:
+        def request() -> Awaitable[Any]:
+            return self._session.call_tool(name, dict(arguments))
+
+        try:
+            return await self._answer(request)
+        except Exception as error:  # the versions of the SDK have different types
+            if getattr(getattr(error, "error", None), "code", None) != _HEADER_MISMATCH:
+                raise
+        await self.list_tools()  # says which arguments are headers, too; a replayed list did not come from this session
+        return await self._answer(request)
+
     async def check(self) -> None:
         """Raise if the server is gone. A server over HTTP is asked; one that is only busy need not answer."""
         if self._lost:
@@ -245,12 +258,12 @@ class McpSession:
         if self.server.command:
             return  # the end of its process is noticed
         try:
-            async with asyncio.timeout(_PING_SECONDS):
-                await self._answer(lambda: self._session.send_ping())
+            async with asyncio.timeout(_CHECK_SECONDS):
+                await self._answer(lambda: self._session.list_tools(params=_paged()))  # newer revisions have no ping
         except (LostToolError, SandboxError):
             raise
         except Exception as error:  # any answer, also an error, shows that it is there; no answer, that it is busy
-            logger.debug("the MCP server %s answered a ping with %r", self.server, error)
+            logger.debug("the MCP server %s does not list its tools: %r", self.server, error)
 
     async def stop(self) -> None:
         """End the session and the server. Idempotent."""
@@ -307,12 +320,42 @@ class McpSession:
 
         streams = self._streams_of_box() if self.server.command else self._streams_of_http()
         async with streams as (receive, send), ClientSession(receive, send) as session:
-            await session.initialize()
+            await self._agree(session)
             ready.set_result(session)
             try:
                 await self._closing.wait()
             finally:
                 self._lost = self._lost or _ENDED  # before the SDK answers open requests with an error of its own
+
+    async def _agree(self, session: Any) -> None:
+        """Agree with the server on a revision of the protocol.
+
+        The handshake is tried first, because it gives the session a state of its own at servers over HTTP. Servers of the revisions from 2026-07-28
+        on may refuse it, and are asked which revisions they speak instead.
+        """
+        error_of_sdk: Any = getattr(importlib.import_module("mcp"), "McpError" if _has_version_1() else "MCPError")
+        try:
+            await session.initialize()
+        except error_of_sdk as refused:
+            if _has_version_1():
+                self._check_revisions(refused.error.code, refused.error.data)
+                raise
+            try:
+                await session.discover()
+            except error_of_sdk as error:
+                self._check_revisions(error.error.code, error.error.data)
+                raise refused from error
+            self._lost = ""  # an HTTP status may have refused the handshake
+
+    def _check_revisions(self, code: int, data: Any) -> None:
+        """Raise a ``ConfigError`` if a server's error says that the SDK speaks none of its revisions of the protocol."""
+        if code == _UNSUPPORTED_REVISION:
+            supported = " or ".join((data or {}).get("supported", ())) or "unknown"
+            advice = "pip install 'mcp>=2'" if _has_version_1() else "pip install --upgrade mcp"
+            raise ConfigError(
+                f"the MCP server {self.server} speaks revision {supported} of the protocol, and mcp "
+                f"{importlib.metadata.version('mcp')} does not: {advice}."
+            )
 
     @contextlib.asynccontextmanager
     async def _streams_of_http(self) -> AsyncIterator[tuple[Any, Any]]:
@@ -320,8 +363,7 @@ class McpSession:
             from mcp.client.streamable_http import streamable_http_client
         except ImportError as error:
             raise ConfigError(f"MCP over HTTP needs mcp 1.24 or later ({error}): pip install 'rollwright[mcp]'.") from error
-        is_first = importlib.metadata.version("mcp").startswith("1.")
-        library: Any = importlib.import_module("httpx" if is_first else "httpx2")
+        library: Any = importlib.import_module("httpx" if _has_version_1() else "httpx2")
         client = library.AsyncClient(
             headers=dict(self.server.headers),
             timeout=library.Timeout(_CONNECT_SECONDS, read=None),  # the call has a time limit
@@ -335,6 +377,13 @@ class McpSession:
         """Notice an answer that comes from no server of the protocol, or from one that has lost the session."""
         if response.request.method == "POST" and response.status_code >= 400 and response.status_code != 400:
             self._lost = self._lost or f"it answered with HTTP status {response.status_code}"
+        elif response.status_code == 400 and _has_version_1() and self._session is None:
+            await response.aread()
+            with contextlib.suppress(
+                ValueError, TypeError, KeyError, AttributeError
+            ):  # not every 400 has an error of the protocol
+                error = response.json()["error"]
+                self._check_revisions(error["code"], error.get("data"))
 
     @contextlib.asynccontextmanager
     async def _streams_of_box(self) -> AsyncIterator[tuple[Any, Any]]:
@@ -408,6 +457,11 @@ async def _end_of_errors(box: Box) -> str:
         result = await box.exec(["tail", "-c", str(_TOLD), ERRORS], timeout=5)
         return result.stdout.strip()
     return ""
+
+
+def _has_version_1() -> bool:
+    """Return whether the SDK is of version 1."""
+    return importlib.metadata.version("mcp").startswith("1.")
 
 
 @functools.cache
