@@ -14,11 +14,13 @@ from typing import Any
 
 from rollwright.atomic import write_json
 from rollwright.config.sections import RolloutConfig
+from rollwright.config.servers import ServerConfig
 from rollwright.errors import ConfigError
 from rollwright.inference.backends import BACKENDS, ServerLaunch
 from rollwright.inference.backends.server_backend import ServerBackend
 from rollwright.inference.launcher import Launcher
 from rollwright.inference.weights.adapter import AdapterRoom
+from rollwright.inference.weights.group import nccl_version_of, refuse_other_nccl
 from rollwright.tracking.logging import getLogger
 
 logger = getLogger("LocalCluster")
@@ -70,6 +72,7 @@ class LocalServers(Launcher):
 
         Raises:
             ConfigError: the backend has no servers.
+            WeightUpdateError: weights are to be broadcast, and the servers' environment has another version of NCCL than this one.
             EngineError: a server did not become healthy.
         """
         backend = BACKENDS.get(rollout.backend)
@@ -77,6 +80,9 @@ class LocalServers(Launcher):
             raise ConfigError(
                 f"rollout.backend {rollout.backend!r} has no servers to start: it computes in the trainer's process."
             )
+        section = sections.get(rollout.backend)
+        if rollout.weight_update == "xccl" and isinstance(section, ServerConfig) and section.python:
+            refuse_other_nccl(nccl_version_of(section.python, section.env), f"the environment of {section.python}")
         parent = _SHARED_MEMORY if _SHARED_MEMORY.is_dir() and os.access(_SHARED_MEMORY, os.W_OK) else None
         if parent is not None:
             remove_abandoned(parent)

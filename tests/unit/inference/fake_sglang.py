@@ -32,6 +32,9 @@ class FakeSGLang:
                      "init_weights_update_group", "update_weights_from_distributed", "release_memory_occupation",
                      "resume_memory_occupation"):  # fmt: skip
             self.app.post(f"/{path}")(self._recorder(path))
+        self.has_session = None  # of weight updates; None: this version of SGLang has no sessions
+        for path in ("begin_weight_update", "end_weight_update"):
+            self.app.post(f"/{path}")(self._session)
         self.app.get("/health")(lambda: {})
         self.app.get("/server_info")(lambda: self.info)
         self.adapters: dict[str, str] = {}  # path by name
@@ -54,6 +57,15 @@ class FakeSGLang:
             return {"success": True, "message": ""}
 
         return route
+
+    async def _session(self, request: Request):
+        path, is_begin = request.url.path.strip("/"), "begin" in request.url.path
+        if self.has_session is None:
+            return JSONResponse({"detail": "Not Found"}, status_code=404)
+        self.calls.append(path)
+        assert self.has_session is not is_begin, "the scheduler of a real SGLang ends here"
+        self.has_session = is_begin
+        return {"success": True, "message": "Success"}
 
     def models(self):
         adapters = [{"id": name, "root": path, "parent": "tiny"} for name, path in self.adapters.items()]

@@ -16,6 +16,7 @@ from rollwright.config.sections import RolloutConfig
 from rollwright.errors import EngineError, WeightUpdateError
 from rollwright.inference.backends.vllm import VLLMClient
 from rollwright.inference.request import ModelRequest
+from rollwright.inference.weights import group
 from rollwright.inference.weights.transfer import WeightUpdateMeta
 
 
@@ -28,11 +29,12 @@ class FakeVLLM:
         self.app.get("/health")(lambda: {})
         self.app.get("/weight_info")(self.weight_info)
         self.sections = {}
-        self.environment = {}
+        self.environment, self.system = {}, {}
         self.app.get("/server_info")(
             lambda: {
                 "vllm_config": {"model_config": {"logprobs_mode": self.mode}, **self.sections},
                 "vllm_env": self.environment,
+                "system_env": self.system,
             }
         )
         self.app.post("/inference/v1/generate")(self.generate)
@@ -212,3 +214,13 @@ def test_a_deterministic_run_wants_servers_in_their_batch_invariant_mode():
         fake.environment = said
         with connected(fake) as client:
             assert client.is_batch_invariant is expected
+
+
+def test_a_server_whose_nccl_is_another_than_the_trainers_takes_no_broadcast(monkeypatch):
+    fake = FakeVLLM()
+    fake.sections = {"weight_transfer_config": {"backend": "nccl"}}
+    fake.system = {"pip_packages": "[pip3] numpy==2.4.0\n[pip3] nvidia-nccl-cu12==2.27.5\n[pip3] torch==2.13.0"}
+    monkeypatch.setattr("torch.cuda.is_available", lambda: True)
+    monkeypatch.setattr(group, "nccl_version", lambda: "2.28.9")
+    with connected(fake) as client, pytest.raises(WeightUpdateError, match=r"2\.27\.5 in the vLLM server at 127"):
+        client.backend.group_backend(client.servers.router.servers, WeightUpdateMeta("xccl"))

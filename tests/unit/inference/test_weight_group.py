@@ -23,6 +23,7 @@ from rollwright.errors import WeightUpdateError
 from rollwright.inference.network import find_free_ports
 from rollwright.inference.server.application import create_application
 from rollwright.inference.server.settings import ServerSettings
+from rollwright.inference.weights import group
 from rollwright.inference.weights.group import WeightGroup, buckets
 from rollwright.inference.weights.transfer import WeightUpdateMeta
 
@@ -71,6 +72,7 @@ class SGLangOfPeers(FakeSGLang):
                 ]
                 await self.tell("join", orders)
             elif path == "update_weights_from_distributed":
+                assert self.has_session is not False, "SGLang takes no bucket without a session"
                 described = {name: body[name] for name in ("names", "dtypes", "shapes")}
                 is_flat = body.get("load_format") == "flattened_bucket"
                 await self.tell("receive", [{**described, "flat": is_flat}] * len(self.peers))
@@ -102,6 +104,7 @@ def test_ranks_that_join_as_sglangs_do_receive_every_weight(tmp_path):
         for peer in peers:
             peer("start")  # a request that waited for a process to load torch would be made again
         servers = SGLangOfPeers(peers[:2]), SGLangOfPeers(peers[2:])
+        servers[1].has_session = False  # a newer SGLang
         client = stack.enter_context(connected(*servers))
         meta = WeightUpdateMeta("xccl", bucket_bytes=200)
         for version in (1, 2):  # the group is used again
@@ -111,6 +114,8 @@ def test_ranks_that_join_as_sglangs_do_receive_every_weight(tmp_path):
         assert [len(server.bodies["init_weights_update_group"]) for server in servers] == [1, 1]
         assert {body["backend"] for body in bodies["init_weights_update_group"]} == {"gloo"}  # by the servers' device
         sent = bodies["update_weights_from_distributed"][-3:]
+        update = ["begin_weight_update", *3 * ["update_weights_from_distributed"], "end_weight_update"]
+        assert [call for call in servers[1].calls if call in update] == 2 * update
         assert {body["load_format"] for body in sent} == {"flattened_bucket"}
         assert [set(body["dtypes"]) for body in sent].count({"bfloat16"}) == 1  # the types are not mixed
         for rank, peer in enumerate(peers):
@@ -203,6 +208,18 @@ def test_a_server_that_refuses_the_group_is_heard_at_once():
         client.update_weights(WeightUpdateMeta("xccl"), version=1, weights=weights())
 
 
+def test_a_session_that_an_unfinished_update_left_open_is_used_again():
+    fake = FakeSGLang()
+    fake.has_session = False
+    with connected(fake) as client:
+        backend, (server,) = client.backend, client.servers.router.servers
+        backend.begin_receiving(server, 1)
+        backend.begin_receiving(server, 2)  # version 1 did not come to its end
+        backend.end_receiving(server, 2)
+        backend.begin_receiving(server, 3)
+        assert fake.calls[-3:] == ["begin_weight_update", "end_weight_update", "begin_weight_update"]
+
+
 @pytest.mark.parametrize(
     ("infos", "dtype"),
     [
@@ -271,3 +288,22 @@ def test_a_rank_that_takes_no_part_is_not_waited_for_without_end():
     with pytest.raises(WeightUpdateError, match="'two'"):
         sender.broadcast(torch.zeros(16_000_000))  # more than fits into the connection's buffers
     receiver.close()
+
+
+def test_another_nccl_than_the_trainers_is_refused_with_what_to_do(monkeypatch):
+    monkeypatch.setattr(group, "nccl_version", lambda: "2.28.9")
+    for same in ("2.28.9", "2.28.9.1", None):
+        group.refuse_other_nccl(same, "the servers")
+    with pytest.raises(WeightUpdateError, match=r"NCCL is 2\.28\.9 in the trainer and 2\.27\.5 in the servers") as refused:
+        group.refuse_other_nccl("2.27.5", "the servers")
+    assert "nvidia-nccl-cu12==2.28.9" in str(refused.value)
+    assert "shared or disk" in str(refused.value)
+
+
+def test_another_interpreter_says_its_nccl(tmp_path):
+    python = tmp_path / "python"
+    python.write_text('#!/bin/sh\necho "$NCCL_HERE"\n')
+    python.chmod(0o755)
+    assert group.nccl_version_of(str(python), {"NCCL_HERE": "2.27.5"}) == "2.27.5"
+    assert group.nccl_version_of(str(tmp_path / "none"), {}) is None
+    assert group.nccl_version_of(sys.executable, {}) == (group.nccl_version() if torch.cuda.is_available() else None)

@@ -7,7 +7,8 @@ import pytest
 
 from rollwright.config.sections import RolloutConfig
 from rollwright.config.servers import SGLangConfig
-from rollwright.errors import ConfigError
+from rollwright.errors import ConfigError, WeightUpdateError
+from rollwright.inference.weights import group
 from rollwright.placement import local_servers
 from rollwright.placement.local_servers import LocalServers
 
@@ -28,6 +29,18 @@ def test_what_the_built_in_engine_cannot_do_is_told_before_anything_starts(tmp_p
     with pytest.raises(ConfigError, match="no tensor parallelism"):
         LocalServers(RolloutConfig(backend="sglang"), model_path="", logs=tmp_path / "logs", sglang=section, tensor_parallel=2)
     assert not list(tmp_path.glob("rollwright-*"))
+
+
+def test_servers_with_another_nccl_are_not_started_for_broadcasts(tmp_path, monkeypatch):
+    monkeypatch.setattr(local_servers, "_SHARED_MEMORY", tmp_path)
+    monkeypatch.setattr(group, "nccl_version", lambda: "2.28.9")
+    python = tmp_path / "python"
+    python.write_text("#!/bin/sh\necho 2.27.5\n")
+    python.chmod(0o755)
+    section, logs = SGLangConfig(model_path="some/model", python=str(python)), tmp_path / "logs"
+    with pytest.raises(WeightUpdateError, match=f"2.27.5 in the environment of {python}"):
+        LocalServers(RolloutConfig(backend="sglang", weight_update="xccl"), model_path="", logs=logs, sglang=section)
+    assert not logs.exists()
 
 
 def test_what_a_killed_process_shared_is_removed_and_nothing_else(tmp_path):

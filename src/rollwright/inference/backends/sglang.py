@@ -7,7 +7,7 @@ import dataclasses
 import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 import torch
 
@@ -23,6 +23,7 @@ from rollwright.inference.parameters import ParameterTable, Wire
 from rollwright.inference.remote import RemoteInferenceEngine
 from rollwright.inference.request import ModelRequest, ModelResponse, TopTokens, versions_of_spans
 from rollwright.inference.router import Server
+from rollwright.inference.server_set import ServerSet
 from rollwright.inference.weights.files import checkpoint_names
 from rollwright.inference.weights.group import Bucket, GroupPlace, WeightGroup
 from rollwright.inference.weights.transfer import WeightUpdateMeta
@@ -110,6 +111,10 @@ class SGLangBackend(BroadcastBackend):
         always={"no_stop_trim": True},  # output_tokens includes the tokens of the stop string
     )
 
+    def __init__(self, config: RolloutConfig, servers: ServerSet) -> None:
+        super().__init__(config, servers)
+        self._sessions: dict[str, Literal["none", "open", "closed"]] = {}  # weight-update sessions, by address
+
     @classmethod
     def command(cls, launch: ServerLaunch) -> list[str]:
         """See ``SGLangConfig.build_cmd``; ``sglang.implementation: builtin`` is ``rollwright serve-model``."""
@@ -149,6 +154,7 @@ class SGLangBackend(BroadcastBackend):
 
     def on_connected(self, server: Server) -> None:
         """Record what the server reports about itself."""
+        self._sessions.pop(server.address, None)  # another server may have its address now
         try:
             info = self.ask(server, "GET", "/server_info", timeout=30.0)
         except ServerRefusedError as error:
@@ -447,6 +453,28 @@ class SGLangBackend(BroadcastBackend):
         """See ``BroadcastBackend.join_group``."""
         body = {name: value for name, value in dataclasses.asdict(place).items() if name != "invitation"}
         self._post_update(server, "init_weights_update_group", body)
+
+    def begin_receiving(self, server: Server, version: int) -> None:
+        """Open a weight-update session, without which newer SGLang takes no bucket; older SGLang and ``serve-model`` have none.
+
+        A session that an unfinished update of this trainer left open is used again: SGLang ends if it is asked to open a second one.
+        """
+        if self.facts[server.address].is_builtin or self._sessions.get(server.address) in ("none", "open"):
+            return
+        try:
+            self.ask(server, "POST", "/begin_weight_update", {}, timeout=self.config.weight_update_timeout)
+        except ServerRefusedError as error:
+            if error.status not in (404, 405):
+                raise WeightUpdateError(f"The server at {server.address} began no update of its weights: {error}") from error
+            self._sessions[server.address] = "none"
+        else:
+            self._sessions[server.address] = "open"
+
+    def end_receiving(self, server: Server, version: int) -> None:
+        """Close the session, in which SGLang prepares the new weights for its kernels."""
+        if self._sessions.get(server.address) == "open":
+            self._post_update(server, "end_weight_update", {})
+            self._sessions[server.address] = "closed"
 
     def receive_bucket(self, server: Server, group_name: str, bucket: Bucket, version: int) -> None:
         """Send a bucket as one flat tensor; the last bucket names the version."""

@@ -7,6 +7,7 @@ The server must be started with ``--enable-scale-out``, ``--logprobs-mode proces
 from __future__ import annotations
 
 import dataclasses
+import re
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
@@ -24,7 +25,7 @@ from rollwright.inference.request import ModelRequest, ModelResponse, TopTokens,
 from rollwright.inference.router import Server
 from rollwright.inference.weights.adapter import AdapterRoom
 from rollwright.inference.weights.files import checkpoint_names
-from rollwright.inference.weights.group import Bucket, GroupPlace, SendingHalf
+from rollwright.inference.weights.group import Bucket, GroupPlace, SendingHalf, refuse_other_nccl
 from rollwright.inference.weights.transfer import WeightUpdateMeta
 from rollwright.inference.weights.vllm_group import VLLMGroup
 from rollwright.tracking.logging import getLogger
@@ -40,6 +41,9 @@ _ENGINE_ID_PREFIX = "generate-tokens-"
 _LORA_RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)
 #: Command-line option that lets a server receive weights over NCCL.
 _TRANSFERS = {"weight-transfer-config": '{"backend": "nccl"}'}
+
+#: NCCL in the list of packages that a server reports.
+_NCCL_PACKAGE = re.compile(r"nvidia-nccl-cu\d+(?:==|\s+)([\d.]+)")
 
 
 def _scores(request: ModelRequest, content: list[Any], prompt: list[Any] | None) -> dict[str, Any]:
@@ -72,14 +76,16 @@ class VLLMFacts(ServerFacts):
     transfer: str | None = None  # backend of the weight-transfer engine, if the server has one
     dtype: torch.dtype | None = None
     crashes_on_seeds: bool = False
+    nccl: str | None = None  # version of the installed package
 
 
-def _facts(config: Mapping[str, Any], environment: Mapping[str, Any]) -> VLLMFacts:
+def _facts(config: Mapping[str, Any], environment: Mapping[str, Any], system: Mapping[str, Any]) -> VLLMFacts:
     parts = ("parallel", "model", "weight_transfer", "device", "scheduler")
     parallel, model, transfer, device, scheduler = (config.get(f"{part}_config") or {} for part in parts)
     sizes = [int(parallel.get(f"{kind}_parallel_size") or 1) for kind in ("tensor", "pipeline", "data")]
     workers = int(parallel.get("world_size") or sizes[0] * sizes[1])
     dtype = getattr(torch, str(model.get("dtype")).removeprefix("torch."), None)
+    nccl = _NCCL_PACKAGE.search(str(system.get("pip_packages")))
     is_cpu = "cpu" in (device.get("device_type"), device.get("device"))
     return VLLMFacts(
         ranks=workers * sizes[2],
@@ -88,6 +94,7 @@ def _facts(config: Mapping[str, Any], environment: Mapping[str, Any]) -> VLLMFac
         batch_invariant=bool(environment.get("VLLM_BATCH_INVARIANT")),
         checkpoint_names=checkpoint_names(model.get("model")),
         crashes_on_seeds=is_cpu and bool(scheduler.get("enable_chunked_prefill")),
+        nccl=nccl[1] if nccl else None,
     )
 
 
@@ -184,7 +191,7 @@ class VLLMBackend(BroadcastBackend):
                 f"The vLLM server at {server.address} gives {mode}, which are not those of the temperature that tokens are "
                 "sampled at. Start it with --logprobs-mode processed_logprobs, as VLLMConfig.build_cmd does."
             )
-        facts = self.facts[server.address] = _facts(config, info.get("vllm_env") or {})
+        facts = self.facts[server.address] = _facts(config, info.get("vllm_env") or {}, info.get("system_env") or {})
         if facts.crashes_on_seeds:
             logger.warning(
                 "The vLLM server at %s runs on a CPU with chunked prefill, where a request with a seed can end it: seeds are not "
@@ -337,7 +344,8 @@ class VLLMBackend(BroadcastBackend):
         """Return ``nccl``, which the servers must have been started for.
 
         Raises:
-            WeightUpdateError: ``meta`` names Gloo, the trainer has no GPU, or a server has no weight-transfer engine for NCCL.
+            WeightUpdateError: ``meta`` names Gloo, the trainer has no GPU, or a server has no weight-transfer engine for NCCL or another
+                version of NCCL.
         """
         if meta.backend == "gloo" or not torch.cuda.is_available():
             raise WeightUpdateError(
@@ -350,6 +358,8 @@ class VLLMBackend(BroadcastBackend):
                 f"The vLLM servers at {', '.join(lacking)} were not started to receive weights over NCCL: start them with "
                 '--weight-transfer-config \'{"backend": "nccl"}\', as rollout.weight_update: xccl does, or publish by disk.'
             )
+        for server in servers:
+            refuse_other_nccl(self.facts[server.address].nccl, f"the vLLM server at {server.address}")
         return "nccl"
 
     def invitation(self) -> str:

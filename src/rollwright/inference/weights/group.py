@@ -8,9 +8,10 @@ from __future__ import annotations
 import functools
 import math
 import os
+import subprocess
 import threading
 import time
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
 from datetime import timedelta
@@ -28,6 +29,7 @@ DEFAULT_GROUP = "weight_update_group"
 BUCKET_BYTES = 512 << 20
 _LOOK_SECONDS = 0.0005
 _ABORT_SECONDS = 10.0
+_ASK_SECONDS = 120.0  # for another interpreter to import torch
 
 
 @dataclass(frozen=True)
@@ -215,6 +217,49 @@ def _dtype(name: str, dtype: str) -> torch.dtype:
     if not isinstance(kind, torch.dtype):
         raise WeightUpdateError(f"Weight {name} has type {dtype!r}, which torch does not know.")
     return kind
+
+
+def nccl_version() -> str | None:
+    """Return the version of NCCL that this process uses, such as ``2.28.9``, or None without a GPU."""
+    if not torch.cuda.is_available():
+        return None
+    return ".".join(map(str, torch.cuda.nccl.version()))  # pyright: ignore[reportAttributeAccessIssue]
+
+
+def nccl_version_of(python: str, environment: Mapping[str, str]) -> str | None:
+    """Return the version of NCCL in the environment of another interpreter, or None if its torch has none or does not load.
+
+    Args:
+        python: the interpreter.
+        environment: variables in addition to this process's own.
+    """
+    code = "import torch; print(*torch.cuda.nccl.version(), sep='.')"
+    try:
+        asked = subprocess.run(
+            [python, "-c", code], capture_output=True, text=True, timeout=_ASK_SECONDS, env={**os.environ, **environment}
+        )
+    except (OSError, subprocess.SubprocessError):  # the server's own start reports what is wrong with it
+        return None
+    return asked.stdout.strip() or None
+
+
+def refuse_other_nccl(theirs: str | None, servers: str) -> None:
+    """Check that the trainer and servers have one version of NCCL, whose ranks otherwise refuse each other.
+
+    Args:
+        theirs: version of the servers; None if it is unknown, which is no error.
+        servers: the servers, in messages.
+
+    Raises:
+        WeightUpdateError: the versions differ.
+    """
+    if theirs is None or (ours := nccl_version()) is None or theirs.split(".")[:3] == ours.split(".")[:3]:
+        return
+    raise WeightUpdateError(
+        f"NCCL is {ours} in the trainer and {theirs} in {servers}, and ranks of two versions form no group. Install one version in both "
+        f"environments (for CUDA 12: pip install nvidia-nccl-cu12=={ours} in the servers'), or publish through shared memory or files "
+        "(rollout.weight_update: shared or disk)."
+    )
 
 
 def buckets(
