@@ -18,7 +18,7 @@ SUMS := tests/truth tests/unit/algorithms tests/unit/sequence_processing tests/u
 ALONE := tests/integration/test_rank_memory.py tests/clients tests/viewer tests/cluster tests/faults
 
 .DEFAULT_GOAL := help
-.PHONY: help quickstart test test-quick test-sums test-servers test-alone test-fast lint docs clean test-processors
+.PHONY: help quickstart gpu-check test test-quick test-sums test-servers test-alone test-fast lint docs clean test-processors
 
 help:  ## What can be made
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:[^#]*## /\t/' | expand -t 18
@@ -38,6 +38,9 @@ $(VENV)/.test: $(VENV)/.python pyproject.toml
 
 quickstart: $(VENV)/.core  ## Train a small model with GRPO on this machine and show what it learned
 	$(BIN)/rollwright run examples/quickstart.yaml trial_name=$(TRIAL)
+
+gpu-check: $(VENV)/.test  ## What the tests cannot show without a GPU, in 45 minutes; GPU_CHECK='--only ...' takes options of `rollwright doctor --gpu`
+	$(BIN)/rollwright doctor --gpu $(GPU_CHECK)
 
 test: test-quick test-sums test-servers test-alone  ## All tests: quick ones first, then servers and runs that learn
 

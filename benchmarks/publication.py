@@ -1,6 +1,6 @@
 """How long new weights take to an engine, by each way: to one in this process, and to a server on this machine.
 
-    python benchmarks/publication.py [--quick] [--repeats 3] [--json FILE]
+    python benchmarks/publication.py [--quick] [--repeats 3] [--device cuda] [--json FILE]
 
 A model of 104 million parameters in float32 (``--quick``: 15 million) goes to the built-in engine in this process (``memory``) and to one
 ``rollwright serve-model`` (``shared`` memory, ``disk`` below /dev/shm or the temporary directory, and ``xccl`` over Gloo, in buckets of
@@ -25,6 +25,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--quick", action="store_true", help="a model of 15 million parameters")
     parser.add_argument("--repeats", type=int, default=3, help="publications by each way, beside the first")
+    parser.add_argument("--device", default="cpu", help="of the weights and of the engine in this process")
     parser.add_argument("--json", type=Path, help="also write the results there")
     arguments = parser.parse_args()
 
@@ -45,7 +46,11 @@ def main() -> None:
         path = Path(directory) / "model"
         hidden, layers, vocabulary = QUICK if arguments.quick else FULL
         report.machine["parameters"] = size = write_model(path, hidden, layers, vocabulary)
-        model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32)
+
+        def load():
+            return AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32).to(arguments.device)
+
+        model = load()
         weights = dict(model.state_dict())
         seconds: dict[str, float] = {}
 
@@ -64,7 +69,7 @@ def main() -> None:
                 GB_a_second=round(size * 4 / 1e9 / seconds[way], 2),
             )
 
-        engine = BuiltinEngine(AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32), load_tokenizer(str(path)))
+        engine = BuiltinEngine(load(), load_tokenizer(str(path)))
         measure("memory", engine, WeightUpdateMeta.memory(), 1)
         engine.destroy()
         rollout = RolloutConfig(backend="builtin_process", setup_timeout=600)

@@ -136,6 +136,15 @@ class Made:
     effects: dict[str, float]
     noise: float
 
+    def on(self, device: str) -> Made:
+        """The same on a device, where the same operations round in another way."""
+        return self if device == "cpu" else dataclasses.replace(self, model=copy.deepcopy(self.model).to(device))
+
+    @property
+    def limit(self) -> float:
+        """Nats that log-probabilities of the same computation in another order may be apart."""
+        return 1e-4 if self.model.device.type == "cpu" else 1e-3
+
     def untouched(self) -> Any:
         """A model of its own for whoever changes models: same class, configuration and weights."""
         return copy.deepcopy(self.model)
@@ -154,7 +163,7 @@ def plain_logprobs(model: Any, tokens: list[int], temperature: float = 1.0) -> T
     A copy computes them: rotary positions that grow with the length of a row stay grown for the rows after it.
     """
     logits = copy.deepcopy(model)(input_ids=torch.tensor([tokens], device=model.device), use_cache=False).logits[0]
-    return (logits.double() / temperature).log_softmax(-1)
+    return (logits.double() / temperature).log_softmax(-1).cpu()
 
 
 def case(name: str) -> Case:

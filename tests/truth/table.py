@@ -6,6 +6,7 @@ A row of the table is for all cases that come to the same: what they go past, an
 from __future__ import annotations
 
 import argparse
+import functools
 import multiprocessing
 import re
 import time
@@ -14,7 +15,7 @@ from pathlib import Path
 
 import torch
 
-from rollwright.atomic import write_text
+from rollwright.atomic import write_json, write_text
 from rollwright.processes.pool import processor_count
 
 from . import families
@@ -82,11 +83,11 @@ def write(found: Mapping[str, Mapping[str, str]], missing: Mapping[str, str]) ->
     write_text(PAGE, "\n".join([f"{before}{BEGIN}", "", *lines(found, missing), "", f"{END}{after}"]))
 
 
-def looked_at(name: str) -> tuple[dict[str, str], str]:
-    """By column, what a case comes to, and why it is not covered; one of them is empty."""
+def looked_at(name: str, device: str = "cpu") -> tuple[dict[str, str], str]:
+    """By column, what a case comes to on a device, and why it is not covered; one of them is empty."""
     torch.set_num_threads(1)
     try:
-        made = families.made(name)
+        made = families.made(name).on(device)
     except families.NotCovered as reason:
         return {}, str(reason)
     try:
@@ -98,22 +99,29 @@ def looked_at(name: str) -> tuple[dict[str, str], str]:
 
 
 def main() -> None:
-    """Compare all cases, or those that are named (then the page stays as it is), one for each processor at a time."""
+    """Compare all cases, or those that are named or on a GPU (then the page stays as it is), one for each processor at a time."""
     parser = argparse.ArgumentParser(prog="python -m tests.truth.table", description=__doc__)
     parser.add_argument("names", nargs="*", help="cases to look at; none: all, and the page is written")
-    names = parser.parse_args().names
+    parser.add_argument("--device", default="cpu", help="where engine, trainer and the untouched forward compute")
+    parser.add_argument("--json", type=Path, help="write there, by case and column, what it comes to")
+    arguments = parser.parse_args()
+    names, on_gpu = arguments.names, arguments.device != "cpu"
     found: dict[str, dict[str, str]] = {}
     missing = {} if names else families.not_built()
     began = time.monotonic()
-    with multiprocessing.get_context("spawn").Pool(processor_count(), maxtasksperchild=20) as pool:
+    with multiprocessing.get_context("spawn").Pool(1 if on_gpu else processor_count(), maxtasksperchild=20) as pool:
         wanted = names or list(families.cases())
-        for name, (cells, reason) in zip(wanted, pool.imap(looked_at, wanted), strict=True):
+        for name, (cells, reason) in zip(
+            wanted, pool.imap(functools.partial(looked_at, device=arguments.device), wanted), strict=True
+        ):
             if reason:
                 missing[name] = reason
             else:
                 found[name] = cells
             print(f"{name}: {cells or reason} ({time.monotonic() - began:.0f} s)", flush=True)
-    if not names:
+    if arguments.json:
+        write_json(arguments.json, found)
+    if not names and not on_gpu:
         write(found, missing)
 
 

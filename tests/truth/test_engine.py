@@ -17,7 +17,6 @@ from rollwright.inference.request import ModelRequest, ModelResponse
 
 from . import families, table
 
-LIMIT = 1e-4
 TEMPERATURE = 1.7
 NEW_TOKENS = 12
 #: Prompts on both sides of every regime, one that grows beyond the window and one that grows beyond the trained positions.
@@ -87,7 +86,7 @@ def outcomes(made: families.Made) -> dict[str, str]:
 def _outcome(made: families.Made, engine: BuiltinEngine, responses: list[ModelResponse]) -> str:
     assert responses
     worst = max(distance(made, response) for response in responses)
-    if not worst <= LIMIT:
+    if not worst <= made.limit:
         return f"off by {worst:.2g} nats"
     if engine.context_length >= families.LENGTH + NEW_TOKENS:
         return "equal"

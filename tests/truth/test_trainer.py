@@ -21,13 +21,16 @@ from rollwright.training.micro_batches import attended_tokens
 
 from . import families
 
-LIMIT = 1e-4
 TRUNK, BRANCHES = families.TRAINED, (40, 52)
 
 
 def engine(made: families.Made, *, share: bool) -> TrainEngine:
     config = TrainEngineConfig(
-        device="cpu", dtype="float32", optimizer=None, share_prefixes=share, mb_spec=MicroBatchSpec(max_tokens_per_mb=1 << 16)
+        device=made.model.device.type,
+        dtype="float32",
+        optimizer=None,
+        share_prefixes=share,
+        mb_spec=MicroBatchSpec(max_tokens_per_mb=1 << 16),
     )
     trained = TrainEngine(config, model=made.untouched())
     trained.initialize()
@@ -117,7 +120,7 @@ def _outcome(made: families.Made, trained: TrainEngine, share: bool, way: Callab
             worst = way(made, trained)
         except RollwrightError:
             return "refused"
-    if not worst <= LIMIT:
+    if not worst <= made.limit:
         return f"off by {worst:.2g} nats"
     return "equal" if any(shared) or not share else "equal, not shared"
 

@@ -87,8 +87,28 @@ def doctor(
         Path("runs"), help="Directory of runs (cluster.fileroot)."
     ),
     as_json: bool = typer.Option(False, "--json", help="Print the findings as JSON."),
+    gpu: bool = typer.Option(
+        False, "--gpu", help="Try engines, servers, publications and runs on this machine's GPUs (docs/scale.md)."
+    ),
+    short: bool = typer.Option(False, "--short", help="With --gpu: only what takes a minute on a CPU."),
+    only: str = typer.Option("", "--only", help="With --gpu: names of checks, separated by commas."),
+    minutes: float = typer.Option(45.0, "--minutes", help="With --gpu: limit of all checks together.", min=0.1),
+    vllm_python: str | None = typer.Option(None, "--vllm-python", help="With --gpu: interpreter of vLLM's environment."),
+    sglang_python: str | None = typer.Option(None, "--sglang-python", help="With --gpu: interpreter of SGLang's environment."),
 ) -> None:
-    """Check this machine: versions, processors, memory, GPU, ports, directories, extras; with advice for each."""
+    """Check this machine: versions, processors, memory, GPU, ports, directories, extras; with advice for each.
+
+    With `--gpu`, try what needs a GPU instead, each check in a process of its own. `report.json` and a table are written to
+    `gpu-check` in the directory of runs.
+    """
+    if gpu:
+        from rollwright.cli.gpu_check import check_gpu, this_place
+
+        named = {"vllm": vllm_python, "sglang": sglang_python}
+        pythons = {name: python for name, python in named.items() if python}
+        place = this_place((fileroot / "gpu-check").absolute(), is_short=short, pythons=pythons)
+        names = [name.strip() for name in only.split(",") if name.strip()]
+        raise SystemExit(int(not check_gpu(place, only=names, minutes=minutes)))
     findings = [
         *versions(), *processors(), *memory(), *gpus(), *ports(), *directories(fileroot), *sandbox(), *extras(),
     ]  # fmt: skip
