@@ -43,6 +43,9 @@ PROMPT_TOKENS, NEW_TOKENS = 12, 16
 #: of the next batch are compared as well.
 NEW_TOKENS_IN_PROCESS = 2
 
+#: Number of experts, in configurations.
+_EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
+
 #: ``(input_ids [1, L], temperature)`` -> log-probabilities ``[1, L]`` under the trainer's weights, index t for token t.
 Score = Callable[[Tensor, float], Tensor]
 
@@ -170,6 +173,10 @@ class SentWeights:
             WeightUpdateError: on every rank, if no engine took the weights.
         """
 
+        dtype = published_dtype(trainer, self.engine)
+        if self.publication is None and self.engine.sampler.local_model is None and parallel.rank() == 0:
+            _warn_of_routing(trainer, dtype)
+
         def send(weights: WeightStream) -> None:
             started, sampler = time.perf_counter(), self.engine.sampler
             if sampler.local_model is None:
@@ -178,7 +185,7 @@ class SentWeights:
             transport = sampler.weight_transport if self.meta is None else self.meta.type
             self.publication = Publication(transport, time.perf_counter() - started, weights.nbytes, sampler.weight_holders)
 
-        with_whole_weights(trainer.weights(published_dtype(trainer, self.engine)), send)
+        with_whole_weights(trainer.weights(dtype), send)
 
     def publish(self, trainer: TrainEngine, version: int) -> None:
         """Send the weights (``transfer``), and check that the engines compute with them.
@@ -195,6 +202,21 @@ class SentWeights:
 
 
 Publisher = SharedWeights | SentWeights
+
+
+def _warn_of_routing(trainer: TrainEngine, dtype: torch.dtype | None) -> None:
+    """Warn if servers that compute in a 16-bit type route tokens to experts: their choice is not recorded, and so not trained on."""
+    text: Any = trainer.model.config.get_text_config()
+    experts = next((count for name in _EXPERTS if isinstance(count := getattr(text, name, None), int) and count > 1), 0)
+    if experts and (dtype or trainer.compute_dtype).itemsize < 4:
+        logger.warning(
+            "The model routes each token to some of %d experts, and the servers compute in %s. Where two experts score nearly alike, "
+            "servers and trainer may choose different ones; the servers' choice is not recorded, so that the log-probabilities of "
+            "such tokens differ by more than rounding. Watch actor/mismatch/kl, and correct what is left with "
+            "actor.use_decoupled_loss, or compute in float32 (rollout.dtype, actor.dtype). See docs/servers.md.",
+            experts,
+            str(dtype or trainer.compute_dtype).removeprefix("torch."),
+        )
 
 
 def published_dtype(trainer: TrainEngine, engine: WeightReceiver) -> torch.dtype | None:

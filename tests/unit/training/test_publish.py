@@ -181,6 +181,28 @@ def test_servers_are_sent_the_names_of_save_pretrained_and_an_engine_here_the_mo
     assert listener.got == (own if is_here else on_disk)
 
 
+@pytest.mark.parametrize(
+    ("held", "experts", "is_warned"),
+    [(torch.bfloat16, True, True), (torch.float32, True, False), (torch.bfloat16, False, False)],
+)
+def test_servers_that_route_in_16_bits_are_warned_of_once(held, experts, is_warned, caplog):
+    class Servers(WeightReceiver):
+        weight_dtype = held
+
+        def update_weights(self, meta=None, *, version, weights, config=None):
+            list(weights)
+
+    actor = tiny_actor(dtype=torch.float32)
+    if experts:
+        actor = FSDPPPOActor(PPOActorConfig(device="cpu"), model=mixture_of_experts())
+        actor.initialize(None, FinetuneSpec(1, 100, 10))
+    actor.connect_engine(Servers())
+    with caplog.at_level("WARNING", logger="rollwright"):
+        actor.update_weights()
+        actor.update_weights()
+    assert caplog.text.count("routes each token to some of 4 experts, and the servers compute in bfloat16") == is_warned
+
+
 @pytest.mark.parametrize("held", [torch.bfloat16, torch.float32, None])
 def test_weights_are_sent_in_the_type_that_the_engine_holds(held):
     class Servers(WeightReceiver):
