@@ -140,7 +140,7 @@ def rank_memory(config: PPOConfig, shape: ModelShape) -> dict[str, float]:
     samples_here = config.rollout.backend == "builtin"
     ranks = 1 if samples_here else actor.shard_size or processes
     moments = _MOMENTS.get(actor.optimizer.kind if actor.optimizer else "sgd", _MOMENTS["adamw"])
-    tokens = actor.mb_spec.max_tokens_per_mb
+    tokens = max(actor.mb_spec.max_tokens_per_mb, longest_row(config))
     if actor.lora is not None:
         trained, base = adapter_parameters(shape, actor.lora.rank), _COMPUTE * shape.parameters / ranks
     else:
@@ -157,17 +157,31 @@ def rank_memory(config: PPOConfig, shape: ModelShape) -> dict[str, float]:
             found["their gradients"] = _COMPUTE * (shape.layer + shape.root)
     elif actor.lora is None:
         found["weights in bfloat16"] = _COMPUTE * shape.parameters
-    of_layer = shape.kept * tokens
-    if actor.gradient_checkpointing:
-        kept = _COMPUTE * tokens * shape.hidden * -(-shape.layers // actor.gradient_checkpointing_every)
-        found["activations kept"], found["activations of recomputed layers"] = (
-            kept,
-            of_layer * actor.gradient_checkpointing_every,
-        )
-    else:
-        found["activations kept"] = of_layer * shape.layers
+    found |= {name: tokens * amount for name, amount in _activations(config, shape).items()}
     found["logits"] = 3 * actor.logits_chunk_mib * 2**20
     return {name: amount for name, amount in found.items() if amount}
+
+
+def _activations(config: PPOConfig, shape: ModelShape) -> dict[str, float]:
+    """Return the bytes of activations for each token of a micro-batch."""
+    actor = config.actor
+    if not actor.gradient_checkpointing:
+        return {"activations kept": shape.kept * shape.layers}
+    every = actor.gradient_checkpointing_every
+    kept = _COMPUTE * shape.hidden * -(-shape.layers // every)
+    return {"activations kept": kept, "activations of recomputed layers": shape.kept * every}
+
+
+def longest_row(config: PPOConfig) -> int:
+    """Return the most tokens that a row is known to reach: ``rollout.context_length``, or those of one answer."""
+    return config.rollout.context_length or config.gconfig.max_new_tokens
+
+
+def trainable_tokens(config: PPOConfig, shape: ModelShape, gpu: float) -> int:
+    """Return how many tokens of one micro-batch, and so of one row, a rank has memory for. A row is never split over ranks."""
+    of_token = _activations(config, shape)
+    rest = sum(amount for name, amount in rank_memory(config, shape).items() if name not in of_token)
+    return max(0, int((_TRAINER_SHARE * gpu - rest) / sum(of_token.values())))
 
 
 def resident_memory(config: PPOConfig, shape: ModelShape) -> float:
@@ -257,7 +271,21 @@ def plan_of(config: PPOConfig, shape: ModelShape, count: int, gpu: float) -> Pla
             faults.append(
                 f"a server has {reserved / GB:.1f} GB of each GPU and its weights take {weights / GB:.1f}: raise rollout.tensor_parallel"
             )
-    if trainer > _TRAINER_SHARE * gpu:
+        if 0 < tokens < longest_row(config):
+            faults.append(
+                f"the cache of a server holds {tokens:,.0f} tokens, and a row may have {longest_row(config):,}: raise rollout.tensor_parallel, "
+                "or lower rollout.context_length"
+            )
+    fitting = trainable_tokens(config, shape, gpu)
+    if 0 < fitting < longest_row(config):
+        advice = (
+            "gradient_checkpointing" if not config.actor.gradient_checkpointing else "more ranks for the weights, adamw_8bit"
+        )
+        faults.append(
+            f"a row may have {longest_row(config):,} tokens, and a rank has memory for {fitting:,} beside its weights. A row is trained by one "
+            f"rank (there is no context parallelism): lower rollout.context_length or gconfig.max_new_tokens, or use {advice}"
+        )
+    elif trainer > _TRAINER_SHARE * gpu:
         faults.append(
             f"a rank takes {trainer / GB:.1f} GB of {gpu / GB:.0f}: more ranks, gradient_checkpointing, adamw_8bit, an adapter (actor.lora), "
             "or a lower mb_spec.max_tokens_per_mb"
@@ -298,6 +326,7 @@ def described(plan: Plan, shape: ModelShape, gpu: float) -> list[str]:
     parts = rank_memory(plan.config, shape)
     lines = ["a rank during an update, in GB:", *(f"  {amount / GB:7.2f}  {name}" for name, amount in parts.items())]
     lines += [f"  {sum(parts.values()) / GB:7.2f}  of {gpu / GB:.4g}"]
+    lines.append(f"a rank can train rows of up to {trainable_tokens(plan.config, shape, gpu):,} tokens")
     lines.append("on each GPU while servers sample:" if plan.config.rollout.colocate else "on each GPU:")
     for number, held in enumerate(plan.gpus):
         processes = ", ".join(f"{name} ({amount / GB:.1f} GB)" for name, amount in held)

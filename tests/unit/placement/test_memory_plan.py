@@ -10,7 +10,16 @@ from rollwright.config.experiment import PPOConfig
 from rollwright.config.loading import build_config
 from rollwright.config.source import Document
 from rollwright.errors import ConfigError
-from rollwright.placement.memory_plan import adapter_parameters, plan_of, rank_memory, resident_memory, shape_of, splits
+from rollwright.placement.memory_plan import (
+    adapter_parameters,
+    described,
+    plan_of,
+    rank_memory,
+    resident_memory,
+    shape_of,
+    splits,
+    trainable_tokens,
+)
 
 GB = 1e9
 SMALL = "hidden_size=128,num_hidden_layers=3,num_attention_heads=4,num_key_value_heads=2,head_dim=32,intermediate_size=384,vocab_size=512"
@@ -97,6 +106,21 @@ def test_what_does_not_fit_is_said(qwen_7b):
     assert [name for name, _ in by_turns.gpus[0]] == ["rank 0", "server 0"]
     assert "2 GPUs are needed, and there are 1" in plan_of(config_of(), qwen_7b, 1, 80 * GB).faults[0]
     assert "rollout.tensor_parallel" in plan_of(config_of("rollout.servers=1"), qwen_7b, 2, 16 * GB).faults[0]
+
+
+def test_a_row_that_no_rank_can_train_is_refused_with_the_tokens_that_fit(qwen_7b):
+    long = config_of("rollout.context_length=1000000", "cluster.processes=7", "actor.gradient_checkpointing=true")
+    plan = plan_of(long, qwen_7b, 8, 80 * GB)
+    fitting = trainable_tokens(long, qwen_7b, 80 * GB)
+    assert 100_000 < fitting < 1_000_000
+    (of_rank, of_server) = sorted(plan.faults)
+    assert f"a row may have 1,000,000 tokens, and a rank has memory for {fitting:,} beside its weights" in of_rank
+    assert "there is no context parallelism" in of_rank
+    assert "the cache of a server holds" in of_server
+    assert f"rows of up to {fitting:,} tokens" in " ".join(described(plan, qwen_7b, 80 * GB))
+    short = config_of(f"rollout.context_length={fitting}", "cluster.processes=7", "actor.gradient_checkpointing=true")
+    assert sum(rank_memory(short, qwen_7b).values()) <= 80 * GB
+    assert not plan_of(short, qwen_7b, 8, 80 * GB).faults
 
 
 @pytest.mark.parametrize("model", ["nowhere/no-model", "llama:hidden_size=big", "no_such_type:hidden_size=8"])
