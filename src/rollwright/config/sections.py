@@ -336,7 +336,7 @@ class RolloutConfig:
     )
     setup_timeout: float = key(
         300.0,
-        "Seconds to wait until a server is healthy. For a server that starts on this machine, seconds without a line in its log.",
+        "Seconds to wait until a server is healthy. For a server that the run starts, seconds without a line in its log.",
         gt=0.0,
     )
     canary: bool = key(

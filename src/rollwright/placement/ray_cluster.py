@@ -190,6 +190,7 @@ class RayCluster:
         concurrency: int = 8,
         strategy: Any = "SPREAD",
         is_spare: bool = False,
+        output: str | None = None,
     ) -> RayProcess:
         """Place one process, which starts in the background.
 
@@ -201,6 +202,7 @@ class RayCluster:
             concurrency: maximum number of concurrent calls.
             strategy: Ray's scheduling strategy.
             is_spare: whether to end the process for good if another one finds no room.
+            output: see ``RayProcess``.
         """
         options = {
             "num_cpus": cpus,
@@ -210,7 +212,7 @@ class RayCluster:
             "scheduling_strategy": strategy,
         }
         log_path = os.path.join(self._logs, f"{name.replace(' ', '-')}.log")
-        process = RayProcess(name, path, arguments, options, log_path, None if is_spare else self._make_room)
+        process = RayProcess(name, path, arguments, options, log_path, None if is_spare else self._make_room, output)
         if is_spare:
             self._spare.append(process)
         self._processes.append(process)

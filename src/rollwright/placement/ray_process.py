@@ -10,6 +10,7 @@ import threading
 import weakref
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
+from pathlib import Path
 from typing import Any
 
 import ray
@@ -36,6 +37,7 @@ class RayProcess:
         options: options of the Ray actor.
         log_path: path of the process's log file.
         make_room: called if the process has found no room ``SPARE_SECONDS`` after a restart. None for a spare process.
+        output: directory, seen by this process too, in which the process writes while it makes the object, such as a server's log.
 
     Attributes:
         place: future of the node and GPUs; done when the process runs.
@@ -50,9 +52,10 @@ class RayProcess:
         options: dict[str, Any],
         log_path: str,
         make_room: Callable[[], None] | None = None,
+        output: str | None = None,
     ) -> None:
         self.name = name
-        self._make_room = make_room
+        self._make_room, self._output = make_room, output
         self._path, self._arguments, self._options, self._log_path = path, arguments, options, log_path
         self._lock = threading.Lock()
         self._is_ended = False
@@ -68,12 +71,27 @@ class RayProcess:
         self.started: Future[None] = self._send("start", self._path, tuple(self._arguments()))
 
     def wait_started(self, timeout: float) -> None:
-        """Wait until the object has been made.
+        """Wait until the object has been made, as long as the process writes to its ``output``.
 
         Raises:
-            ClusterError: this took more than ``timeout`` seconds.
+            ClusterError: this took more than ``timeout`` seconds, counted from the last write.
         """
-        self.answer(self.started, timeout, "start")
+        written = self._written()
+        while True:
+            try:
+                return self.answer(self.started, timeout, "start")
+            except ClusterError:
+                before, written = written, self._written()
+                if self.started.done() or before == written:
+                    raise
+
+    def _written(self) -> int:
+        """Return the number of bytes in the files of ``output``."""
+        sizes = 0
+        for file in Path(self._output).glob("*") if self._output is not None else ():
+            with contextlib.suppress(OSError):  # it may be renamed
+                sizes += file.stat().st_size
+        return sizes
 
     def answer(self, future: Future[Any], timeout: float, action: str) -> Any:
         """Wait for the result of a future.

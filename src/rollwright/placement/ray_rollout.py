@@ -60,13 +60,15 @@ def make_ray_rollout(config: PPOConfig, ranks: RayRanks, tokenizer: Any, directo
     of_server, of_worker = ranks.demands["server"], ranks.demands["worker"]
 
     def place_server(index: int) -> Process:
+        logs = str(directory.logs.absolute() / f"server-{index}")
         return ranks.cluster.process(
             f"server {index}",
             "rollwright.placement.ray_rollout:start_server",
-            lambda: (config, rollout, model_path, str(directory.logs.absolute() / f"server-{index}")),
+            lambda: (config, rollout, model_path, logs),
             cpus=of_server.cpus,
             gpus=of_server.gpus,
             is_spare=index >= of_server.count,
+            output=logs,
         )
 
     servers = [place_server(index) for index in range(of_server.count)]
@@ -141,6 +143,7 @@ def serve_auxiliary_models(config: PPOConfig, ranks: RayRanks, directory: RunDir
             lambda index=index, number=number: (config.auxiliary_models[number], int(demand.cpus), logs[index], key),
             cpus=demand.cpus,
             gpus=demand.gpus,
+            output=logs[index],
         )
         for index, number in enumerate(served)
     ]

@@ -1,6 +1,7 @@
 """A process on a Ray cluster, without the cluster (tests/cluster has one)."""
 
 import socket
+import threading
 import time
 from concurrent.futures import Future
 from types import SimpleNamespace
@@ -100,6 +101,29 @@ def test_an_answer_that_cannot_be_read_is_an_error_and_no_silence(process):
 def test_a_process_that_does_not_start_is_named_with_its_log(process):
     with pytest.raises(ClusterError, match=r"worker 0 did not start within 0\.01 s.*worker-0\.log"):
         process.wait_started(0.01)
+
+
+def test_a_process_that_writes_is_waited_for_beyond_its_limit(process, tmp_path):
+    process._output, log = str(tmp_path), tmp_path / "server.log"
+
+    def load():
+        for number in range(6):  # six tenths of a second, of which none is silent
+            log.write_text("loading\n" * (number + 1))
+            time.sleep(0.1)
+        process._actor.answers[1].set_result(("", None))
+
+    loader = threading.Thread(target=load)
+    loader.start()
+    process.wait_started(0.3)
+    loader.join()
+    assert process.started.done()
+
+
+def test_a_process_that_falls_silent_is_not_waited_for(process, tmp_path):
+    process._output = str(tmp_path)
+    (tmp_path / "server.log").write_text("loading\n")
+    with pytest.raises(ClusterError, match=r"worker 0 did not start within 0\.05 s"):
+        process.wait_started(0.05)
 
 
 def test_a_gang_that_was_not_placed_can_be_given_up_again(monkeypatch, process):
