@@ -154,6 +154,19 @@ def test_a_student_learns_from_a_teacher(run_example):
     assert "teacher_after" in run.evaluations
 
 
+def test_a_policy_plays_kuhn_poker_against_itself_and_its_first_version(run_example):
+    run = run_example(
+        "self_play",
+        *("stages.warmup.total_train_steps=60", "stages.play.gconfig.n_samples=8", "stages.play.total_train_steps=3"),
+        *("stages.play.evaluator.every_steps=3", "stages.against_version_0.samples=2"),
+    )
+    steps = check_steps(run, "play")
+    assert all(0.0 < step["rows/second"] <= step["rows/first"] == 48.0 for step in steps)
+    assert [record["step"] for record in run.steps("eval/rollout/exploitability", "play")] == [0, 3]
+    assert -1.0 < run.evaluations["after"]["greedy"] < 0.0  # the exploitability
+    assert {"mean@2", "mean@2/first", "mean@2/second"} <= set(run.evaluations["against_version_0"])
+
+
 AGENTS = Path(__file__).resolve().parents[2] / ".venv-clients-openai2"
 
 

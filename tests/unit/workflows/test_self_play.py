@@ -10,7 +10,7 @@ from parts import FixedEngine, sampled
 from rollwright.config.generation import GenerationHyperparameters
 from rollwright.data.tokenizer import build_character_tokenizer, load_tokenizer
 from rollwright.environments.games import Nim
-from rollwright.environments.games.kuhn import exploitability, information_sets, uniform_policy
+from rollwright.environments.games.kuhn import LEGAL_MOVES, exploitability, information_sets, uniform_policy
 from rollwright.environments.games.nim import NimPosition
 from rollwright.environments.games.tasks import best_move, games
 from rollwright.errors import ConfigError, DataError, WeightUpdateError, WorkflowError
@@ -304,7 +304,29 @@ def test_worked_games_are_legal_and_never_show_a_held_out_position():
             assert answered["content"] in game.moves(position)
 
 
-@pytest.mark.parametrize(("arguments", "error"), [({"size": 0}, DataError), ({"game": "go"}, WorkflowError)])
+def test_preferences_of_worked_games_depend_on_all_that_a_player_knows():
+    def shares(**arguments):
+        """Return the share of the second legal move in each information set."""
+        counts = {each: [0, 0] for each in information_sets()}
+        for row in games(game="kuhn", size=6000, worked=True, **arguments):
+            said = [message["content"] for message in row["messages"]]
+            card, *history = said[0].split()
+            for turn in range(1, len(said), 2):
+                moves = tuple(history) if turn == 1 else ("check", "bet")
+                counts[card, moves][LEGAL_MOVES[moves].index(said[turn])] += 1
+        return [chosen[1] / sum(chosen) for chosen in counts.values()]
+
+    assert all(0.4 < share < 0.6 for share in shares())
+    found, others = shares(preferences=2.0), shares(preferences=2.0, seed=2)
+    for history in range(4):  # with the same history, three cards have three preferences
+        assert max(found[3 * history :][:3]) - min(found[3 * history :][:3]) > 0.05
+    assert max(abs(one - other) for one, other in zip(found, others, strict=True)) > 0.3
+
+
+@pytest.mark.parametrize(
+    ("arguments", "error"),
+    [({"size": 0}, DataError), ({"game": "go"}, WorkflowError), ({"worked": True, "preferences": -1.0}, DataError)],
+)
 def test_wrong_arguments_of_tasks_are_refused(arguments, error):
     with pytest.raises(error):
         games(**arguments)

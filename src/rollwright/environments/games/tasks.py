@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import math
 import random
+from collections.abc import Sequence
 from typing import Any
 
 from rollwright.environments.games.game import NamedGame, make_game
@@ -15,6 +17,7 @@ def games(
     size: int | None = None,
     seed: int = 1,
     worked: bool = False,
+    preferences: float = 0.0,
     seats: bool = False,
 ) -> list[dict[str, Any]]:
     """Return the tasks of a game: its initial positions, each with the first message to the player that moves first.
@@ -27,14 +30,20 @@ def games(
         seed: seed of order and moves.
         worked: return conversations for supervised training instead: the messages to and from one player of a game in which all moves
             are random. A conversation ends before the player's first position that is held out.
+        preferences: spread of the random preferences of worked games. With 0 all legal moves are equally likely. Above 0 a move's
+            probability is proportional to ``exp(preferences * u)``, where ``u`` is drawn between -1 and 1 for each conversation and
+            move. The model then has to read everything that a player knows, but learns no strategy: preferences are not related to
+            rewards.
         seats: return each task once for each seat, named in the column ``seat``, to evaluate a policy against an opponent in every seat.
 
     Raises:
-        DataError: there is no such split, or ``size`` is below 1.
+        DataError: there is no such split, ``size`` is below 1, or ``preferences`` is negative.
     """
     rules = make_game(game)
     if size is not None and size < 1:
         raise DataError(f"games: size is {size}; ask for at least one task.")
+    if preferences < 0:
+        raise DataError(f"games: preferences is {preferences}; 0 makes all moves equally likely, more makes them less so.")
     dice = random.Random(f"{split} {seed}")
     beginnings = rules.tasks(split)
     if not beginnings:
@@ -44,7 +53,7 @@ def games(
     if worked:
         rows: list[dict[str, Any]] = []
         while len(rows) < wanted:
-            rows += _worked_game(rules, beginnings[dice.randrange(len(beginnings))], dice)
+            rows += _worked_game(rules, beginnings[dice.randrange(len(beginnings))], dice, preferences, seed)
         return rows[:wanted]
     rows = [dict(beginnings[index % len(beginnings)]) for index in range(wanted)]
     for row in rows:
@@ -56,17 +65,29 @@ def games(
     ]
 
 
-def _worked_game(rules: Any, task: dict[str, Any], dice: random.Random) -> list[dict[str, Any]]:
+def _worked_game(rules: Any, task: dict[str, Any], dice: random.Random, preferences: float, seed: int) -> list[dict[str, Any]]:
     """Play a game with random moves, and return the conversation of each player."""
-    state, messages = rules.start(task), [[] for _ in rules.roles]
+    state = rules.start(task)
+    messages: list[list[dict[str, Any]]] = [[] for _ in rules.roles]
+    known: list[list[str]] = [[] for _ in rules.roles]
     is_open = [True] * len(messages)
     while (seat := rules.player(state)) is not None:
         is_open[seat] &= not rules.is_held_out(state)
-        move = dice.choice(list(rules.moves(state)))
+        says, moves = rules.says(state), rules.moves(state)
+        known[seat].append(says)
+        move = dice.choices(moves, _weights(moves, f"{seed} {known[seat]}", preferences))[0]
+        known[seat].append(move)
         if is_open[seat]:
-            messages[seat] += [{"role": "user", "content": rules.says(state)}, {"role": "assistant", "content": move}]
+            messages[seat] += [{"role": "user", "content": says}, {"role": "assistant", "content": move}]
         state = rules.play(state, move)
     return [{"messages": each, "query_id": task["query_id"]} for each in messages if each]
+
+
+def _weights(moves: Sequence[str], known: str, preferences: float) -> list[float]:
+    """Return the weight of each move in a position of which a player knows this much."""
+    if not preferences:
+        return [1.0] * len(moves)
+    return [math.exp(preferences * random.Random(f"{known} {move}").uniform(-1.0, 1.0)) for move in moves]
 
 
 def best_move(prompt: str, completion: str, prompt_ids: Any, completion_ids: Any, best: list[str], **_: Any) -> float:
