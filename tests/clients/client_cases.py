@@ -8,13 +8,14 @@ import os
 import shutil
 import subprocess
 import tempfile
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import pytest
 from command_programs import NOTE, PROGRAMS, form_of, run_in_box
-from directed_model import Free
+from directed_model import Reply
 
 HERE = Path(__file__).resolve().parent
 #: Where scripts/make_client_envs.sh puts the environments.
@@ -39,6 +40,7 @@ class Case:
         why: there is more than one row.
         is_long: runs with --whole-programs only.
         aside: text in the prompt of a side conversation, and the reply to it.
+        beside: text in the prompts of a sub-agent that runs at the same time, and the replies to it.
         sub_agent: name that the second row has, which is a sub-agent's.
         lost: how the first answers are lost after the model has given them; ``error`` or ``closed``.
     """
@@ -47,11 +49,12 @@ class Case:
     program: str
     name: str
     shown: str
-    replies: list[str | Free] = field(hash=False)
+    replies: Sequence[Reply] = field(hash=False)
     rows: int = 1
     why: str = ""
     is_long: bool = False
     aside: tuple[str, str] | None = None
+    beside: tuple[str, Sequence[Reply]] | None = field(default=None, hash=False)
     sub_agent: str = ""
     lost: tuple[str, ...] = ()
 

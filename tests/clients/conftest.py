@@ -110,7 +110,7 @@ def processes(request, world):
     def play(cases: list[Case]) -> tuple[dict[str, Any], dict[str, Any]]:
         opened = {}
         for case in cases:
-            engine = Directed(world.engine, case.replies, case.aside)
+            engine = Directed(world.engine, case.replies, case.aside, case.beside)
             episode = world.front.episode(engine, gconfig=defaults(), **settings_of(case))
             world.losses[episode.api_key] += case.lost
             opened[case.name] = engine, episode
@@ -144,7 +144,8 @@ def play(processes, world, shown, skipped):
         result = said["results"][case.name]
         asked = "\n---\n".join(world.text(each.input_ids)[-1500:] for each in engine.requests)
         assert "error" not in result, f"{result['error']}\nThe model was asked {len(engine.requests)} times:\n{asked}"
-        rows = check_record(episode, world.engine, case.replies)
+        assert not [*engine.left, *engine.left_beside], f"replies that were not asked for:\n{asked}"
+        rows = check_record(episode, world.engine, engine.said)
         assert len(rows) == case.rows, f"{len(rows)} rows of {len(episode.calls)} calls:\n{asked}"
         dialects = ", ".join(f"`{dialect}`" for dialect in dialects_of(episode))
         told = case.shown + (f"; {case.why}" if case.why else "")

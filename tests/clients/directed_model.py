@@ -8,6 +8,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import re
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -124,28 +125,44 @@ def _literal(text: str, tokenizer: Any) -> str:
     return "start: " + " ".join(f"<[{ids[part]}]>" if part in ids else json.dumps(part, ensure_ascii=False) for part in parts)
 
 
-class Directed(InferenceEngine):
-    """The engine, made to answer the requests of one episode with the given texts in turn; more requests than texts fail.
+#: What the model says; a function makes it of the prompt.
+Reply = str | Free | Callable[[str], str]
 
-    A prompt that contains the first text of ``aside`` is answered with the second one, and does not count.
-    A text is checked against the grammar that a request has of its own, as the model could not have said it otherwise.
+
+class Directed(InferenceEngine):
+    """The engine, made to answer the requests of one episode with the given replies in turn; more requests than replies fail.
+
+    A prompt that contains the first text of ``aside`` is answered with the second one, and does not count. One that contains the first part of
+    ``beside`` gets the next of its replies: those of a sub-agent that runs at the same time.
+    A reply is checked against the grammar that a request has of its own, as the model could not have said it otherwise.
     """
 
-    def __init__(self, engine: BuiltinEngine, texts: list[str | Free], aside: tuple[str, str] | None = None) -> None:
-        self.engine, self.texts, self.aside = engine, texts, aside
+    def __init__(
+        self,
+        engine: BuiltinEngine,
+        replies: Sequence[Reply],
+        aside: tuple[str, str] | None = None,
+        beside: tuple[str, Sequence[Reply]] | None = None,
+    ) -> None:
+        self.engine, self.aside = engine, aside
+        self.mark, of_sub_agent = beside or ("", ())
+        self.left, self.left_beside = list(replies), list(of_sub_agent)
         self.requests: list[ModelRequest] = []
+        self.said: list[str | Free] = []  #: the replies that were asked for
         self.context_length = engine.context_length
 
     def _directed(self, request: ModelRequest) -> ModelRequest:
-        if self.aside is not None and self.aside[0] in request.tokenizer.decode(request.input_ids):
+        prompt = request.tokenizer.decode(request.input_ids)
+        if self.aside is not None and self.aside[0] in prompt:
             bound = request.gconfig.new(json_schema=None, regex=None, grammar=_literal(self.aside[1], request.tokenizer))
             return dataclasses.replace(request, gconfig=bound, seed=0)
         place = len(self.requests)
         self.requests.append(request)
-        assert place < len(self.texts), (
-            f"a request more than the case has replies: {request.tokenizer.decode(request.input_ids)[-300:]}"
-        )
-        text = self.texts[place]
+        left = self.left_beside if self.mark and self.mark in prompt else self.left
+        assert left, f"a request more than the case has replies: {prompt[-300:]}"
+        reply = left.pop(0)
+        text = reply(prompt) if callable(reply) else reply
+        self.said.append(text)
         if isinstance(text, Free):
             return dataclasses.replace(request, seed=place)
         own = [name for name in adjustments.GRAMMARS if getattr(request.gconfig, name) is not None]
@@ -222,13 +239,16 @@ def check_record(episode: OpenAIEpisode, engine: BuiltinEngine, texts: list[str 
     """
     tokenizer, records = engine.tokenizer, episode.records
     assert len(records) == len(texts), f"{len(records)} calls were recorded, and the case has {len(texts)} replies"
-    for record, text in zip(records, texts, strict=True):
+    left = sorted(texts, key=lambda text: isinstance(text, Free))  # conversations at the same time have no common order
+    for record in records:
         assert set(record.versions) == {VERSION}
         said = tokenizer.decode(record.output_ids, skip_special_tokens=True)
-        if isinstance(text, str):
+        # parallel_tool_calls=False ends a reply at its first call, whose mark the tokens keep
+        fits = [text for text in left if isinstance(text, Free) or text.startswith(said)]
+        assert fits, (said, left)
+        left.remove(fits[0])
+        if isinstance(fits[0], str):
             assert record.stop_reason == "stop", record.stop_reason
-            # parallel_tool_calls=False ends a reply at its first call, whose mark the tokens keep
-            assert said == text or text.startswith(said), (said, text)
     rows = episode.experiences(reward=1.0)
     trained = sum(int(row.action_mask.sum()) for row in rows)
     assert trained == sum(len(record.output_ids) for record in records)

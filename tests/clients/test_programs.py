@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import json
+import re
 
 import pytest
 from client_cases import Case
-from command_programs import CLAUDE, CODEX, MINI, NOTE, OPENCODE, QWEN
+from command_programs import CLAUDE, CODEX, MINI, NOTE, OPENCODE, QWEN, SECONDS
 from directed_model import THOUGHT, call_of
 
 ANSWER = "It is 7341."
@@ -35,6 +36,21 @@ OF_CODEX = [
     call_of("exec_command", json.dumps({"cmd": COMMAND})),
     ANSWER,
 ]
+SHORT_TASK = "Read note.txt and tell the number."
+
+
+def wait_for_agent(prompt: str) -> str:
+    """What Codex's model says to wait for the sub-agent that it has started, which has a random name."""
+    (agent,) = set(re.findall(r"agent_id\W+([\w-]+)", prompt.rpartition("<tool_response>")[2]))
+    return call_of("multi_agent_v1__wait_agent", json.dumps({"targets": [agent], "timeout_ms": 1000 * SECONDS}))
+
+
+#: Codex's sub-agents run at the same time as their parent; this one waits.
+DELEGATED_BY_CODEX = [
+    call_of("multi_agent_v1__spawn_agent", json.dumps({"message": SHORT_TASK})),
+    wait_for_agent,
+    *OF_CODEX[-2:],
+]
 OF_MINI = [
     call_of("bash", '{"command": "cat note.txt"}'),
     call_of("bash", json.dumps({"command": COMMAND})),
@@ -44,7 +60,7 @@ OF_MINI = [
 
 def delegated(whole: list[str], tool: str, **more: object) -> list[str]:
     """The replies with the first call made by a sub-agent, which a call of ``tool`` starts."""
-    asked = {"description": "read the note", "prompt": "Read note.txt and tell the number.", **more}
+    asked = {"description": "read the note", "prompt": SHORT_TASK, **more}
     return [call_of(tool, json.dumps(asked)), whole[0], f"The note says: {NOTE}", *whole[1:]]
 
 
@@ -80,6 +96,16 @@ CASES = [
         "sub_agent",
         f"`claude -p`: {SUB_AGENT}",
         delegated(OF_CLAUDE, "Agent", **IN_BACK | {"subagent_type": "Explore"}),
+        sub_agent="agent",
+        **DELEGATES,
+    ),
+    Case(
+        CODEX.name,
+        "codex",
+        "sub_agent",
+        f"`codex exec`: {SUB_AGENT}",
+        DELEGATED_BY_CODEX,
+        beside=(f"user\n{SHORT_TASK}", [OF_CODEX[0], f"The note says: {NOTE}"]),
         sub_agent="agent",
         **DELEGATES,
     ),
