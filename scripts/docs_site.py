@@ -42,7 +42,7 @@ def on_files(files: Files, config: Any) -> Files:
     """Add the pages that lie outside ``docs/``, and the API's."""
     for source, target in MOVED.items():
         if source.endswith(".md"):
-            text = (ROOT / source).read_text(encoding="utf-8").replace("](docs/", "](")
+            text = (ROOT / source).read_text(encoding="utf-8").replace("](docs/", "](").replace('"docs/', '"')
             files.append(File.generated(config, target, content=_links(text)))
         else:
             files.append(File.generated(config, target, abs_src_path=str(ROOT / source)))

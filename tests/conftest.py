@@ -72,7 +72,6 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption(
         "--all-families", action="store_true", help="tests/truth goes through every family that can be built tiny."
     )
-    parser.addoption("--write-pictures", action="store_true", help="Write the pictures of docs/viewer.md.")
     parser.addoption("--write-key-table", action="store_true", help="Write docs/keys.md's table of which run reads which key.")
     parser.addoption(
         "--write-agents-table", action="store_true", help="Write docs/agents.md's tables: what was shown, and what to set."

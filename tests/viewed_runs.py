@@ -46,8 +46,8 @@ def watched_tabs(chromium: Any, origin: str) -> Iterator[Any]:
     yield make
     for context, tab in made:
         context.close()
-        assert tab.faults == []
-        assert tab.foreign == []
+        assert not tab.faults, tab.faults
+        assert not tab.foreign, tab.foreign
 
 
 class Watched:
@@ -58,7 +58,7 @@ class Watched:
         self.faults: list[str] = []
         self.foreign: list[str] = []
         page.on("console", lambda message: self.faults.append(message.text) if message.type == "error" else None)
-        page.on("pageerror", lambda error: self.faults.append(str(error)))
+        page.on("pageerror", lambda error: self.faults.append(error.stack or str(error)))
         page.on("dialog", self._dialog)
         page.context.route("**/*", self._route)
 
@@ -93,7 +93,7 @@ class Watched:
 
 
 def serve(places: list[Path]) -> Any:
-    """A viewer in this process, indexed; its ``url``, ``stop`` and ``pages``."""
+    """A viewer in this process, indexed; its ``url``, ``stop``, ``app`` and ``pages``."""
     from rollwright.inference.server.service import ServerThread
     from rollwright.viewer.server import make_app, settings_of
 
@@ -109,7 +109,7 @@ def serve(places: list[Path]) -> Any:
         thread.stop()
         pages.runs.close()
 
-    return SimpleNamespace(url=thread.url, stop=stop, pages=pages)
+    return SimpleNamespace(url=thread.url, stop=stop, app=app, pages=pages)
 
 
 def visit_every_view(tab: Watched, served: Any) -> int:

@@ -6,6 +6,7 @@ import re
 
 import pytest
 from starlette.testclient import TestClient
+from viewed_runs import headless_chromium, serve, watched_tabs
 
 from rollwright.config.experiment import GRPOConfig
 from rollwright.config.generation import GenerationHyperparameters
@@ -20,8 +21,8 @@ TASKS = [{"messages": [{"role": "user", "content": f"{number}+1="}], "answer": s
 
 
 @pytest.fixture(scope="module")
-def client(tmp_path_factory, tiny_model):
-    """A viewer of a run of one step, whose samples the model that it began with has made."""
+def runs(tmp_path_factory, tiny_model):
+    """The directory of a run of one step, whose samples the model that it began with has made."""
     root = tmp_path_factory.mktemp("again")
     config = GRPOConfig(
         experiment_name="again",
@@ -39,7 +40,13 @@ def client(tmp_path_factory, tiny_model):
     kwargs = drawn_tasks.workflow_arguments(config, config.workflow, config.workflow_kwargs, load_tokenizer(tiny_model))
     with PPOTrainer(config, TASKS) as trainer:
         trainer.train(workflow=config.workflow, workflow_kwargs=kwargs)
-    app = make_app([root / "runs"])
+    return root / "runs"
+
+
+@pytest.fixture(scope="module")
+def client(runs):
+    """A viewer of that run."""
+    app = make_app([runs])
     (entry,) = app.state.pages.entries()
     app.state.pages.runs.get(entry["id"]).refresh()
     with TestClient(app, base_url="http://127.0.0.1", raise_server_exceptions=False) as client:
@@ -67,20 +74,6 @@ def test_the_page_offers_each_token_and_the_models(client):
     assert f"/again/{body['sample']}?call=0" in client.get(f"{client.entry['url']}/sample/{body['sample']}?view=requests").text
 
 
-def test_the_same_seed_and_weights_give_the_same_answer_and_reward(client):
-    body, address = asked(client, same_seed=True), f"{client.entry['url']}/again"
-    answer = client.post(address, json=body)
-    assert answer.status_code == 200, answer.text
-    assert "The same answer" in answer.text
-    rewards = re.findall(r"reward\s+<b>(.*?)</b>", answer.text)
-    assert len(rewards) == 2
-    assert rewards[0] == rewards[1]
-    kept = client.post(address, json=asked(client, token=3)).text
-    recorded, again = kept.split("Sampled again")
-    assert recorded.count(" kept") == again.count(" kept") == 3
-    assert client.post(address, json={}).status_code == 204  # ends the engine
-
-
 def test_nothing_else_is_let_in(client):
     body, address = asked(client), f"{client.entry['url']}/again"
     assert client.post(address, content=b"run=1", headers={"Content-Type": "text/plain"}).status_code == 415
@@ -91,3 +84,34 @@ def test_nothing_else_is_let_in(client):
     assert client.post(address, json={**body, "model": "/etc"}).status_code == 404
     assert client.post(address, json={**body, "call": 7}).status_code == 404
     assert client.post(address, json={**body, "more": 1}).status_code in (400, 422)
+
+
+def test_a_reader_samples_a_call_again_from_one_of_its_tokens(client, runs):
+    key = asked(client)["sample"]
+    served = serve([runs])
+    engines = served.app.state.engines
+    with headless_chromium() as chromium, watched_tabs(chromium, served.url) as watched:
+        tab = watched(1280, "light", served.url)
+        tab.visit(f"{client.entry['url']}/sample/{key}?view=requests")
+        tab.follow(tab.page.get_by_role("link", name="Sample again"), "/again/")
+        model, seed = tab.page.get_by_label("Model"), tab.page.get_by_label("the recorded seed")
+        answers = tab.page.locator("#again-answers section")
+        model.select_option("model that it began with")
+        seed.check()
+        tab.page.get_by_role("button", name="Sample from token 0").click()
+        answers.wait_for()
+        assert answers.locator("h2").inner_text() == "The same answer"
+        recorded, again = answers.locator(".pair > div").all()
+        assert recorded.locator("p").inner_text() == again.locator("p").inner_text()
+        assert re.search(r"reward \S", again.locator("h3").inner_text())
+        assert recorded.locator("h3 b").inner_text() == again.locator("h3 b").inner_text()
+        tab.follow(tab.page.locator("main .tokens a").nth(3), "token=3$")
+        model.select_option("model that it began with")
+        tab.page.get_by_role("button", name="Sample from token 3").click()
+        answers.wait_for()
+        assert [side.locator(".kept").count() for side in answers.locator(".pair > div").all()] == [3, 3]
+        assert engines.is_running
+        tab.follow(tab.page.get_by_role("link", name="Rollwright: all runs"), "/$")
+        tab.page.wait_for_timeout(1_000)
+    assert not engines.is_running  # it ended with the page
+    served.stop()

@@ -1,12 +1,10 @@
-"""The terminal viewer over written runs: what a model said does nothing there, and the picture of docs/viewer.md."""
+"""The terminal viewer over written runs: what a model said does nothing there."""
 
 from __future__ import annotations
 
 import asyncio
-import io
 import re
 from concurrent.futures import ThreadPoolExecutor
-from pathlib import Path
 
 from rich.segment import Segment
 from test_safety import ESCAPE, HOSTILE
@@ -15,7 +13,6 @@ from written_runs import WrittenRun
 from rollwright.viewer.terminal import Viewer
 from rollwright.viewer.terminal_samples import TokenView
 
-PICTURE = Path(__file__).parents[2] / "docs" / "images" / "viewer-terminal.png"
 MARKUP = "[bold red]red[/] [@click=app.quit]leave[/] [link=https://example.com]x[/link] [/]"
 CONTROLS = re.compile("[\x00-\x1f\x7f-\x9f\u200b\u202a-\u202e]")
 
@@ -80,32 +77,3 @@ async def look_at_all(root, said):
 
 def has_link(segment: Segment) -> bool:
     return segment.style is not None and (segment.style.link is not None or "@click" in segment.style.meta)
-
-
-def test_the_picture_of_the_docs_can_be_made(runs, request):
-    drawn = apart(draw(runs / "sums" / "first"))
-    assert "Advantage" in drawn
-    if request.config.getoption("--write-pictures"):
-        from PIL import Image
-
-        page = request.getfixturevalue("chromium").new_page(viewport={"width": 1280, "height": 760})
-        page.set_content(f"<body style='margin:0'>{drawn}</body>")
-        picture = Image.open(io.BytesIO(page.locator("svg").first.screenshot())).convert("RGB")
-        picture.quantize(64, dither=Image.Dither.NONE).save(PICTURE, optimize=True)
-        page.close()
-    assert PICTURE.exists(), "pytest tests/viewer/test_terminal.py --write-pictures makes it"
-
-
-async def draw(run):
-    """A sample of a run as Textual exports its screen, with the fonts of this machine."""
-    app = Viewer([run])
-    async with app.run_test(size=(100, 26)) as pilot:
-        await until(pilot, "115 samples")
-        await pilot.press("enter")
-        await until(pilot, "12 samples")
-        await pilot.press("enter")
-        await until(pilot, "[Advantage]")
-        await pilot.press(*["down"] * 9, "right", "right", "right")
-        await until(pilot, "advantage −")
-        drawn = app.export_screenshot()
-    return re.sub(r"@font-face \{.*?\}", "", drawn, flags=re.DOTALL).replace("Fira Code", "monospace")

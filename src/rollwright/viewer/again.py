@@ -83,6 +83,12 @@ class Engines:
             self.end()
             raise DataError(f"the engine did not answer within {LOADING + ANSWERING:.0f} s, and was ended.") from None
 
+    @property
+    def is_running(self) -> bool:
+        """True if an engine runs."""
+        with self._lock:
+            return self._engine is not None and self._engine.is_open
+
     def end(self) -> bool:
         """End the engine. Returns False if none runs."""
         with self._lock:

@@ -294,11 +294,11 @@ class Index:
             "bytes": done,
             "of_bytes": of,
             "text": text,
-            "is_complete": self._is_complete and text == 1.0,
+            "is_complete": (self._is_complete or done == of) and text == 1.0,
         }
 
     def missing(self, *, is_running: bool, is_finished: bool) -> list[Gap]:
-        """List damaged bytes, truncated ends and missing files of the journal.
+        """List damaged bytes, truncated ends and missing files of the journal. Ends are known once all of it was read.
 
         Args:
             is_running: True if a process is writing; its last file may then end inside a record.
@@ -336,10 +336,12 @@ class Index:
                 found.append(
                     Gap(path, row["position"], size + lost, after, note=f"at least its last {lost:,} bytes are missing")
                 )
-            elif size > row["position"] and size > len(journal_reading.VERSION):
-                found.append(Gap(path, row["position"], size, after, is_tail=True))
             elif not size:
                 found.append(Gap(path, 0, 0, after, note="it is empty"))
+            elif size > row["position"] and not self._is_complete:
+                continue
+            elif size > row["position"] and size > len(journal_reading.VERSION):
+                found.append(Gap(path, row["position"], size, after, is_tail=True))
             elif not row["is_closed"] and (not is_last or is_finished) and self._says_where_it_ends(path):
                 found.append(Gap(path, size, size, after, note="its end is missing"))
         gone = sorted(expected.keys() - sizes.keys())

@@ -47,7 +47,7 @@ class Pages:
             undefined=jinja2.StrictUndefined,
             finalize=_visible,
         )
-        self.environment.filters.update(FILTERS)
+        self.environment.filters.update({**FILTERS, "path_from_here": _path_from_here})
         self.static = {each.name: each.read_bytes() for each in _STATIC.iterdir() if each.is_file()}
         self.environment.globals["static"] = self._address_of_static
 
@@ -179,6 +179,12 @@ def _place_of(run_id: str, path: Path, wholes: Mapping[str, str]) -> dict[str, A
     whole = next((wholes[str(above)] for above in path.parents if str(above) in wholes), None)
     whole_url = None if whole is None else url_of_run(whole)
     return {"url": url_of_run(run_id), "whole": whole, "whole_url": whole_url, "stage": run_id.removeprefix(f"{whole}/")}
+
+
+def _path_from_here(path: str) -> str:
+    """Return a path relative to the directory in which the viewer was started if it is below it, else unchanged."""
+    here = Path.cwd()
+    return Path(path).relative_to(here).as_posix() if Path(path).is_relative_to(here) else path
 
 
 def _visible(value: Any) -> Any:

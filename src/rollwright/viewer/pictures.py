@@ -113,7 +113,7 @@ def range_box(step: Mapping[str, Any], low: float, high: float, width: int = 120
 _CHARACTER = 6.9  # pixels of a character in a box
 _BROAD = "mwMW@%—…<>|"  # characters that are half as broad again
 _LEAF_HEIGHT, _NODE_HEIGHT = 30, 22
-_TREE_WIDTH, _END_WIDTH = 1000, 250
+_TREE_WIDTH, _END_WIDTH = 1200, 230
 
 
 def prefix_tree(tree: Mapping[str, Any], href_of: Mapping[str, str]) -> dict[str, Any]:

@@ -19,7 +19,7 @@ from rollwright.viewer.search import span
 from rollwright.viewer.sweep_pages import grouped
 
 ROWS = 100
-_SECONDS = 0.4  # for which a request reads runs that are not known yet
+_SECONDS = 0.3  # for which a request reads runs that are not known yet
 _KEYS_OFFERED, _OFFERED_FROM = 200, 5  # config keys that are offered as columns, and runs that they are taken from
 _MOST_KEYS = 8  # config keys as columns
 STATES = ("running", "finished", "stopped")

@@ -30,6 +30,7 @@ ROWS = 200
 #: Metrics in a run's tiles, and their titles.
 _TILES = {
     "reward": "reward",
+    "loss": "loss",
     "eval/reward": "held out",
     "response_tokens": "tokens a sample",
     "actor/entropy": "entropy",

@@ -82,7 +82,12 @@ class Runs:
                         }
                     )
                     continue
-                known = self._infos[name] = files, {**self._open(name, path).info(), "is_read": True}
+                try:
+                    info = self._open(name, path).info()
+                except (OSError, DataError) as error:  # removed meanwhile
+                    logger.info("%s is left out: %s", path, error)
+                    continue
+                known = self._infos[name] = files, {**info, "is_read": True}
             found.append({"id": name, **known[1]})
         return sorted(found, key=lambda info: -(info["updated"] or 0.0))
 
@@ -167,26 +172,30 @@ def parts_below(root: Path) -> Iterator[Path]:
     return (path for path in _directories(root) if is_part(path))
 
 
-def _directories(root: Path, depth: int = 0) -> Iterator[Path]:
+def _directories(root: str | Path, depth: int = 0) -> Iterator[Path]:
     """Yield the directories in which runs may be, ``root`` first; links are not followed."""
     try:
-        children = sorted(root.iterdir()) if depth < _DEEPEST else []
+        with os.scandir(root) as entries:
+            below = sorted(each.path for each in entries if depth < _DEEPEST and _may_have_runs(each))
     except OSError as error:  # not readable, or removed meanwhile
         logger.info("%s is left out: %s", root, error)
         return
-    yield root
-    for child in children:
-        if child.is_dir() and not child.is_symlink() and child.name not in _NOT_STAGES and not child.name.startswith("."):
-            yield from _directories(child, depth + 1)
+    yield Path(root)
+    for path in below:
+        yield from _directories(path, depth + 1)
+
+
+def _may_have_runs(entry: os.DirEntry[str]) -> bool:
+    return entry.name not in _NOT_STAGES and not entry.name.startswith(".") and entry.is_dir(follow_symlinks=False)
 
 
 def _written(path: Path) -> tuple[float, tuple[Any, ...]]:
     """Return when a run was written last, and a value that changes with the files on which its info depends."""
-    found = []
-    for place in (path, path.parent):
-        for name in _INFORMING[0 if place is path else 3 :]:
+    found: list[tuple[int, int] | None] = []
+    for place, names in ((str(path), _INFORMING), (str(path.parent), _INFORMING[3:])):
+        for name in names:
             try:
-                stat = os.stat(place / name)
+                stat = os.stat(f"{place}/{name}")
                 found.append((stat.st_mtime_ns, stat.st_size))
             except OSError:
                 found.append(None)

@@ -53,7 +53,8 @@ def add_routes(router: APIRouter, pages: Pages) -> None:
         of_task = [f"task {found['ordinal']}", f"expected {found['expected']}" if found["expected"] else ""]
         shown["about"] = " · ".join(filter(None, [*of_task, f"{len(found['samples'])} samples", mean, versions]))
         tree = prefix_tree(found["tree"], hrefs)
-        return pages.page("group.html", **context, group=shown, tree=tree, address=address(request))
+        worst = _worst(run, found["samples"], url)
+        return pages.page("group.html", **context, group=shown, tree=tree, worst=worst, address=address(request))
 
     def sample(request: Request, name: str, key: str) -> Response:
         run = pages.run(name)
@@ -222,10 +223,7 @@ def sample_context(run: Run, found: Mapping[str, Any], url: str, request: Reques
             "more": link(all="1") if limit is not None and length > limit else None,
         }
         if view == "tokens":
-            parts = found["parts"] if row_number == 0 else None
-            row.update(sample_view.tokens(rows[row_number], overlay, limit, parts and parts["token"]))
-            href = parts and f"{url}/sample/{key_in_address(parts['key'])}?view=tokens"
-            row["parts"] = parts and {**parts, "left": sample_view.left(parts), "href": href}
+            row |= _tokens(found, row_number, overlay, limit, url)
         else:
             table = sample_view.table(rows[row_number], limit)
     group_key = found["group"]
@@ -272,6 +270,32 @@ def sample_context(run: Run, found: Mapping[str, Any], url: str, request: Reques
         "neighbours": neighbours,
         "address": link(),
     }
+
+
+def _tokens(found: Mapping[str, Any], number: int, overlay: str, limit: int | None, url: str) -> dict[str, Any]:
+    """Return the tokens of a sample's row, and where it parts from better samples."""
+    parts = found["parts"] if number == 0 else None
+    href = parts and f"{url}/sample/{key_in_address(parts['key'])}?view=tokens"
+    return {
+        **sample_view.tokens(found["rows"][number], overlay, limit, parts and parts["token"]),
+        "parts": parts and {**parts, "left": sample_view.left(parts), "href": href},
+    }
+
+
+def _worst(run: Run, samples: Sequence[Mapping[str, Any]], url: str) -> dict[str, Any] | None:
+    """Return the tokens of a group's sample with the lowest reward, if it parts from better ones."""
+    rewarded = [sample for sample in samples if sample["reward"] is not None]
+    if not rewarded:
+        return None
+    found = run.sample(min(rewarded, key=lambda sample: sample["reward"])["key"])
+    if found["parts"] is None:
+        return None
+    overlay = "advantage" if "advantage" in sample_view.overlays_of(found["rows"][0]) else "trained"
+    href = f"{url}/sample/{key_in_address(found['key'])}?view=tokens"
+    row = {"number": 0, "count": 1, "links": [], "overlays": [], "length": len(found["rows"][0]["ids"])}
+    row |= _tokens(found, 0, overlay, sample_view.TOKENS_SHOWN, url)
+    row["more"] = f"{href}&all=1" if row["length"] > sample_view.TOKENS_SHOWN else None
+    return {"href": href, "index": found["index"], "reward": found["reward"], "row": row}
 
 
 def _lane(query: Mapping[str, str]) -> int | None:

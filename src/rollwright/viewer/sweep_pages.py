@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -103,12 +104,16 @@ def grouped(entries: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
 
 
 def _sweeps_in(directory: Path) -> dict[str, list[SweepRun]]:
+    try:
+        names = sorted(name for name in os.listdir(directory) if name.endswith(SUFFIX))
+    except OSError:  # removed meanwhile
+        return {}
     found = {}
-    for path in sorted(directory.glob(f"*{SUFFIX}")):
+    for name in names:
         try:
-            found[path.name] = read_sweep(path)
+            found[name] = read_sweep(directory / name)
         except (OSError, ValueError) as error:
-            logger.info("%s cannot be read, so its runs are shown one by one: %s", path, error)
+            logger.info("%s cannot be read, so its runs are shown one by one: %s", directory / name, error)
     return found
 
 

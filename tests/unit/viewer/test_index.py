@@ -199,6 +199,15 @@ def test_a_torn_tail_is_left_out_and_read_when_it_is_whole(tmp_path):
         assert run.progress()["samples"] == 0
 
 
+def test_a_journal_that_is_still_being_read_lacks_nothing(copied_run):
+    with Run(copied_run) as run:
+        read = run.refresh(0.0)
+        assert (read["bytes"] < read["of_bytes"], read["is_complete"]) == (True, False)
+        assert run.missing() == []
+        assert run.refresh()["is_complete"]
+        assert run.missing() == []
+
+
 def test_dropped_groups_stand_with_the_step_in_which_they_were_sampled(tmp_path):
     journal = Journal(tmp_path / "journal")
     write_step(journal, 1, 0, 0)

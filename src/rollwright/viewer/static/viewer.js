@@ -67,15 +67,16 @@
   // Where a sample went another way than better ones: shown at once.
   function showParting() {
     for (const token of document.querySelectorAll("[data-tokens] .t.parts")) {
-      if (token.closest("[data-tokens]").querySelector(".t.chosen")) continue;
+      const card = token.closest("[data-tokens]");
+      if (card.querySelector(".t.chosen")) continue;
       showToken(token);
-      token.scrollIntoView({ block: "nearest" });
+      if (card.dataset.part === undefined) token.scrollIntoView({ block: "nearest" });
     }
   }
   document.addEventListener("DOMContentLoaded", showParting);
   document.addEventListener("htmx:afterSettle", showParting);
   document.addEventListener("pointerover", (event) => {
-    if (event.target.classList?.contains("t")) showToken(event.target);
+    if (event.target.matches?.("[data-tokens] .t")) showToken(event.target);
   });
 
   // -- clicks -------------------------------------------------------------------------------------------------------
