@@ -79,8 +79,12 @@ def cache_bytes_by_default(device: torch.device) -> int:
     """Return half of a GPU's free memory, or on CPU a quarter of the free memory, at most 4 GiB."""
     if device.type == "cuda":
         return torch.cuda.mem_get_info(device)[0] // 2
-    free = os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-    return min(4 << 30, free // 4)
+    return min(4 << 30, free_memory() // 4)
+
+
+def free_memory() -> int:
+    """Return the bytes of this machine's memory that nothing uses."""
+    return os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
 
 
 def paired(model: Any, weights: WeightStream) -> Iterator[tuple[Tensor, Tensor]]:

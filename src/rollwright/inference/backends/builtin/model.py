@@ -30,6 +30,8 @@ from rollwright.inference.backends.builtin.general_model import GeneralModel, at
 from rollwright.inference.backends.builtin.kv_cache import INVARIANT_ROWS, LENGTH_STEP, KVCache, LayerShape, Shapes, in_blocks
 from rollwright.inference.backends.builtin.loading import log_once, position_limit, why_not_llama_family
 from rollwright.inference.backends.builtin.low_rank import AdapterStacks, Site, Term
+from rollwright.inference.backends.builtin.packed_weights import MOST_ROWS as PACKED_ROWS
+from rollwright.inference.backends.builtin.packed_weights import PackedWeights, packed_if_faster, packed_linear
 from rollwright.tracking.logging import getLogger
 
 logger = getLogger(__name__)
@@ -80,6 +82,8 @@ class ModelRunner:
         self.vocabulary: int = config.vocab_size
         name, reason = type(model).__name__, why_not_llama_family(model, context_length or limit)
         self.forward = LlamaFamily(model) if reason is None else GeneralModel(model)
+        if isinstance(self.forward, LlamaFamily) and shapes is Shapes.FREE:
+            self.forward.pack_if_faster()
         self.forward.stacks = AdapterStacks(self.forward.sites(), together=shapes is Shapes.FREE)
         computed_by = (
             "the built-in Llama-family forward, on its own weights"
@@ -172,6 +176,7 @@ class LlamaFamily:
     """
 
     stacks: AdapterStacks
+    _packed: PackedWeights | None = None  # for decode steps
 
     def __init__(self, model: Any) -> None:
         config = model.config
@@ -216,6 +221,11 @@ class LlamaFamily:
             kinds = [0] * self._heads + [1] * self._kv_heads
             self._norm_of_head = torch.tensor(kinds, device=fused.device)
 
+    def pack_if_faster(self) -> None:
+        """Compute decode steps with copies of the weights that are ordered for them, if they are faster here."""
+        if self._embedding.device.type == "cpu" and self._embedding.dtype == torch.float32:
+            self._packed = packed_if_faster(self._model, [layer.gate_up_weight for layer in self._layers])
+
     def sites(self) -> dict[Hashable, Site]:
         """Return the linear layers that adapters can be added to, by layer and matrix."""
         queries, keys = self._heads * self._head_size, self._kv_heads * self._head_size
@@ -249,6 +259,7 @@ class LlamaFamily:
     def shallow(self, vocabulary: int) -> LlamaFamily:
         """Return a copy with one layer and the first ``vocabulary`` tokens."""
         forward = copy.copy(self)
+        forward._packed = None
         forward._layers, forward.layer_shapes = self._layers[:1], self.layer_shapes[:1]
         forward._head, forward.most_rows = self._head[:vocabulary], self.most_rows | {HEAD: INVARIANT_ROWS}
         forward._head_bias = None if self._head_bias is None else self._head_bias[:vocabulary]
@@ -290,16 +301,19 @@ class LlamaFamily:
         """Return logits of each row's last token, ``[n, vocabulary]``, or of all, ``[T, vocabulary]``; keys and values are cached."""
         H, G, D, norm, most = self._heads, self._kv_heads, self._head_size, self._norm, self.most_rows
         count, tokens, positions = len(batch.columns), batch.padded_tokens, batch.padded_positions
+        layers, head = self._layers, self._head
         if isinstance(batch, DecodeBatch):
             bias = batch.bias(G, self._embedding.dtype)
             read = cache.read(batch.padded_count, bias.shape[2])
+            if self._packed is not None and count <= PACKED_ROWS:
+                layers, head = self._packed.of(layers, head)
         cos, sin = self._rope(positions, batch.position_limit)
         head_norms = self._head_norms.index_select(1, self._norm_of_head) if self._has_head_norm else None
         places = cache.places(batch.rows, batch.columns)
 
         terms = self._terms(batch)
         x = torch.embedding(self._embedding, tokens)
-        for index, layer in enumerate(self._layers):
+        for index, layer in enumerate(layers):
             read_by_qkv = norm(x, layer.input_norm)
             qkv = linear(read_by_qkv, layer.qkv_weight, layer.qkv_bias, most[QKV])
             for term in terms:
@@ -327,7 +341,7 @@ class LlamaFamily:
             last = last if batch.attention is None else F.pad(last, (0, -count % INVARIANT_ROWS))
             x, terms = x.index_select(0, last), tuple(term.selected(last) for term in terms)
         x = norm(x, self._final_norm)
-        logits = linear(x, self._head, self._head_bias, most[HEAD])
+        logits = linear(x, head, self._head_bias, most[HEAD])
         for term in terms:
             term.add((HEAD,), x, logits)
         return logits[:count]
@@ -348,6 +362,8 @@ class LlamaFamily:
 
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None, most: int) -> Tensor:
     """Compute ``x @ weight.T + bias``, at most ``most`` rows at a time."""
+    if weight.is_mkldnn:
+        return packed_linear(x, weight, bias)
     if len(x) <= most:
         return F.linear(x, weight, bias)
     return torch.cat([F.linear(rows, weight, bias) for rows in x.split(most)])
@@ -355,6 +371,9 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None, most: int) -> Tensor:
 
 def add_product(x: Tensor, rows: Tensor, weight_t: Tensor, most: int) -> None:
     """Add ``rows @ weight_t`` to ``x``, at most ``most`` rows at a time."""
+    if weight_t.is_mkldnn:
+        x.add_(packed_linear(rows, weight_t, None))
+        return
     if len(x) <= most:
         x.addmm_(rows, weight_t)
         return

@@ -1,0 +1,87 @@
+"""Decode steps with reordered copies of the weights compute what the model computes, also after its weights have changed."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from parts import qwen3_config, random_model
+
+from rollwright.config.generation import GenerationHyperparameters
+from rollwright.data.tokenizer import build_character_tokenizer
+from rollwright.inference.backends.builtin import packed_weights
+from rollwright.inference.backends.builtin.engine import BuiltinEngine
+from rollwright.inference.request import ModelRequest
+
+pytestmark = pytest.mark.skipif(not torch.backends.mkldnn.is_available(), reason="this build of torch has no oneDNN")
+
+
+@pytest.fixture
+def model(monkeypatch):
+    """A small model for which copies always pay."""
+    monkeypatch.setattr(packed_weights, "_LEAST_BYTES", 0)
+    monkeypatch.setattr(packed_weights, "_GAIN", 0.0)
+    return random_model(
+        qwen3_config(build_character_tokenizer(), hidden_size=64, intermediate_size=96, head_dim=32), seed=0, scale=3.0
+    )
+
+
+def requests(count=5):
+    gconfig = GenerationHyperparameters(max_new_tokens=8, temperature=0.7, ignore_eos=True)
+    return [ModelRequest([6 + index, 7, 8][: 1 + index % 3], gconfig, seed=index) for index in range(count)]
+
+
+def largest_difference(model, responses):
+    """From a plain forward of each row."""
+    apart = []
+    for response in responses:
+        ids = torch.tensor([response.input_tokens + response.output_tokens])
+        with torch.no_grad():
+            logprobs_TV = (model(ids).logits[0, len(response.input_tokens) - 1 : -1].double() / 0.7).log_softmax(-1)
+        own = logprobs_TV.gather(1, torch.tensor(response.output_tokens)[:, None])[:, 0]
+        apart.append(float((own - torch.tensor(response.output_logprobs, dtype=torch.float64)).abs().max()))
+    return max(apart)
+
+
+def test_decode_steps_compute_what_the_model_computes(model):
+    with BuiltinEngine(model, threads=1) as engine:
+        assert engine._runner.forward._packed is not None
+        assert largest_difference(model, engine.generate(requests())) < 1e-4
+        assert engine._runner.forward._packed._copies is not None
+
+
+def test_copies_follow_the_weights(model):
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.05)
+    with BuiltinEngine(model, threads=1) as engine:
+        engine.generate(requests())
+        for version in (1, 2):
+            for parameter in model.parameters():
+                parameter.grad = torch.randn(parameter.shape, generator=torch.Generator().manual_seed(version))
+            engine.pause()
+            optimizer.step()
+            engine.publish(version)
+            engine.resume()
+            assert largest_difference(model, engine.generate(requests())) < 1e-4
+        engine.pause()
+        with torch.no_grad():  # in place, and not published: it takes effect at once, as without copies
+            model.lm_head.weight.mul_(0.5)
+        engine.flush_cache()
+        engine.resume()
+        assert largest_difference(model, engine.generate(requests())) < 1e-4
+
+
+@pytest.mark.parametrize("limit", ["_LEAST_BYTES", "_GAIN"])
+def test_where_they_do_not_pay_there_are_none(model, monkeypatch, limit):
+    monkeypatch.setattr(packed_weights, limit, 1 << 40)
+    with BuiltinEngine(model, threads=1) as engine:
+        assert engine._runner.forward._packed is None
+
+
+def test_memory_that_is_needed_elsewhere_is_not_taken(model, monkeypatch):
+    monkeypatch.setattr(packed_weights, "free_memory", lambda: sum(each.nbytes for each in model.parameters()))
+    with BuiltinEngine(model, threads=1) as engine:
+        assert engine._runner.forward._packed is None
+
+
+def test_deterministic_engines_compute_with_the_weights_themselves(model):
+    with BuiltinEngine(model, threads=1, batch_invariant=True) as engine:
+        assert engine._runner.forward._packed is None
