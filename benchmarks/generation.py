@@ -31,6 +31,7 @@ from typing import Any
 import numpy as np
 import torch
 import transformers
+from grpo_step import word_tokenizer
 from report import Report
 
 from rollwright.config.generation import GenerationHyperparameters
@@ -96,7 +97,7 @@ def engine_seconds(engine: BuiltinEngine, prompts: list[list[int]], lengths: lis
 def transformers_generate_seconds(model, prompts: list[list[int]], lengths: list[int], batch: int) -> float:
     """Seconds for all requests in batches, each as long as its longest."""
     start = clock()
-    for first in range(0, REQUESTS, batch):
+    for first in range(0, len(prompts), batch):
         ids = torch.tensor(prompts[first : first + batch])
         longest = max(lengths[first : first + batch])
         output = model.generate(
@@ -109,7 +110,7 @@ def transformers_generate_seconds(model, prompts: list[list[int]], lengths: list
             min_new_tokens=longest,
             max_new_tokens=longest,
         )
-        assert output.shape[1] == PROMPT_LENGTH + longest
+        assert output.shape[1] == ids.shape[1] + longest
     return clock() - start
 
 
@@ -162,13 +163,10 @@ class VLLMServer:
         self._python, self._model, self._threads = python, model, threads
 
     def __enter__(self) -> VLLMServer:
-        from rollwright.data.tokenizer import build_character_tokenizer
-
         self._directory = tempfile.TemporaryDirectory()
         path = Path(self._directory.name)
         self._model.save_pretrained(path / "model")
-        characters = [chr(0x4E00 + i) for i in range(self._model.config.vocab_size - 6)]
-        build_character_tokenizer(characters, path / "model")
+        word_tokenizer(self._model.config.vocab_size).save_pretrained(path / "model")
         with socket.socket() as probe:
             probe.bind(("127.0.0.1", 0))
             self.port = probe.getsockname()[1]

@@ -28,8 +28,8 @@ GROUPS, GROUP_SIZE = 4, 8
 _SMALL = {"vocab_size": 512, "hidden_size": 64, "num_hidden_layers": 2, "prompt_tokens": 32, "new_tokens": 32}
 _MIDDLE = {"vocab_size": 2048, "hidden_size": 256, "num_hidden_layers": 4, "prompt_tokens": 32, "new_tokens": 64}
 _LARGE = {"vocab_size": 8192, "hidden_size": 512, "num_hidden_layers": 8, "prompt_tokens": 32, "new_tokens": 64}
-#: Name -> sizes of a Qwen3-shaped model, and tokens of a prompt and of a completion.
-SIZES: dict[str, dict[str, int]] = {
+#: Name -> arguments of ``new_model``, and tokens of a prompt and of a completion.
+SIZES: dict[str, dict[str, Any]] = {
     "0.13M": _SMALL,
     "3.9M": _MIDDLE,
     "31.5M": _LARGE,
@@ -55,30 +55,28 @@ def make_environment(directory: Path) -> Path:
     return python
 
 
-def write_inputs(directory: Path, size: dict[str, int]) -> None:
-    """A model, a tokenizer of one token a word, and prompts, in Hugging Face form."""
-    import random
-
+def word_tokenizer(vocabulary: int) -> Any:
+    """A tokenizer of one token a word."""
     from tokenizers import Tokenizer, models, pre_tokenizers
     from transformers import PreTrainedTokenizerFast
+
+    words = {"<pad>": 0, "<eos>": 1, **{f"w{index}": index for index in range(2, vocabulary)}}
+    inner = Tokenizer(models.WordLevel(words, unk_token="<eos>"))
+    inner.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    return PreTrainedTokenizerFast(tokenizer_object=inner, pad_token="<pad>", eos_token="<eos>")
+
+
+def write_inputs(directory: Path, size: dict[str, Any], groups: int = GROUPS) -> None:
+    """A model, a tokenizer of one token a word, and prompts, in Hugging Face form."""
+    import random
 
     from rollwright.training.model import new_model
 
     vocabulary = size["vocab_size"]
-    words = {"<pad>": 0, "<eos>": 1, **{f"w{index}": index for index in range(2, vocabulary)}}
-    inner = Tokenizer(models.WordLevel(words, unk_token="<eos>"))
-    inner.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
-    tokenizer = PreTrainedTokenizerFast(tokenizer_object=inner, pad_token="<pad>", eos_token="<eos>")
-    new_model(
-        directory,
-        tokenizer=tokenizer,
-        vocab_size=vocabulary,
-        hidden_size=size["hidden_size"],
-        intermediate_size=3 * size["hidden_size"],
-        num_hidden_layers=size["num_hidden_layers"],
-    )
+    shape = {name: value for name, value in size.items() if name not in ("prompt_tokens", "new_tokens")}
+    new_model(directory, **{"tokenizer": word_tokenizer(vocabulary), "intermediate_size": 3 * size["hidden_size"], **shape})
     draw = random.Random(0)
-    prompts = [" ".join(f"w{draw.randrange(2, vocabulary)}" for _ in range(size["prompt_tokens"])) for _ in range(GROUPS)]
+    prompts = [" ".join(f"w{draw.randrange(2, vocabulary)}" for _ in range(size["prompt_tokens"])) for _ in range(groups)]
     (directory / "prompts.json").write_text(json.dumps(prompts))
 
 
@@ -104,22 +102,27 @@ class FixedLength:
         }
 
 
-def measure_ours(directory: Path, new_tokens: int, warmup: int, steps: int) -> dict[str, Any]:
-    """Seconds of our steps and of their parts."""
+def measure_ours(
+    directory: Path, new_tokens: int, warmup: int, steps: int, group_size: int = GROUP_SIZE, lora_rank: int = 0
+) -> dict[str, Any]:
+    """Seconds of our steps and of their parts, and the peak of the process's memory."""
+    import resource
+
     import torch
     from transformers import AutoTokenizer
 
     from rollwright import __version__
     from rollwright.config.experiment import FinetuneSpec
-    from rollwright.config.sections import OptimizerConfig, PPOActorConfig, RolloutConfig
+    from rollwright.config.sections import LoraConfig, OptimizerConfig, PPOActorConfig, RolloutConfig
     from rollwright.rollout.engines import LocalRolloutEngine
     from rollwright.training.actor import FSDPPPOActor
 
     tokenizer = AutoTokenizer.from_pretrained(directory)
     tasks = [{"ids": tokenizer.encode(prompt)} for prompt in json.loads((directory / "prompts.json").read_text())]
-    actor = FSDPPPOActor(PPOActorConfig(path=str(directory), device="cpu", optimizer=OptimizerConfig(lr=1e-6)))
+    lora = LoraConfig(rank=lora_rank) if lora_rank else None
+    actor = FSDPPPOActor(PPOActorConfig(path=str(directory), device="cpu", optimizer=OptimizerConfig(lr=1e-6), lora=lora))
     actor.initialize(None, FinetuneSpec(1, len(tasks) * 100, len(tasks)))
-    rollout_config = RolloutConfig(max_running_requests=GROUPS * GROUP_SIZE, device="cpu")
+    rollout_config = RolloutConfig(max_running_requests=len(tasks) * group_size, device="cpu")
     rollout = LocalRolloutEngine(rollout_config, model=actor.model, tokenizer=tokenizer)
     rollout.initialize()
     actor.connect_engine(rollout)
@@ -127,7 +130,7 @@ def measure_ours(directory: Path, new_tokens: int, warmup: int, steps: int) -> d
     seconds: dict[str, list[float]] = {"step": [], "generate": [], "train": [], "publish": []}
     for _ in range(warmup + steps):
         marks = [time.perf_counter()]
-        batch = rollout.rollout_batch(tasks, workflow, group_size=GROUP_SIZE)
+        batch = rollout.rollout_batch(tasks, workflow, group_size=group_size)
         marks.append(time.perf_counter())
         actor.compute_advantages(batch)
         stats = actor.ppo_update(batch)
@@ -146,6 +149,7 @@ def measure_ours(directory: Path, new_tokens: int, warmup: int, steps: int) -> d
     return {
         **{name: values[warmup:] for name, values in seconds.items()},
         "rows": rows,
+        "peak_gib": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20,
         "version": f"Rollwright {__version__}, torch {torch.__version__}",
     }
 
@@ -169,7 +173,7 @@ def main() -> None:
     parser.add_argument("--threads", default="1,2", help="numbers of compute threads that each side is tried with")
     parser.add_argument("--environment", type=Path, default=REPOSITORY / ".venv-trl", help="where TRL is, or is put")
     parser.add_argument("--json", type=Path, help="write machine, results and ratios to this file")
-    parser.add_argument("--measure", nargs=4, metavar=("DIRECTORY", "TOKENS", "WARMUP", "STEPS"), help=argparse.SUPPRESS)
+    parser.add_argument("--measure", nargs="+", metavar="DIRECTORY TOKENS WARMUP STEPS", help=argparse.SUPPRESS)
     arguments = parser.parse_args()
     if arguments.measure:
         directory, *numbers = arguments.measure
@@ -181,34 +185,45 @@ def main() -> None:
     versions: dict[str, str] = {}
     for name in arguments.sizes.split(","):
         with tempfile.TemporaryDirectory() as temporary:
-            directory = Path(temporary)
-            write_inputs(directory, SIZES[name])
-            numbers = [str(SIZES[name]["new_tokens"]), str(arguments.warmup), str(arguments.steps)]
-            sides = {
-                "rollwright": [sys.executable, __file__, "--measure", str(directory), *numbers],
-                "trl": [str(peer), str(REPOSITORY / "benchmarks" / "peers" / "trl_grpo_step.py"), str(directory), *numbers],
-            }
+            write_inputs(Path(temporary), SIZES[name])
+            numbers = [SIZES[name]["new_tokens"], arguments.warmup, arguments.steps]
             choices = [int(number) for number in arguments.threads.split(",")]
-            measured: dict[tuple[str, int], dict[str, list[float]]] = {(side, n): {} for side in sides for n in choices}
-            for _ in range(arguments.rounds):
-                for (side, threads), parts in measured.items():
-                    result = run_side(sides[side], threads)
-                    versions[side] = result["version"]
-                    for part, values in result.items():
-                        if isinstance(values, list):
-                            parts.setdefault(part, []).extend(values)
-        medians = {key: {part: statistics.median(values) for part, values in parts.items()} for key, parts in measured.items()}
-        best = {}
-        for (side, threads), parts in medians.items():
-            parts.setdefault("train", parts["step"] - parts["generate"])
-            columns = {part: parts.get(part) for part in ("step", "generate", "train", "publish")}
-            report.row(size=name, side=side, threads=threads, **columns)
-            if side not in best or parts["step"] < best[side]["step"]:
-                best[side] = parts
+            best = compare(report, name, sides_of(peer, temporary, numbers), choices, arguments.rounds, versions)
         report.ratio(f"trl/{name}", best["trl"]["step"] / best["rollwright"]["step"])
         report.ratio(f"train/{name}", best["trl"]["train"] / best["rollwright"]["train"])
     report.machine["versions"] = list(versions.values())
     report.finish(arguments.json)
+
+
+def sides_of(peer: Path, directory: str, numbers: list[int]) -> dict[str, list[str]]:
+    """The command of each side: ``peer`` is the interpreter of TRL's environment; numbers are those of ``measure_ours``."""
+    words = [directory, *map(str, numbers)]
+    theirs = [str(peer), str(REPOSITORY / "benchmarks" / "peers" / "trl_grpo_step.py"), *words[:4]]
+    return {"rollwright": [sys.executable, str(REPOSITORY / "benchmarks" / "grpo_step.py"), "--measure", *words], "trl": theirs}
+
+
+def compare(
+    report: Report, name: str, sides: dict[str, list[str]], threads: list[int], rounds: int, versions: dict[str, str]
+) -> dict[str, dict[str, Any]]:
+    """Let the sides alternate, add a row for each side and number of threads, and return the medians of each side's best."""
+    measured: dict[tuple[str, int], dict[str, list[float]]] = {(side, n): {} for side in sides for n in threads}
+    for _ in range(rounds):
+        for (side, number), parts in measured.items():
+            result = run_side(sides[side], number)
+            versions[side] = result["version"]
+            for part, values in result.items():
+                if isinstance(values, list):
+                    parts.setdefault(part, []).extend(values)
+            parts.setdefault("peak_gib", []).append(result["peak_gib"])
+    medians = {key: {part: statistics.median(values) for part, values in parts.items()} for key, parts in measured.items()}
+    best: dict[str, dict[str, Any]] = {}
+    for (side, number), parts in medians.items():
+        parts.setdefault("train", parts["step"] - parts["generate"])
+        columns = {part: parts.get(part) for part in ("step", "generate", "train", "publish", "peak_gib")}
+        report.row(size=name, side=side, threads=number, **columns)
+        if side not in best or parts["step"] < best[side]["step"]:
+            best[side] = parts
+    return best
 
 
 if __name__ == "__main__":

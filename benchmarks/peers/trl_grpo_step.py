@@ -6,6 +6,7 @@ DIRECTORY holds the model, the tokenizer and prompts.json; the last line printed
 """
 
 import json
+import resource
 import sys
 import time
 from pathlib import Path
@@ -77,7 +78,17 @@ def main(directory: Path, new_tokens: int, warmup: int, steps: int) -> None:
     assert set(lengths) == {new_tokens}, f"completions of {sorted(set(lengths))} tokens, not {new_tokens}"
     rows = len(lengths) // len(seconds["generate"])
     result = {name: values[warmup:] for name, values in seconds.items()}
-    print(json.dumps({**result, "rows": rows, "version": f"TRL {trl.__version__}, transformers {transformers.__version__}"}))
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20
+    print(
+        json.dumps(
+            {
+                **result,
+                "rows": rows,
+                "peak_gib": peak,
+                "version": f"TRL {trl.__version__}, transformers {transformers.__version__}",
+            }
+        )
+    )
 
 
 if __name__ == "__main__":

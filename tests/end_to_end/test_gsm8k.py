@@ -1,4 +1,4 @@
-"""The GSM8K example on real rows, with a tiny model that cannot solve them: the reward stays 0, everything else works."""
+"""The GSM8K examples on real rows, with a tiny model that cannot solve them: the reward stays 0, everything else works."""
 
 from __future__ import annotations
 
@@ -15,10 +15,11 @@ def test_the_example_is_short():
     assert len((REPOSITORY / "examples" / "gsm8k_grpo.yaml").read_text().splitlines()) <= 35
 
 
-def test_two_steps_on_gsm8k(shared, tiny_model, run_example):
+@pytest.mark.parametrize(("example", "saved"), [("gsm8k_grpo", "model"), ("gsm8k_small", "adapter_model")])
+def test_two_steps_on_gsm8k(example, saved, shared, tiny_model, run_example):
     rows = shared("data/gsm8k/train.jsonl")
     run = run_example(
-        "gsm8k_grpo",
+        example,
         *(f"actor.path={tiny_model}", f"train_dataset.path={rows}", "valid_dataset=null", "evaluator=null"),
         *("train_dataset.batch_size=2", "gconfig.n_samples=2", "gconfig.max_new_tokens=16", "total_train_steps=2"),
         "reward_fn=accuracy_reward",
@@ -26,4 +27,4 @@ def test_two_steps_on_gsm8k(shared, tiny_model, run_example):
     records = run.steps("reward", stage="")
     assert [record["step"] for record in records] == [1, 2]
     assert {record["reward"] for record in records} == {0.0}
-    assert (run.directory / "checkpoints" / "final" / "model.safetensors").exists()
+    assert (run.directory / "checkpoints" / "final" / f"{saved}.safetensors").exists()

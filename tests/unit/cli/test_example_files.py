@@ -25,22 +25,31 @@ def test_what_it_names_is_there(example, monkeypatch):
             assert callable(REWARD_FUNCTIONS.get(name))
 
 
-def commands_in(text):
-    """Overrides of every command that a text documents for the GSM8K example."""
-    return [line.split("run gsm8k_grpo", 1)[1].split() for line in text.splitlines() if "run gsm8k_grpo" in line]
+def commands_in(text, example):
+    """Overrides of every command that a text documents for an example."""
+    lines = [line.split(f"run {example}", 1)[1] for line in text.splitlines() if f"run {example}" in line]
+    return [[word for word in line.split(" #")[0].split() if "=" in word] for line in lines]
 
 
-@pytest.mark.parametrize("place", ["README.md", "examples/gsm8k_grpo.yaml"])
-def test_the_documented_commands_of_the_gsm8k_example_work_as_typed(place, tiny_model, tmp_path, monkeypatch):
+@pytest.mark.parametrize(
+    ("place", "example"),
+    [
+        ("README.md", "gsm8k_grpo"),
+        ("examples/gsm8k_grpo.yaml", "gsm8k_grpo"),
+        ("examples/gsm8k_small.yaml", "gsm8k_small"),
+        ("docs/laptop.md", "gsm8k_small"),
+    ],
+)
+def test_the_documented_commands_of_the_gsm8k_examples_work_as_typed(place, example, tiny_model, tmp_path, monkeypatch):
     monkeypatch.chdir(REPOSITORY)
     rows = '{"question": "1+1?", "answer": "It is 2. #### 2"}\n' * 32
     for name in ("train.jsonl", "test.jsonl"):
         (tmp_path / name).write_text(rows)
-    commands = commands_in((REPOSITORY / place).read_text())
+    commands = commands_in((REPOSITORY / place).read_text(), example)
     assert commands
     for overrides in commands:
         here = [each.replace(".path=t", f".path={tmp_path}/t") for each in overrides]  # its files are the reader's
-        stages = load_stages("examples/gsm8k_grpo.yaml", here)
+        stages = load_stages(f"examples/{example}.yaml", here)
         refuse_unknown_names(stages)
         if any(".jsonl" in each for each in here):
-            refuse_missing_inputs(load_stages("examples/gsm8k_grpo.yaml", [*here, f"actor.path={tiny_model}"]))
+            refuse_missing_inputs(load_stages(f"examples/{example}.yaml", [*here, f"actor.path={tiny_model}"]))
