@@ -38,6 +38,7 @@ COMMANDS: dict[str, tuple[str, str]] = {
     "export": ("rollwright.cli.export:export", "Export a run to Inspect, W&B or JSON lines; merge a LoRA adapter."),
     "push": ("rollwright.cli.push:push", "Upload a checkpoint to the Hugging Face Hub."),
     "retrieve": ("rollwright.cli.serve:retrieve", "Serve a corpus to search agents."),
+    "serve-boxes": ("rollwright.cli.serve:serve_boxes", "Lend boxes of this machine to runs on others."),
 }
 
 

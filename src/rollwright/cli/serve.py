@@ -1,4 +1,4 @@
-"""``rollwright serve-model`` serves a model with the built-in engine; ``rollwright retrieve`` serves a corpus to search agents."""
+"""``rollwright serve-model`` serves a model with the built-in engine, ``retrieve`` a corpus to search agents, and ``serve-boxes`` boxes."""
 
 from __future__ import annotations
 
@@ -174,3 +174,41 @@ def retrieve(
         listener.listen()  # so that clients can connect as soon as the address is printed
     typer.echo(f"Serving {len(documents):,} documents of {corpus} at {url_of(settings)} (Ctrl-C ends it).")
     run(app, settings, sockets)
+
+
+def serve_boxes(
+    sandbox: Annotated[str, typer.Option(help="Kind of the boxes: bubblewrap, docker, docker:IMAGE, podman.")] = "bubblewrap",
+    port: Annotated[int, typer.Option(min=0, max=65535, help="Port; 0: any free one, which is printed.")] = 8200,
+    host: Annotated[str, typer.Option(help="Interface to bind. Any other than loopback needs --api-key.")] = "127.0.0.1",
+    api_key: Annotated[
+        str | None, typer.Option(envvar="ROLLWRIGHT_BOXES_KEY", help="Bearer token that requests must carry.")
+    ] = None,
+    readable: Annotated[
+        list[Path] | None, typer.Option(help="Directory that boxes may show to their programs (repeatable); default: none.")
+    ] = None,
+    max_boxes: Annotated[int, typer.Option(min=1, help="Boxes at a time.")] = 64,
+    idle_seconds: Annotated[float, typer.Option(min=1.0, help="A box without a request for so long is stopped.")] = 3600.0,
+    max_body_bytes: Annotated[int, typer.Option(min=1024, help="Largest request body: four thirds of an upload.")] = 128 << 20,
+    allowed_host: Annotated[list[str] | None, typer.Option(help="Additional host name to accept (repeatable).")] = None,
+) -> None:
+    """Lend boxes of this machine to runs on others: rollout.sandbox is the address."""
+    from rollwright.inference.server.settings import ServiceSettings, check_exposure
+    from rollwright.processes.boxes import check_box
+
+    try:
+        from rollwright.environments.box_service import BoxService
+        from rollwright.inference.server.service import bind, run, url_of
+    except ModuleNotFoundError as error:
+        raise ConfigError(
+            f"rollwright serve-boxes needs the package {error.name}: pip install 'rollwright[server]'."
+        ) from error
+
+    check_exposure(host, api_key)
+    service = BoxService(sandbox, readable or [], max_boxes, idle_seconds)
+    check_box(sandbox)
+    settings = ServiceSettings(host, port, api_key, max_body_bytes, allowed_host or [])
+    sockets = bind(settings)
+    for listener in sockets:
+        listener.listen()
+    typer.echo(f"Lending up to {max_boxes} boxes ({sandbox}) at {url_of(settings)} (Ctrl-C ends it).")
+    run(service.app(settings), settings, sockets)

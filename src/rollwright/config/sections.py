@@ -286,7 +286,7 @@ class RolloutConfig:
         "bubblewrap",
         "Where Python that the model writes, and command-line agents, run: bubblewrap; docker or podman (docker:IMAGE for another "
         "image than python:3.12-slim); or unsafe, a plain process, only for code that you trust (docs/sandbox.md). Agents also run in "
-        "a box of your own, by its name or import path (docs/boxes.md).",
+        "a box of another machine, by its URL, or in one of your own, by its name or import path (docs/boxes.md).",
     )
     sample_timeout: float | None = key(3600.0, "Seconds that one sample may take. None disables the limit.", gt=0.0)
     max_sample_retries: int = key(1, "How often a failed sample is run again.", ge=0)

@@ -225,6 +225,8 @@ class OpenProcess:
     async def write(self, data: bytes) -> None:
         """See :class:`rollwright.processes.box.BoxProcess`."""
         try:
+            if self._streams.stdin.is_closing():
+                raise BrokenPipeError
             self._streams.stdin.write(data)
             await self._streams.stdin.drain()
         except ConnectionError as error:

@@ -37,13 +37,18 @@ def make_box(name: str, spec: BoxSpec) -> Box:
     """Return a box that has not been started.
 
     Args:
-        name: ``bubblewrap``, ``docker``, ``podman`` or ``unsafe``; a name registered with ``@BOXES.register``; or an import path of a
-            function or class that is called with the spec. ``NAME:IMAGE`` sets the image of a spec that has none.
+        name: ``bubblewrap``, ``docker``, ``podman`` or ``unsafe``; the URL of a service of boxes; a name registered with
+            ``@BOXES.register``; or an import path of a function or class that is called with the spec. ``NAME:IMAGE`` sets the image of
+            a spec that has none.
         spec: what the box contains.
 
     Raises:
         SandboxError: there is no box of that name, or it cannot be as the spec says.
     """
+    if name.startswith(("http://", "https://")):
+        from rollwright.processes.http_box import HttpBox
+
+        return HttpBox(name, spec)
     kind, _, image = name.partition(":")
     if name not in BOXES and kind in BOXES and image:
         return BOXES.build(kind, replace(spec, image=spec.image or image))

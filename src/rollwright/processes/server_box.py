@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import os
 import posixpath
 import shutil
 import socket
 import subprocess
 import uuid
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -338,24 +339,14 @@ class ServerBox:
 
     async def download(self, source: str, target: Path) -> None:
         """See :class:`Box`."""
-        target = Path(target)
-        if target.exists() and not (target.is_dir() and not any(target.iterdir())):
-            raise SandboxError(f"download: {target} exists; give a path that does not, or an empty directory.")
-        target.parent.mkdir(parents=True, exist_ok=True)
-        made = target.parent.resolve() / f".{target.name}-{uuid.uuid4().hex[:8]}"
         most = self.spec.limits.disk_bytes
+        with received(target) as made:
 
-        def read(pipe: int) -> None:
-            with open(pipe, "rb") as stream:
-                unpack(stream, str(made), most)
+            def read(pipe: int) -> None:
+                with open(pipe, "rb") as stream:
+                    unpack(stream, str(made), most)
 
-        try:
             await self._copy({"op": "pack", "path": self._inside(source)}, read)
-            if target.is_dir():
-                target.rmdir()
-            os.replace(made, target)
-        finally:
-            shutil.rmtree(made, ignore_errors=True) if made.is_dir() else made.unlink(missing_ok=True)
 
     def _target(self, path: str) -> str:
         """Check that a path is in a writable directory, and return it as programs see it."""
@@ -393,6 +384,23 @@ class ServerBox:
         if failure is not None or answer["exit"] != 0:
             reason = failure if isinstance(failure, RefusedFileError) and not why else why or failure or answer["excess"]
             raise RefusedFilesError(f"{request['path']} was not copied: {reason or 'the copying process was killed'}.")
+
+
+@contextlib.contextmanager
+def received(target: Path) -> Iterator[Path]:
+    """Yield a path to which files are copied, and move them to ``target``, which is missing or an empty directory, if nothing is raised."""
+    target = Path(target)
+    if target.exists() and not (target.is_dir() and not any(target.iterdir())):
+        raise SandboxError(f"download: {target} exists; give a path that does not, or an empty directory.")
+    target.parent.mkdir(parents=True, exist_ok=True)
+    made = target.parent.resolve() / f".{target.name}-{uuid.uuid4().hex[:8]}"
+    try:
+        yield made
+        if target.is_dir():
+            target.rmdir()
+        os.replace(made, target)
+    finally:
+        shutil.rmtree(made, ignore_errors=True) if made.is_dir() else made.unlink(missing_ok=True)
 
 
 # -- what a spec may say -----------------------------------------------------------------------------------------------

@@ -184,6 +184,7 @@ def test_a_bug_is_one_line_too(config, run_config, capsys, cache):
     [
         (["serve-model", "directory"], "rollwright.inference.server.application", "uvicorn", "server"),
         (["retrieve", "--corpus", "file"], "rollwright.environments.retrieval_service", "fastapi", "retrieval"),
+        (["serve-boxes"], "rollwright.environments.box_service", "fastapi", "server"),
     ],
 )
 def test_a_command_whose_packages_are_missing_names_the_extra(command, service, package, extra, monkeypatch, capsys):

@@ -36,7 +36,7 @@ async def started(name: str = "bubblewrap", **spec):
         await box.stop()
 
 
-@pytest.fixture(params=["bubblewrap", "docker", "podman"])
+@pytest.fixture(params=["bubblewrap", "http", "docker", "podman"])
 def kind(request) -> str:
     """Each kind of box that isolates."""
     return usable_box(request.param)
@@ -48,7 +48,7 @@ async def box(kind):
         yield box
 
 
-@pytest.fixture(params=["bubblewrap", "docker", "podman", "unsafe"])
+@pytest.fixture(params=["bubblewrap", "http", "docker", "podman", "unsafe"])
 async def any_box(request):
     async with started(usable_box(request.param)) as box:
         yield box

@@ -48,7 +48,7 @@ from rollwright.processes.pids_limit import pids_limited
 from tests.conftest import usable_box
 
 #: The boxes that isolate. ``unsafe`` does not, and is attacked by nobody.
-KINDS = ("bubblewrap", "docker", "podman")
+KINDS = ("bubblewrap", "http", "docker", "podman")
 PROCESSES = 64
 LIMITS = BoxLimits(memory_bytes=2**28, disk_bytes=32 * 2**20, processes=PROCESSES, output_bytes=1000)
 #: Box server, the keeper of the command, and the command.

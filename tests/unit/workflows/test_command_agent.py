@@ -15,9 +15,10 @@ from rollwright.config.generation import GenerationHyperparameters
 from rollwright.environments.harbor.tasks import harbor
 from rollwright.errors import ConfigError, RewardError, SandboxError, WorkflowError
 from rollwright.experience.normaliser import normalise
-from rollwright.processes.sandbox import check_sandbox
+from rollwright.processes.sandbox import check_sandbox, sandboxed
 from rollwright.workflows.command_agent import CommandAgentWorkflow
 from rollwright.workflows.command_presets import COMMAND_AGENTS, CommandAgent
+from tests.conftest import usable_box
 
 PROGRAM = """#!/usr/bin/env python3
 import json, os, subprocess, sys, time, urllib.error, urllib.request
@@ -107,6 +108,14 @@ async def run(workflow, engine, **row):
         workflow.front.close()
 
 
+@pytest.fixture(params=["bubblewrap", "http"])
+def in_box(request):
+    """Episodes of a test have boxes of a kind."""
+    with sandboxed(usable_box(request.param)):
+        yield
+
+
+@pytest.mark.usefixtures("in_box")
 async def test_a_program_works_in_its_box_and_is_trained_on_its_calls(tokenizer, programs):
     engine = Script(tokenizer, "cat a.txt > b.txt", "done", version=5)
     sample, experiences = await run(workflow_of(tokenizer, programs, reward_fn=file_is_copied), engine)
@@ -117,6 +126,7 @@ async def test_a_program_works_in_its_box_and_is_trained_on_its_calls(tokenizer,
     assert int(normalise(experiences, sample.recorder)["loss_mask"].sum()) == sum(len(r.output_ids) for r in records)
 
 
+@pytest.mark.usefixtures("in_box")
 async def test_a_task_folder_brings_its_files_and_tests(tokenizer, programs, tmp_path):
     files = {
         "task.toml": "",
