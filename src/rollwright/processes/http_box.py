@@ -10,6 +10,7 @@ import json
 import os
 import socket
 from collections.abc import Awaitable, Callable, Mapping, Sequence
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
@@ -20,6 +21,9 @@ from rollwright.errors import RefusedFilesError, SandboxError
 from rollwright.processes.box import BoxProcess, BoxSpec, ExecResult
 from rollwright.processes.box_files import RefusedFileError, pack, unpack
 from rollwright.processes.server_box import check_spec, received
+from rollwright.tracking.logging import getLogger
+
+logger = getLogger("boxes")
 
 #: Variable with the key of the service.
 KEY = "ROLLWRIGHT_BOXES_KEY"
@@ -78,14 +82,16 @@ class HttpBox:
                 )
                 self._relays.append(relay)
                 ports[str(port)] = relay.sockets[0].getsockname()[1]
-            limits = {name: getattr(spec.limits, name) for name in type(spec.limits).__dataclass_fields__}
-            more = {
+            body = {
+                "limits": asdict(spec.limits),
+                "ports": ports,
+                "readable": {name: str(path) for name, path in spec.readable.items()},
+                "writable": list(spec.writable),
+                "environment": dict(spec.environment),
                 "network": spec.network,
                 "image": spec.image,
-                "readable": {name: str(path) for name, path in spec.readable.items()},
             }
-            lists = {"writable": list(spec.writable), "environment": dict(spec.environment)}
-            self._box = await self._post("/start", {"limits": limits, "ports": ports, **lists, **more}, _COPY_SECONDS)
+            self._box = await self._post("/start", body, _COPY_SECONDS)
         except BaseException:
             self._close_relays()
             raise
@@ -109,7 +115,10 @@ class HttpBox:
         self._close_relays()
         if self._box and "stopped" not in self._box:
             self._box["stopped"] = True
-            await asyncio.shield(asyncio.ensure_future(self._of_box("/stop")))
+            try:
+                await asyncio.shield(asyncio.ensure_future(self._of_box("/stop")))
+            except SandboxError as error:  # the episode is over, and the service stops a box without requests
+                logger.warning("a box was not stopped: %s", error)
 
     async def reset(self, keep: BoxProcess | None = None) -> None:
         """See :class:`Box`."""

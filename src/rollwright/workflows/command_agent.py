@@ -49,8 +49,9 @@ class CommandAgentWorkflow(FrontWorkflow):
     """Runs a command-line agent, such as Claude Code or mini-swe-agent, in a box, and trains on its calls to the model.
 
     Each episode has a box of its own (``rollout.sandbox``), with an empty home directory and a working directory that holds the task's
-    files. If the agent names ``imports``, boxes are reset and used again, except those of task folders. The box has no network: the program reaches only the ``OpenAIFront`` that answers with the policy and records each call, in
-    the program's own dialect. Whatever the program started ends with the box.
+    files. The box has no network: the program reaches only the ``OpenAIFront`` that answers with the policy and records each call, in the
+    program's own dialect. Whatever the program started ends with the box. If the agent names ``imports``, boxes are reset and used
+    again, except those of task folders.
 
     A row of the dataset has the task's prompt, and may have these columns: ``files`` (path -> text), which are written into the working
     directory, and ``workdir`` (a directory of this machine), which is copied there.

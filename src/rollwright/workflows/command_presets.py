@@ -167,31 +167,10 @@ COMMAND_AGENTS: Registry[CommandAgent] = Registry(
 )
 
 MINI_SWE_AGENT = CommandAgent(
-    (
-        *(
-            "mini",
-            "--yolo",
-            "--exit-immediately",
-            "-t",
-            "{task}",
-            "-m",
-            "{model}",
-            "--model-class",
-            "litellm",
-            "-c",
-            "mini.yaml",
-        ),
-        *("-c", "agent.cost_limit=0", "-c", "model.cost_tracking=ignore_errors"),
-        *("-c", "model.model_kwargs.custom_llm_provider=openai", "-c", "model.model_kwargs.api_base={base_url}"),
-        *(
-            "-c",
-            "model.model_kwargs.api_key={api_key}",
-            "-c",
-            "model.model_kwargs.max_retries=0",
-            "-o",
-            "{home}/trajectory.json",
-        ),
-    ),
+    "mini --yolo --exit-immediately -t {task} -m {model} --model-class litellm -c mini.yaml -c agent.cost_limit=0 "
+    "-c model.cost_tracking=ignore_errors -c model.model_kwargs.custom_llm_provider=openai "
+    "-c model.model_kwargs.api_base={base_url} -c model.model_kwargs.api_key={api_key} -c model.model_kwargs.max_retries=0 "
+    "-o {home}/trajectory.json",
     {
         "MSWEA_CONFIGURED": "true",
         "MSWEA_SILENT_STARTUP": "1",
@@ -208,10 +187,8 @@ MINI_SWE_AGENT = CommandAgent(
 )
 
 CLAUDE_CODE = CommandAgent(
-    (
-        *("claude", "--bare", "-p", "{task}", "--tools", "Bash,Edit,Read", "--output-format", "stream-json", "--verbose"),
-        *("--dangerously-skip-permissions", "--no-session-persistence"),
-    ),
+    "claude --bare -p {task} --tools Bash,Edit,Read --output-format stream-json --verbose --dangerously-skip-permissions "
+    "--no-session-persistence",
     {
         "ANTHROPIC_BASE_URL": "{root_url}",
         "ANTHROPIC_API_KEY": "{api_key}",
@@ -236,10 +213,7 @@ CLAUDE_CODE = CommandAgent(
 )
 
 CODEX = CommandAgent(
-    (
-        *("codex", "exec", "--skip-git-repo-check", "--ephemeral", "--json", "--dangerously-bypass-approvals-and-sandbox"),
-        "{task}",
-    ),
+    "codex exec --skip-git-repo-check --ephemeral --json --dangerously-bypass-approvals-and-sandbox {task}",
     {"CODEX_HOME": "{home}/.codex", "ROLLWRIGHT_KEY": "{api_key}"},
     {
         ".codex/config.toml": """\
@@ -268,10 +242,7 @@ enabled = false
 )
 
 QWEN_CODE = CommandAgent(
-    (
-        *("qwen", "--bare", "--yolo", "--auth-type", "openai", "--model", "{model}", "--openai-base-url", "{base_url}"),
-        *("--openai-api-key", "{api_key}", "{task}"),
-    ),
+    "qwen --bare --yolo --auth-type openai --model {model} --openai-base-url {base_url} --openai-api-key {api_key} {task}",
     {"NO_COLOR": "1"},
     {
         ".qwen/settings.json": """\
@@ -292,7 +263,7 @@ QWEN_CODE = CommandAgent(
 )
 
 OPENCODE = CommandAgent(
-    ("opencode", "run", "--format", "json", "--auto", "--model", "rollwright/{model}", "{task}"),
+    "opencode run --format json --auto --model rollwright/{model} {task}",
     {
         "OPENCODE_CONFIG": "{home}/opencode.json",
         "OPENCODE_DISABLE_MODELS_FETCH": "1",
