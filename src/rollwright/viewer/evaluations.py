@@ -126,18 +126,25 @@ def answers_of(index: Index, samples: Collection[int]) -> dict[int, str]:
 # -- comparisons ---------------------------------------------------------------------------------------------------------
 
 
-def progress(evaluations: Sequence[Evaluation]) -> dict[str, Any]:
-    """Compare the first evaluation of some tasks with the last one of the same tasks.
+def progress(evaluations: Sequence[Evaluation]) -> list[dict[str, Any]]:
+    """Compare the first evaluation of some tasks with the last one of each stage.
 
     Returns:
-        ``first`` and ``last`` (title, number of ``tasks``, ``mean`` and its 95 % ``interval``), ``count`` of evaluations, and the paired
-        ``common``, ``difference``, ``interval``, ``better`` and ``worse`` of ``compare``; these are None if there is only one evaluation.
+        For each comparison ``first`` and ``last`` (title, number of ``tasks``, ``mean`` and its 95 % ``interval``), and the paired ``common``,
+        ``difference``, ``interval``, ``better`` and ``worse`` of ``compare``. If there is only one evaluation, ``last`` and these are None.
     """
-    first, last = evaluations[0], evaluations[-1]
-    paired: dict[str, Any] = dict.fromkeys(("common", "difference", "interval", "better", "worse"))
-    if first is not last:
-        paired |= _paired(first.rewards, last.rewards)
-    return {"count": len(evaluations), "first": _summary(first), "last": _summary(last), **paired}
+    first, last_of_stage = evaluations[0], {each.stage: each for each in evaluations}
+    others = [each for each in last_of_stage.values() if each is not first]
+    if not others:
+        return [{"first": _summary(first), **dict.fromkeys(("last", *_OF_A_PAIR))}]
+    nothing = dict.fromkeys(_OF_A_PAIR)
+    return [
+        {"first": _summary(first), "last": _summary(each), **nothing, **_paired(first.rewards, each.rewards)} for each in others
+    ]
+
+
+#: What ``_paired`` says of two evaluations that share tasks.
+_OF_A_PAIR = ("common", "first_mean", "own_mean", "difference", "interval", "better", "worse")
 
 
 def _summary(evaluation: Evaluation) -> dict[str, Any]:
@@ -172,7 +179,7 @@ def compare(evaluations: Sequence[tuple[str, Mapping[str, float]]]) -> dict[str,
     rows: list[dict[str, Any]] = []
     for place, name, found in known:
         row: dict[str, Any] = {"place": place, "run": name, "tasks": len(found), "mean": statistics.fmean(found.values())}
-        row |= dict.fromkeys(("common", "first_mean", "own_mean", "difference", "interval", "better", "worse"))
+        row |= dict.fromkeys(_OF_A_PAIR)
         if rows:
             row |= _paired(known[0][2], found)
         rows.append(row)

@@ -66,19 +66,19 @@ class Table(DataTable[Text]):
         self.names = columns
 
     def on_mount(self) -> None:
-        self.add_columns(*(Text(name, style="bold") for name in self.names))
+        self.fill({})
 
     def fill(self, rows: Mapping[str, Sequence[Text | str]], first: str | None = None) -> None:
         """Replace the rows and keep the selection; if nothing is selected, select ``first``."""
         before = self.chosen or first
-        self.clear()
-        columns = self.ordered_columns
-        for key, cells in rows.items():
-            shown = [cell if isinstance(cell, Text) else line(cell) for cell in cells]
-            self.add_row(*shown, key=key)
-            # Textual widens the columns too, but only when no message is waiting, which may be never on a busy machine.
-            for column, cell in zip(columns, shown, strict=True):
-                column.content_width = max(column.content_width, cell.cell_len)
+        shown = {key: [cell if isinstance(cell, Text) else line(cell) for cell in cells] for key, cells in rows.items()}
+        self.clear(columns=True)
+        for place, name in enumerate(self.names):
+            head = Text(name, style="bold")
+            # With a width, because Textual measures cells only when no message is waiting, which may be never on a busy machine.
+            self.add_column(head, width=max(each.cell_len for each in (head, *(cells[place] for cells in shown.values()))))
+        for key, cells in shown.items():
+            self.add_row(*cells, key=key)
         if before is not None and before in rows:
             self.move_cursor(row=list(rows).index(before))
 

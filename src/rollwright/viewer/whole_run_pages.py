@@ -62,7 +62,9 @@ def add_routes(router: APIRouter, pages: Pages) -> None:
             ending=ending,
             ending_run={"url": _url_of(ending["part"])} if ending and ending["part"] and ending["part"].run else None,
             signs=[sign for sign in signs if sign["level"] != "info"],
-            progress=[progress(each) for each in of_shared_tasks(whole.evaluations())],
+            progress=[
+                {**row, "set": place} for place, own in enumerate(of_shared_tasks(whole.evaluations())) for row in progress(own)
+            ],
             trained=trained and {"name": trained[0].name, "url": _url_of(trained[0]), "charts": main_charts(trained[1])},
             changed_keys=_about(whole.marker, stages_of(whole.marker)),
             log=next(reversed(logs.values()), []),

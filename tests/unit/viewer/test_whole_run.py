@@ -121,9 +121,25 @@ def test_evaluations_of_other_tasks_are_apart():
         Evaluation("after", 2, rewards={"b": 0.5, "c": 1.0}),
     )
     assert of_shared_tasks([first, other, last]) == [[other], [first, last]]
-    found = progress([first, last])
+    (found,) = progress([first, last])
     assert (found["common"], found["difference"], found["better"], found["worse"]) == (1, -0.5, 0, 1)
-    assert progress([other])["difference"] is None
+    (alone,) = progress([other])
+    assert (alone["last"], alone["difference"]) == (None, None)
+
+
+def test_each_later_stage_is_compared_with_the_first():
+    def evaluated(stage, version, reward):
+        return Evaluation(stage, version, is_one=stage != "grpo", rewards={"a": reward})
+
+    evaluations = [
+        evaluated("before", 0, 0.0),
+        evaluated("grpo", 1, 0.25),
+        evaluated("grpo", 2, 0.5),
+        evaluated("after", 2, 1.0),
+    ]
+    found = [(row["first"]["title"], row["last"]["title"], row["difference"]) for row in progress(evaluations)]
+    assert found == [("before", "grpo v2", 0.5), ("before", "after", 1.0)]
+    assert [row["last"]["title"] for row in progress(evaluations[1:])] == ["grpo v2", "after"]
 
 
 def test_the_interval_of_a_share_is_within_0_and_1():
