@@ -126,6 +126,11 @@ def test_a_reward_function_that_raises_is_a_failure_and_no_zero(play, classic):
     assert [row.reward for row in play(sum_of(classic), "wrong")] == [0.5]  # only a metric raised
 
 
+def test_an_empty_reply_is_the_policys_and_is_scored(play, classic):
+    assert [row.reward for row in play(sum_of(classic), "")] == [0.5]  # as any wrong answer
+    assert len(play.check("")) == 1
+
+
 def test_what_does_not_fit_into_the_context_is_scored_and_truncated(play, classic):
     play(sum_of(classic), "42")
     prompt = len(play.asked[0].input_ids)

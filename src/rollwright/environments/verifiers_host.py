@@ -67,12 +67,11 @@ class _Classic:
 
     async def run(self, task: dict[str, Any], base_url: str, api_key: str, model: str, seconds: float) -> dict[str, Any]:
         from openai import AsyncOpenAI
-        from verifiers.legacy.clients import OpenAIChatCompletionsClient
 
         raised: list[tuple[str, float, str]] = []
         _RAISED.set(raised)
         async with AsyncOpenAI(base_url=base_url, api_key=api_key, max_retries=0, timeout=seconds) as connection:
-            output = await self.environment.run_rollout(task, OpenAIChatCompletionsClient(connection), model, {})
+            output = await self.environment.run_rollout(task, _client(connection), model, {})
         if output.get("error"):
             return {"failure": "environment", "said": _error_text(output["error"])}
         for name, weight, said in raised:
@@ -84,6 +83,19 @@ class _Classic:
 
     def serving(self) -> contextlib.AbstractAsyncContextManager[Any]:
         return contextlib.nullcontext()
+
+
+def _client(connection: Any) -> Any:
+    """The client of verifiers, which lets the environment score an empty reply; its own fails the rollout as if the model were broken."""
+    from verifiers.legacy.clients import OpenAIChatCompletionsClient
+    from verifiers.legacy.errors import EmptyModelResponseError
+
+    class Client(OpenAIChatCompletionsClient):
+        async def raise_from_native_response(self, response: Any) -> None:
+            with contextlib.suppress(EmptyModelResponseError):
+                await super().raise_from_native_response(response)
+
+    return Client(connection)
 
 
 def _rubrics(rubric: Any) -> Iterator[Any]:
