@@ -167,6 +167,27 @@ def test_a_policy_plays_kuhn_poker_against_itself_and_its_first_version(run_exam
     assert {"mean@2", "mean@2/first", "mean@2/second"} <= set(run.evaluations["against_version_0"])
 
 
+def test_lakes_are_walked_in_several_turns(run_example):
+    """Too short to learn: maps are walked move by move, and the policy moves if some of a map's walks reach the goal."""
+    pytest.importorskip("gymnasium", reason="gymnasium is not installed: pip install 'rollwright[gymnasium]'")
+    run = run_example(
+        "frozen_lake",
+        "stages.warmup.train_dataset.kwargs={size: 300, worked: true, walks: 2, knowing_share: 1.0}",
+        *("stages.warmup.total_train_steps=60", "stages.grpo.train_dataset.batch_size=4", "stages.grpo.gconfig.n_samples=4"),
+        *(
+            "stages.grpo.eval_tasksets.0.kwargs.size=8",
+            "stages.grpo.total_train_steps=2",
+            "stages.grpo.evaluator.every_steps=2",
+        ),
+    )
+    steps = run.steps("reward")
+    assert len(steps) == 2
+    assert all(0.0 <= step["reward"] <= 1.0 and 1.0 < step["rollout/turns"] <= 10.0 for step in steps)
+    assert max(step["actor/logprob_difference/max"] for step in steps) < 1e-3
+    assert [record["step"] for record in run.steps("eval/reward")] == [0, 2]
+    assert "<|user|>a1S" in run.last_rollouts()
+
+
 AGENTS = Path(__file__).resolve().parents[2] / ".venv-clients-openai2"
 
 
