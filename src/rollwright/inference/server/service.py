@@ -1,7 +1,7 @@
 """The common parts of all HTTP services: their error responses, their sockets, and serving them behind ``request_guard``.
 
-The inference server, the retrieval service, the OpenAI front, the viewer and ``serve`` mode are all made by ``make_service``, so they all
-have the same checks.
+The inference server, the retrieval service, the service of boxes, the OpenAI front, the viewer and ``serve`` mode are all made by
+``make_service``, so they all have the same checks.
 """
 
 from __future__ import annotations
