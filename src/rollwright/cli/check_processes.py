@@ -24,6 +24,7 @@ from rollwright.processes.child import program
 from rollwright.processes.ends_with_parent import supervised
 
 _TAIL_BYTES = 1500  # of a log, in a result
+_SLOWER_CPU = 3.0  # limits without a GPU
 _END_SECONDS = 20.0  # for the processes of a check to end
 
 
@@ -60,7 +61,7 @@ class MachineCheck:
         function: a module's function; called with a ``CheckPlace`` and ``arguments``, it returns figures or raises.
         arguments: plain data.
         needs: names of requirements; a check without one of them is skipped.
-        seconds: time limit.
+        seconds: time limit on a GPU; three times as long on a CPU.
         in_short: whether the check is part of the short form.
     """
 
@@ -111,7 +112,8 @@ def run_checks(
         elif left <= 0:
             yield CheckOutcome(check.name, check.shows, "skipped", why=f"no time was left of {total_seconds / 60:g} minutes")
         else:
-            yield _run(check, place, min(check.seconds, left), environment)
+            limit = check.seconds * (1.0 if place.gpus else _SLOWER_CPU)
+            yield _run(check, place, min(limit, left), environment)
 
 
 def _run(check: MachineCheck, place: CheckPlace, limit: float, environment: Mapping[str, str] | None) -> CheckOutcome:

@@ -321,7 +321,6 @@ def _published(backend: str, way: str) -> MachineCheck:
         run_quickstart,
         {"backend": backend, "keys": [f"stages.grpo.rollout.weight_update={way}"]},
         needs,
-        seconds=900 if backend == "builtin_process" else 300,
         in_short=(backend, way) == ("builtin_process", "shared"),
     )
 
@@ -338,7 +337,7 @@ CHECKS: tuple[MachineCheck, ...] = (
         compare_families,
         {"names": list(_FAMILIES)},
         ("a checkout",),
-        900,
+        600,
         in_short=True,
     ),
     MachineCheck(
