@@ -10,6 +10,7 @@ import argparse
 import asyncio
 import io
 import json
+import os
 import re
 import shutil
 import subprocess
@@ -232,6 +233,9 @@ def main() -> None:
     if unknown := {*arguments.names} - {*PICTURES, TERMINAL}:
         parser.error(f"there is no picture {', '.join(sorted(unknown))}: choose from {', '.join((*PICTURES, TERMINAL))}.")
     names = arguments.names or [*PICTURES, TERMINAL]
+    chromium = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
+    if chromium is None:
+        parser.error("there is no Chromium: apt-get install chromium.")
     directory = arguments.directory.resolve()
     directory.mkdir(parents=True, exist_ok=True)
     examples = dict.fromkeys(TERMINAL_EXAMPLE if name == TERMINAL else PICTURES[name].example for name in names)
@@ -241,7 +245,8 @@ def main() -> None:
     from playwright.sync_api import sync_playwright
 
     with viewer(directory) as origin, sync_playwright() as driver:
-        browser = driver.chromium.launch(executable_path=shutil.which("chromium"), args=["--no-sandbox"])
+        options = ["--no-sandbox"] if os.geteuid() == 0 else []
+        browser = driver.chromium.launch(executable_path=chromium, args=options)
         for name in names:
             if name == TERMINAL:
                 write(name, photograph_terminal(browser, screen))

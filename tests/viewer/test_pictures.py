@@ -69,7 +69,7 @@ def test_a_page_is_taken_at_rest_in_light_and_dark(make_pictures, chromium, view
 
 def test_a_telling_group_has_a_worst_sample_that_parts_from_better_ones(make_pictures, viewer):
     run = viewer.pages.runs.get("sums/first")
-    key, worst = make_pictures._telling(run.path)
+    key, worst = make_pictures.telling_group(run.path), make_pictures.telling_sample(run.path)
     rewards = [sample["reward"] for sample in run.group(key)["samples"] if sample["reward"] is not None]
     assert min(rewards) == run.sample(worst)["reward"] < max(rewards)
     assert run.sample(worst)["parts"] is not None
