@@ -210,6 +210,9 @@ class BoxService:
             )
             lent = _Lent(make_box(self._sandbox, spec), directory, relays)
             await lent.box.start()
+            if await request.is_disconnected():  # nobody would stop it
+                await lent.box.stop()
+                raise ClientGoneError
         except BaseException:
             for relay in relays:
                 relay.close()

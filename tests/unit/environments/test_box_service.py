@@ -21,10 +21,10 @@ pytestmark = pytest.mark.usefixtures("bubblewrap")
 
 
 @contextmanager
-def lending(api_key=None, **arguments):
-    """The address of a service of bubblewrap boxes."""
+def lending(api_key=None, sandbox="bubblewrap", **arguments):
+    """The address of a service of boxes."""
     settings = ServiceSettings(api_key=api_key)
-    server = ServerThread(BoxService("bubblewrap", **arguments).app(settings), settings)
+    server = ServerThread(BoxService(sandbox, **arguments).app(settings), settings)
     try:
         yield server.url
     finally:
@@ -83,6 +83,37 @@ async def test_a_box_whose_client_is_gone_is_stopped():
             await asyncio.sleep(0.2)
         with pytest.raises(SandboxError, match="there is no such box"):
             await box.exec(["true"], timeout=10)
+
+
+class SlowBox:
+    """A user's box that takes its time."""
+
+    happened = ()
+
+    def __init__(self, spec):
+        self.spec, self.workdir, self.home = spec, *spec.writable[:2]
+        SlowBox.happened += ("made",)
+
+    async def start(self):
+        await asyncio.sleep(1)
+        SlowBox.happened += ("started",)
+
+    async def stop(self):
+        SlowBox.happened += ("stopped",)
+
+
+async def test_a_client_that_gives_up_while_its_box_starts_leaves_none(monkeypatch):
+    monkeypatch.setattr(SlowBox, "happened", ())
+    with lending(sandbox=f"{__name__}.SlowBox") as url:
+        starting = asyncio.create_task(make_box(url, BoxSpec()).start())
+        for awaited, then in (("made", starting.cancel), ("stopped", lambda: None)):
+            for _ in range(300):
+                if awaited in SlowBox.happened:
+                    break
+                await asyncio.sleep(0.1)
+            then()
+        assert SlowBox.happened == ("made", "started", "stopped")
+        assert await asyncio.to_thread(boxes_of, url) == 0
 
 
 def test_a_service_lends_boxes_of_its_own_machine():
