@@ -23,6 +23,7 @@ from rollwright.inference.weights.adapter import adapter_room
 from rollwright.placement.gpus import first_gpu_of_servers
 from rollwright.placement.local_servers import LocalServers
 from rollwright.placement.teachers import open_teachers
+from rollwright.processes.pool import processor_count
 from rollwright.rollout.engines import LocalRolloutEngine, RemoteEngine, RolloutEngine
 from rollwright.tracking.logging import getLogger
 from rollwright.tracking.run_directory import RunDirectory
@@ -155,7 +156,7 @@ def _engine_threads(config: PPOConfig) -> int:
 
     Half of the cores generate and the other half train; if both used all cores, their threads would wait for each other.
     """
-    cores = len(os.sched_getaffinity(0))
+    cores = processor_count()
     generating = max(1, cores // 2)
     threads = max(1, generating // config.rollout.servers)
     if config.cluster.threads is None:

@@ -21,6 +21,7 @@ from rollwright.config.sections import ClusterConfig
 from rollwright.errors import ClusterError, ConfigError
 from rollwright.placement import slurm_nodes
 from rollwright.placement.capacity import Demand, Node, place
+from rollwright.processes.pool import processor_count
 from rollwright.tracking.logging import getLogger
 
 try:
@@ -172,7 +173,7 @@ class RayCluster:
         if not (config.address or os.environ.get("RAY_ADDRESS")):
             import torch
 
-            return [Node("this machine", float(len(os.sched_getaffinity(0))), torch.cuda.device_count())]
+            return [Node("this machine", float(processor_count()), torch.cuda.device_count())]
         cluster = cls(config, os.curdir)
         try:
             return cluster.nodes

@@ -8,7 +8,6 @@ another address; its clients then use the new address.
 from __future__ import annotations
 
 import itertools
-import os
 import secrets
 import threading
 import time
@@ -25,6 +24,7 @@ from rollwright.config.modes import AuxiliaryModelConfig
 from rollwright.config.servers import LocalServerConfig
 from rollwright.errors import ConfigError, EngineError, LostProcessError
 from rollwright.inference.launcher import Launcher
+from rollwright.processes.pool import processor_count
 
 
 @dataclass
@@ -147,7 +147,7 @@ def serve(
     key = key or secrets.token_urlsafe(24)
     for model in models:
         if model.model_path:
-            own = model.threads or threads or max(1, len(os.sched_getaffinity(0)) // 2)
+            own = model.threads or threads or max(1, processor_count() // 2)
             environment = {"ROLLWRIGHT_API_KEY": key, "OMP_WAIT_POLICY": "PASSIVE", "OMP_NUM_THREADS": str(own)}
             launcher.start(_command(model, own), name="auxiliary", environment=environment)
     served = iter(launcher.wait_healthy(max(model.setup_timeout for model in models)))

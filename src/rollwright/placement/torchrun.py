@@ -13,6 +13,7 @@ from types import FrameType
 from typing import Any
 
 from rollwright.errors import ConfigError
+from rollwright.processes.pool import processor_count
 from rollwright.processes.tree import AGENT, children
 
 #: After one process has failed, seconds for the others to end by themselves.
@@ -45,7 +46,7 @@ def start_ranks(arguments: Sequence[str], processes: int) -> int:
     Raises:
         ConfigError: there are far more processes than processors.
     """
-    available = len(os.sched_getaffinity(0)) if sys.platform == "linux" else os.cpu_count() or 1
+    available = processor_count()
     if processes > available * RANKS_PER_PROCESSOR:
         raise ConfigError(
             f"cluster.processes is {processes}, and this machine has {available} processors: take as many processes as GPUs or processors."

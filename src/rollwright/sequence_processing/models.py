@@ -10,7 +10,6 @@
 from __future__ import annotations
 
 import gc
-import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -19,6 +18,7 @@ import torch
 from torch import nn
 
 from rollwright.errors import ConfigError
+from rollwright.inference.backends.builtin.loading import free_memory
 from rollwright.tracking.logging import getLogger
 from rollwright.training.fsdp import is_sharded
 
@@ -135,7 +135,7 @@ def free_bytes(device: torch.device) -> int:
             available = next(line for line in lines if line.startswith("MemAvailable"))
         return int(available.split()[1]) * 1024
     except (OSError, StopIteration):
-        return os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+        return free_memory()
 
 
 def cache_bytes(model: Any, rows: int, length: int) -> int | None:

@@ -17,6 +17,7 @@ from rollwright.config.secrets import copy_without_secrets, secrets_of
 from rollwright.errors import CheckpointError, ConfigError, TrainingError
 from rollwright.placement import rank_processes
 from rollwright.placement.placement import Placement, placement_of_stages
+from rollwright.processes.pool import processor_count
 from rollwright.processes.supervisor import retry_lost
 from rollwright.tracking import logging
 from rollwright.tracking.logging import getLogger
@@ -193,7 +194,7 @@ def _set_threads(config: Any) -> None:
     if (threads := getattr(getattr(config, "cluster", None), "threads", None)) is not None:
         torch.set_num_threads(threads)
     elif processes > 1 and "OMP_NUM_THREADS" not in os.environ:  # otherwise every process would use all cores
-        torch.set_num_threads(max(1, len(os.sched_getaffinity(0)) // processes))
+        torch.set_num_threads(max(1, processor_count() // processes))
     if getattr(config, "deterministic", False):
         torch.use_deterministic_algorithms(True, warn_only=True)
 

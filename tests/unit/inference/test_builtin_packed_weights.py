@@ -8,7 +8,7 @@ from parts import qwen3_config, random_model
 
 from rollwright.config.generation import GenerationHyperparameters
 from rollwright.data.tokenizer import build_character_tokenizer
-from rollwright.inference.backends.builtin import packed_weights
+from rollwright.inference.backends.builtin import loading, packed_weights
 from rollwright.inference.backends.builtin.engine import BuiltinEngine
 from rollwright.inference.request import ModelRequest
 
@@ -85,3 +85,11 @@ def test_memory_that_is_needed_elsewhere_is_not_taken(model, monkeypatch):
 def test_deterministic_engines_compute_with_the_weights_themselves(model):
     with BuiltinEngine(model, threads=1, batch_invariant=True) as engine:
         assert engine._runner.forward._packed is None
+
+
+def test_free_memory_where_the_system_says_only_how_much_there_is(monkeypatch):
+    assert 0 < loading.free_memory() < 1 << 50
+    pages = {"SC_PHYS_PAGES": 1 << 20, "SC_PAGE_SIZE": 1 << 14}  # as on macOS
+    monkeypatch.setattr("os.sysconf_names", pages)
+    monkeypatch.setattr("os.sysconf", pages.__getitem__)
+    assert loading.free_memory() == 8 << 30

@@ -83,8 +83,11 @@ def cache_bytes_by_default(device: torch.device) -> int:
 
 
 def free_memory() -> int:
-    """Return the bytes of this machine's memory that nothing uses."""
-    return os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    """Return the bytes of this machine's memory that nothing uses; half of the memory where the system does not say (macOS)."""
+    page = os.sysconf("SC_PAGE_SIZE")
+    if "SC_AVPHYS_PAGES" in os.sysconf_names:
+        return os.sysconf("SC_AVPHYS_PAGES") * page
+    return os.sysconf("SC_PHYS_PAGES") * page // 2
 
 
 def paired(model: Any, weights: WeightStream) -> Iterator[tuple[Tensor, Tensor]]:
