@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import re
 import shlex
 import sqlite3
 import threading
@@ -26,6 +25,7 @@ from rollwright.viewer import reading, search
 from rollwright.viewer.curves import Curves, groups_of
 from rollwright.viewer.damage import has_checksums, missing_parts
 from rollwright.viewer.ending import ending_of, last_lines
+from rollwright.viewer.episodes import Episodes, neighbours
 from rollwright.viewer.evaluations import held_out_tasks, last_evaluation
 from rollwright.viewer.frames import frame
 from rollwright.viewer.index import Index
@@ -34,14 +34,13 @@ from rollwright.viewer.run_parts import find_part, read_file, root_of, stages_of
 from rollwright.viewer.samples import NOT_UNDONE, Samples
 from rollwright.viewer.timeline import timeline
 from rollwright.viewer.tokens import Vocabulary, find_vocabulary
-from rollwright.viewer.tree import parting, prefix_tree
+from rollwright.viewer.tree import prefix_tree
 
 logger = getLogger("viewer")
 
 _POINTS_OF_SPARKLINE = 40
 _FOLLOWED_EVERY = 1.0  # seconds between two looks at the files
 _FAILED = 8  # failed samples that are named where a run died
-_COMPARED = 16  # most better samples of its group to compare a sample with
 _WORKED_FOR = 0.5  # seconds of a transaction; readers see its rows afterwards
 
 
@@ -347,29 +346,10 @@ class Run:
         Raises:
             DataError: the group is not in the index.
         """
-        group = self.samples.group(str(key), undone=undone)
-        task, error, rows = None, "", []
-        best = {
-            sample["index"]: sample
-            for sample in group["samples"]
-            if not sample["key"].count("#") or sample["status"] == "accepted"
-        }
-        for sample in best.values() or group["samples"]:
-            _, places, trained = self.samples.find(sample["key"])
-            episode = self._episode(sample["key"], places)
-            if task is None:
-                task, error = episode.task(), episode.begin.task_error
-            found = reading.rows_of(episode, reading.read_trained(self.index, trained))
-            rows += [(sample["key"], number, row) for number, row in enumerate(found)]
+        samples = self.samples
+        group = samples.group(str(key), undone=undone)
+        task, error, rows = Episodes(self.index, samples).task_and_rows(group["samples"])
         return {**group, "task": reading.plain_value(task), "task_error": error, "tree": prefix_tree(rows, self.text)}
-
-    def _episode(self, key: str, places: bytes) -> reading.RecordedEpisode:
-        try:
-            return reading.read_episode(self.index, places)
-        except OSError as error:
-            raise JournalError(
-                f"the records of sample {key} cannot be read ({error}): its file was removed (journal.keep) or not copied."
-            ) from None
 
     def sample(self, key: str) -> dict[str, Any]:
         """Return all about a sample: ``calls``, ``rows`` of tokens, ``messages``, ``results`` of durable calls, ``attempts``, ``neighbours``.
@@ -385,9 +365,11 @@ class Run:
             DataError: the sample is not in the index.
             JournalError: the sample's records were removed.
         """
-        sample, places, trained = self.samples.find(key)
-        episode = self._episode(key, places)
-        group = self.samples.group(sample["group"], undone=sample["is_undone"])["samples"]
+        samples = self.samples
+        episodes = Episodes(self.index, samples)
+        sample, places, trained = samples.find(key)
+        episode = episodes.at(key, places)
+        group = samples.group(sample["group"], undone=sample["is_undone"])["samples"]
         return {
             **sample,
             "task": reading.plain_value(episode.task()),
@@ -398,9 +380,9 @@ class Run:
             "messages": reading.chat_of(episode, self.text),
             "lanes": reading.lanes_of(episode),
             "results": [reading.plain_result(each) for each in episode.results],
-            "attempts": [self._attempt(each) for each in group if each["index"] == sample["index"]],
-            "neighbours": _neighbours(sample, group),
-            "parts": self._parting(sample, group),
+            "attempts": [episodes.attempt(each) for each in group if each["index"] == sample["index"]],
+            "neighbours": neighbours(sample, group),
+            "parts": episodes.parting(sample, group),
             "replay": ""
             if self.kind == "eval"
             else f"rollwright replay {shlex.quote(str(self.path))} {sample['key'].partition('#')[0]}",
@@ -408,12 +390,13 @@ class Run:
 
     def episode(self, key: str) -> reading.RecordedEpisode:
         """Return a sample's recorded episode; see ``sample``."""
-        return self._episode(key, self.samples.find(key)[1])
+        return Episodes(self.index, self.samples).of(key)
 
     def token_rows(self, key: str) -> list[dict[str, Any]]:
         """Return the rows of tokens of a sample; see ``sample``."""
-        _, places, trained = self.samples.find(key)
-        return self._rows(self._episode(key, places), trained)
+        samples = self.samples
+        _, places, trained = samples.find(key)
+        return self._rows(Episodes(self.index, samples).at(key, places), trained)
 
     def _rows(self, episode: reading.RecordedEpisode, trained: bytes | None) -> list[dict[str, Any]]:
         special = self.vocabulary.special if self.vocabulary else frozenset()
@@ -429,42 +412,6 @@ class Run:
             }
             plain.append({**row.plain(), **said})
         return plain
-
-    def _parting(self, sample: Mapping[str, Any], group: Sequence[Mapping[str, Any]]) -> dict[str, Any] | None:
-        """Find the first token that differs from all samples of the task with a higher reward; see ``sample``."""
-        own = sample["reward"]
-        better = {
-            each["key"]: each for each in group if own is not None and each["reward"] is not None and each["reward"] > own
-        }
-        first = {}
-        best_first = sorted(better, key=lambda key: -better[key]["reward"])
-        for key in [sample["key"], *best_first[:_COMPARED]] if better else []:
-            with contextlib.suppress(JournalError):  # the records of other samples in the group may be gone
-                rows = reading.rows_of(self._episode(key, self.samples.find(key)[1]))
-                first |= {key: rows[0]} if rows else {}
-        row = first.pop(sample["key"], None)
-        found = parting(row, first) if row is not None else None
-        if found is None:
-            return None
-        token, key = found
-        return {"token": token, "key": key, "reward": better[key]["reward"], "better": len(better), "compared": len(first)}
-
-    def _attempt(self, sample: Mapping[str, Any]) -> dict[str, Any]:
-        """Describe an attempt of a sample, with the error that it raised."""
-        traceback = ""
-        if sample["status"] == "failed":
-            end = self._episode(sample["key"], self.samples.find(sample["key"])[1]).end
-            traceback = "" if end is None else end.traceback
-        name, _, message = sample["reason"].partition(": ")
-        is_error = sample["status"] == "failed" and re.fullmatch(r"[\w.]+", name) is not None
-        return {
-            "key": sample["key"],
-            "attempt": sample["attempt"],
-            "status": sample["status"],
-            "class": name if is_error else "",
-            "message": message if is_error else sample["reason"],
-            "traceback": traceback,
-        }
 
     def missing(self) -> list[dict[str, Any]]:
         """List damaged, truncated or missing parts of the run's files, including the journal; empty if all are intact.
@@ -568,16 +515,3 @@ class Run:
         where = "" if undone else f"WHERE {NOT_UNDONE} "
         ended = self.samples.listed(f"{where}ORDER BY samples.id DESC LIMIT ?", limit)
         return [*self.samples.running(undone=undone), *ended][:limit]
-
-
-def _neighbours(sample: Mapping[str, Any], group: Sequence[Mapping[str, Any]]) -> dict[str, str | None]:
-    """Return the keys of the previous and next sample in a group, and of those with the highest and lowest reward."""
-    keys = [each["key"] for each in group]
-    place = keys.index(sample["key"]) if sample["key"] in keys else -1
-    rewarded = sorted((each for each in group if each["reward"] is not None), key=lambda each: each["reward"])
-    return {
-        "previous": keys[place - 1] if place > 0 else None,
-        "next": keys[place + 1] if 0 <= place < len(keys) - 1 else None,
-        "best": rewarded[-1]["key"] if rewarded else None,
-        "worst": rewarded[0]["key"] if rewarded else None,
-    }

@@ -18,6 +18,7 @@ from rollwright.experience.journal.episodes import read_episodes
 from rollwright.experience.journal.reading import read_records
 from rollwright.experience.journal.records import Trained
 from rollwright.viewer import sample_view, search
+from rollwright.viewer.episodes import Episodes
 
 
 @pytest.fixture
@@ -286,7 +287,7 @@ def test_what_is_said_of_better_samples_is_said_of_those_that_were_compared(run,
     worst, better = worst_and_better(run)
     assert len(better) > 1
     assert sample_view.left(run.sample(worst["key"])["parts"]) == "every better sample of its task"
-    monkeypatch.setattr("rollwright.viewer.run._COMPARED", 1)
+    monkeypatch.setattr("rollwright.viewer.episodes._COMPARED", 1)
     parts = run.sample(worst["key"])["parts"]
     assert parts["reward"] == better[0]["reward"]
     assert sample_view.left(parts).startswith(f"1 of the {len(better)} better samples")
@@ -295,15 +296,15 @@ def test_what_is_said_of_better_samples_is_said_of_those_that_were_compared(run,
 def test_a_sample_is_shown_where_the_records_of_better_ones_are_gone(run, monkeypatch):
     """``journal.keep`` removes whole files, and the samples of a group may be in two."""
     worst, (best, *_) = worst_and_better(run)
-    recorded = run._episode
+    recorded = Episodes.at
 
-    def without_the_better(key, places):
+    def without_the_better(episodes, key, places):
         if key != worst["key"]:
             raise JournalError(f"the records of sample {key} cannot be read")
-        return recorded(key, places)
+        return recorded(episodes, key, places)
 
     assert run.sample(worst["key"])["parts"] is not None
-    monkeypatch.setattr(run, "_episode", without_the_better)
+    monkeypatch.setattr(Episodes, "at", without_the_better)
     shown = run.sample(worst["key"])
     assert shown["rows"]
     assert shown["parts"] is None
