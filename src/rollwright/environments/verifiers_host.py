@@ -208,7 +208,8 @@ async def _serve(environment: _Environment, path: str, tell_ready: Callable[[], 
             writer.close()
 
     async with environment.serving():
-        server = await asyncio.start_unix_server(answer, path, limit=LINE_BYTES)
+        # Hundreds of episodes may begin while this loop is busy; connections beyond the backlog would be refused.
+        server = await asyncio.start_unix_server(answer, path, limit=LINE_BYTES, backlog=4096)
         tell_ready()
         async with server:
             await server.serve_forever()
