@@ -213,7 +213,7 @@ class BoxService:
             if await request.is_disconnected():  # nobody would stop it
                 await lent.box.stop()
                 raise ClientGoneError
-        except BaseException:
+        except BaseException:  # also if the request is cancelled: no box will own these
             for relay in relays:
                 relay.close()
             directory.cleanup()

@@ -117,7 +117,7 @@ def make_sandbox(name: str) -> Sandbox:
         return Bubblewrap() if name == "bubblewrap" else PlainProcess()
     raise ConfigError(
         f"there is no sandbox {name!r}; it is bubblewrap, docker or podman (docker:IMAGE for another image than python:3.12-slim), "
-        "or unsafe."
+        "or unsafe. The URL of a service of boxes and boxes of your own are for agents' programs, not for Python tools (docs/boxes.md)."
     )
 
 

@@ -1,6 +1,6 @@
 """Kuhn poker: three cards, two players, one bet (Kuhn, 1950); and how much a policy loses to its best response.
 
-In its first turn a player is told its card and the opponent's move, if there was one: ``K`` or ``Q bet``. In its second turn it is told
+The first message to a player is its card, followed by the opponent's move if the opponent has moved: ``K`` or ``Q bet``. The second is
 the opponent's move: ``bet``.
 """
 

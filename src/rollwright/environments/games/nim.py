@@ -1,7 +1,7 @@
 """Nim: players take turns to take any number of objects from one heap; whoever takes the last object wins.
 
-The player to move loses against perfect play if the bitwise XOR of the heap sizes is 0 (Bouton, 1901). A player is told the heap sizes,
-``5 9``, and answers with the letter of a heap and the number of objects to leave in it: ``b5`` takes 4 from the second heap.
+If the bitwise XOR of the heap sizes is 0, the player to move loses against perfect play (Bouton, 1901). The message to a player lists the
+heap sizes, ``5 9``; the player answers with the letter of a heap and the number of objects to leave in it: ``b5`` takes 4 from the second heap.
 """
 
 from __future__ import annotations

@@ -1,7 +1,8 @@
 """Copies of a model's matrices in the order in which oneDNN reads them, for decode steps on a CPU.
 
 With the few rows of a decode step, MKL's products take longer than the processor needs to read the matrices; oneDNN's take less if each
-matrix has been reordered once. The copies follow the weights: they are made again when a parameter has changed. Whether they
+matrix has been reordered once. The copies follow the weights: they are made again after each publication, and when torch has counted a change
+of a parameter, which it does not do for all optimizers (AdamW's fused step) or for ``parameter.data``. Whether they
 pay depends on the processor, so that this is measured once at the start.
 """
 
@@ -37,14 +38,13 @@ class PackedWeights:
     """Reordered copies of the matrices of layers and head.
 
     Args:
-        parameters: of the model; each change of one makes the copies new.
+        parameters: of the model; a change of one that torch counts makes the copies new, like other ``layers``.
     """
 
     def __init__(self, parameters: Iterable[Tensor]) -> None:
         self._parameters = list(parameters)
-        self._made_of: tuple[list[SimpleNamespace], int] | None = (
-            None  # layers, and the changes of parameters that they had seen
-        )
+        #: The layers, and the number of changes that the parameters had seen.
+        self._made_of: tuple[list[SimpleNamespace], int] | None = None
         self._copies: tuple[list[SimpleNamespace], Tensor] | None = None
 
     def of(self, layers: list[SimpleNamespace], head: Tensor) -> tuple[list[SimpleNamespace], Tensor]:
