@@ -186,7 +186,7 @@ class VLLMServer:
             "--port",
             str(self.port),
             "--dtype",
-            "float32",
+            str(self._model.dtype).removeprefix("torch."),
             "--max-model-len",
             "512",
             "--max-num-seqs",

@@ -1,13 +1,16 @@
 """Models of the sizes that people train, on a CPU: SmolLM2-135M and Qwen2.5-0.5B, with random weights.
 
-    python benchmarks/real_sizes.py [--sizes 135M,0.5B] [--parts load,engine,step] [--rounds 3] [--vllm-python PATH] [--json FILE]
+    python benchmarks/real_sizes.py [--sizes 135M,0.5B] [--parts load,engine,step] [--dtypes float32,bfloat16] [--rounds 3]
+        [--vllm-python PATH] [--json FILE]
 
 ``load``: seconds from a checkpoint to an engine that answers. ``engine``: requests of forced length at temperature 1, all at once; prefill is
 measured with one new token, and decode is the rest. Beside it vLLM's CPU build (``--vllm-python``; scripts/make_vllm_env.sh makes one)
 and ``transformers.generate``, interleaved, each figure the best of its rounds. ``step``: a GRPO step beside TRL's (in an environment of its own, as
-in grpo_step.py), medians, and one with LoRA with the peak of its memory. Everything is float32, with the same threads.
+in grpo_step.py), medians, and one with LoRA with the peak of its memory. All sides compute with the same threads, and in the same type: steps in
+float32, engines in each of ``--dtypes``.
 
-Ratios, ours against theirs: ``engine/SIZE`` against vLLM, ``generate/SIZE``, ``step/135M`` and ``step/135M-long`` against TRL; ``peak_gib/0.5B``.
+Ratios, ours against theirs: ``engine/SIZE`` against vLLM, ``generate/SIZE``, both with ``-bfloat16`` for this type, ``step/135M`` and
+``step/135M-long`` against TRL; ``peak_gib/0.5B``.
 """
 
 from __future__ import annotations
@@ -54,8 +57,8 @@ STEPS = {
 }
 
 
-def measure_engines(name: str, path: Path, arguments: argparse.Namespace, report: Report) -> None:
-    """Loading, prefill and decode of one size."""
+def measure_engines(name: str, dtype: str, path: Path, arguments: argparse.Namespace, report: Report) -> None:
+    """Loading, prefill and decode of one size in one type."""
     import torch
     from generation import VLLMServer, engine_seconds, quiet, transformers_generate_seconds
     from transformers import AutoModelForCausalLM
@@ -63,17 +66,18 @@ def measure_engines(name: str, path: Path, arguments: argparse.Namespace, report
     from rollwright.inference.backends.builtin.engine import BuiltinEngine
 
     count, prompt_tokens, new_tokens = REQUESTS[name]
+    label = name if dtype == "float32" else f"{name}-{dtype}"
     draw = torch.Generator().manual_seed(0)
     prompts = torch.randint(10, SHAPES[name]["vocab_size"], (count, prompt_tokens), generator=draw).tolist()
     begun = time.perf_counter()
-    model: Any = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32).eval()
+    model: Any = AutoModelForCausalLM.from_pretrained(path, dtype=getattr(torch, dtype)).eval()
     loaded = time.perf_counter()
     with BuiltinEngine(model, max_running_requests=count, kv_cache_bytes=1 << 30) as engine, quiet():
         engine_seconds(engine, prompts[:1], [1])
         ready = time.perf_counter()
         if "load" in arguments.parts:
-            report.row(what=f"{name} load", side="transformers", seconds=loaded - begun)
-            report.row(what=f"{name} load", side="rollwright, to the first token", seconds=ready - begun)
+            report.row(what=f"{label} load", side="transformers", seconds=loaded - begun)
+            report.row(what=f"{label} load", side="rollwright, to the first token", seconds=ready - begun)
         if "engine" not in arguments.parts:
             return
         sides: dict[str, Callable[[list[int]], float]] = {
@@ -95,7 +99,7 @@ def measure_engines(name: str, path: Path, arguments: argparse.Namespace, report
     for side in sides:
         prefill, whole = best[side, 1], best[side, new_tokens]
         report.row(
-            what=f"{name}, {count} × {prompt_tokens} + {new_tokens}",
+            what=f"{label}, {count} × {prompt_tokens} + {new_tokens}",
             side=side,
             seconds=whole,
             prefill_tokens_per_second=count * prompt_tokens / prefill,
@@ -103,7 +107,7 @@ def measure_engines(name: str, path: Path, arguments: argparse.Namespace, report
             tokens_per_second=count * new_tokens / whole,
         )
     ours = best["rollwright", new_tokens]
-    for side, ratio in (("vllm", f"engine/{name}"), ("generate", f"generate/{name}")):
+    for side, ratio in (("vllm", f"engine/{label}"), ("generate", f"generate/{label}")):
         if side in sides:
             report.ratio(ratio, best[side, new_tokens] / ours)
 
@@ -133,6 +137,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--sizes", default="135M,0.5B", help="which sizes, separated by commas")
     parser.add_argument("--parts", default="load,engine,step", help="what to measure, separated by commas")
+    parser.add_argument("--dtypes", default="float32", help="types that the engines compute in, separated by commas")
     parser.add_argument("--steps", type=int, default=2, help="GRPO steps that count, in each round, after one that does not")
     parser.add_argument("--only", default=",".join(STEPS), help="which GRPO steps, separated by commas")
     parser.add_argument("--rounds", type=int, default=3, help="times that the sides alternate")
@@ -150,13 +155,14 @@ def main() -> None:
     from rollwright.training.model import new_model
 
     torch.set_num_threads(arguments.threads)
-    report = Report("models of real sizes on a CPU, float32")
+    report = Report("models of real sizes on a CPU")
     sizes, versions = arguments.sizes.split(","), dict[str, str]()
     if {"load", "engine"} & set(arguments.parts.split(",")):
         for name in sizes:
             with tempfile.TemporaryDirectory() as directory:
                 new_model(directory, max_position_embeddings=1024, **SHAPES[name])
-                measure_engines(name, Path(directory), arguments, report)
+                for dtype in arguments.dtypes.split(","):
+                    measure_engines(name, dtype, Path(directory), arguments, report)
     if "step" in arguments.parts.split(","):
         for name in arguments.only.split(","):
             if STEPS[name][0] in sizes:

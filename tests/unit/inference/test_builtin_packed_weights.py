@@ -10,7 +10,9 @@ from rollwright.config.generation import GenerationHyperparameters
 from rollwright.data.tokenizer import build_character_tokenizer
 from rollwright.inference.backends.builtin import loading, packed_weights
 from rollwright.inference.backends.builtin.engine import BuiltinEngine
+from rollwright.inference.backends.builtin.loading import copied_in, paired
 from rollwright.inference.request import ModelRequest
+from rollwright.inference.weights.stream import WeightStream
 
 pytestmark = pytest.mark.skipif(not torch.backends.mkldnn.is_available(), reason="this build of torch has no oneDNN")
 
@@ -30,16 +32,25 @@ def requests(count=5):
     return [ModelRequest([6 + index, 7, 8][: 1 + index % 3], gconfig, seed=index) for index in range(count)]
 
 
-def largest_difference(model, responses):
-    """From a plain forward of each row."""
-    apart = []
+def logprobs(model, responses, temperature=0.7):
+    """Of the sampled tokens, from a plain forward of each row."""
+    found = []
     for response in responses:
         ids = torch.tensor([response.input_tokens + response.output_tokens])
         with torch.no_grad():
-            logprobs_TV = (model(ids).logits[0, len(response.input_tokens) - 1 : -1].double() / 0.7).log_softmax(-1)
-        own = logprobs_TV.gather(1, torch.tensor(response.output_tokens)[:, None])[:, 0]
-        apart.append(float((own - torch.tensor(response.output_logprobs, dtype=torch.float64)).abs().max()))
-    return max(apart)
+            logprobs_TV = (model(ids).logits[0, len(response.input_tokens) - 1 : -1].double() / temperature).log_softmax(-1)
+        found.append(logprobs_TV.gather(1, torch.tensor(response.output_tokens)[:, None])[:, 0])
+    return torch.cat(found)
+
+
+def differences(model, responses):
+    """Of the engine's log-probabilities from the model's."""
+    own = torch.cat([torch.tensor(response.output_logprobs, dtype=torch.float64) for response in responses])
+    return (logprobs(model, responses) - own).abs()
+
+
+def largest_difference(model, responses):
+    return float(differences(model, responses).max())
 
 
 def test_decode_steps_compute_what_the_model_computes(model):
@@ -47,6 +58,26 @@ def test_decode_steps_compute_what_the_model_computes(model):
         assert engine._runner.forward._packed is not None
         assert largest_difference(model, engine.generate(requests())) < 1e-4
         assert engine._runner.forward._packed._copies is not None
+
+
+def test_bfloat16_is_as_precise_as_in_transformers(model):
+    model.load_state_dict({name: tensor.bfloat16().float() for name, tensor in model.state_dict().items()})
+    with BuiltinEngine(model, threads=1, dtype="bfloat16") as engine:
+        assert engine._runner.forward._embedding.dtype == torch.bfloat16
+        responses = engine.generate(requests(48))
+        assert (engine._runner.forward._packed is not None) == torch.ops.mkldnn._is_mkldnn_bf16_supported()
+    of_plain_forward = (logprobs(copied_in(model, torch.bfloat16), responses) - logprobs(model, responses)).abs().mean()
+    assert 1e-4 < differences(model, responses).mean() < 1.1 * of_plain_forward
+
+
+def test_copies_in_bfloat16_follow_publications(model):
+    with BuiltinEngine(model, threads=1, dtype="bfloat16") as engine:
+        before = engine.generate(requests())
+        with torch.no_grad():
+            model.lm_head.weight.mul_(-0.5)
+        assert differences(model, before).mean() > 0.5
+        engine.publish(1, paired(engine.model, WeightStream.of(model.state_dict())))
+        assert differences(model, engine.generate(requests())).mean() < 0.2
 
 
 @pytest.mark.parametrize("fused", [False, True])  # torch counts no changes by the fused step, which the trainer uses

@@ -75,6 +75,12 @@ def copied_in(model: Any, dtype: torch.dtype) -> Any:
     return copied
 
 
+def has_bfloat16_instructions() -> bool:
+    """Return whether this processor multiplies matrices in bfloat16. True if torch does not know."""
+    capabilities = getattr(torch.cpu, "get_capabilities", dict)()
+    return not capabilities or any(capabilities.get(name) for name in ("avx512_bf16", "amx_bf16", "bf16", "sve_bf16"))
+
+
 def cache_bytes_by_default(device: torch.device) -> int:
     """Return half of a GPU's free memory, or on CPU a quarter of the free memory, at most 4 GiB."""
     if device.type == "cuda":

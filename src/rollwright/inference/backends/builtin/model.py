@@ -28,7 +28,12 @@ from rollwright.inference.backends.builtin.adapters import Adapter, base_of
 from rollwright.inference.backends.builtin.batch import Chunk, DecodeBatch, ForwardBatch, PromptAttention
 from rollwright.inference.backends.builtin.general_model import GeneralModel, attends_both_ways
 from rollwright.inference.backends.builtin.kv_cache import INVARIANT_ROWS, LENGTH_STEP, KVCache, LayerShape, Shapes, in_blocks
-from rollwright.inference.backends.builtin.loading import log_once, position_limit, why_not_llama_family
+from rollwright.inference.backends.builtin.loading import (
+    has_bfloat16_instructions,
+    log_once,
+    position_limit,
+    why_not_llama_family,
+)
 from rollwright.inference.backends.builtin.low_rank import AdapterStacks, Site, Term
 from rollwright.inference.backends.builtin.packed_weights import MOST_ROWS as PACKED_ROWS
 from rollwright.inference.backends.builtin.packed_weights import PackedWeights, packed_if_faster, packed_linear
@@ -91,6 +96,9 @@ class ModelRunner:
             else (f"its own Hugging Face forward over the built-in cache: {reason}")
         )
         log_once(logging.DEBUG if reason is None else logging.INFO, f"{name} is computed by {computed_by}.")
+        if self.device.type == "cpu" and model.dtype == torch.bfloat16 and not has_bfloat16_instructions():
+            slow = "This processor has no instructions for bfloat16: prompts take about five times as long as in float32"
+            log_once(logging.WARNING, f"{slow}. Set rollout.dtype: float32.")
         self.takes_multi_modal = reason is not None and "image_token_id" in model.config.to_dict()
         self.sees_pictures_causally = not (self.takes_multi_modal and attends_both_ways(model))
         is_general, in_whole_blocks = isinstance(self.forward, GeneralModel), shapes is Shapes.BLOCKS
@@ -211,6 +219,7 @@ class LlamaFamily:
                 )
             )
         self._embedding = model.model.embed_tokens.weight
+        self._residual_dtype = residual_dtype(self._embedding)
         self._final_norm = model.model.norm.weight
         self._head = base_of(model.lm_head).weight
         self._head_bias = base_of(model.lm_head).bias
@@ -223,7 +232,7 @@ class LlamaFamily:
 
     def pack_if_faster(self) -> None:
         """Compute decode steps with copies of the weights that are ordered for them, if they are faster here."""
-        if self._embedding.device.type == "cpu" and self._embedding.dtype == torch.float32:
+        if self._embedding.device.type == "cpu":
             self._packed = packed_if_faster(self._model, [layer.gate_up_weight for layer in self._layers])
 
     def sites(self) -> dict[Hashable, Site]:
@@ -277,21 +286,22 @@ class LlamaFamily:
         ]
 
     def _norm(self, x: Tensor, weight: Tensor) -> Tensor:
-        """Apply RMSNorm over the last axis; ``weight`` is broadcast over the axes before it.
+        """Apply RMSNorm over the last axis; ``weight`` is broadcast over the axes before it, and the result has its type.
 
         ``torch.rms_norm`` runs one kernel on a GPU, but seven operators on CPU. The four used here take half the time in a short step.
         """
         if x.device.type != "cpu" or x.dtype != torch.float32:
             return torch.rms_norm(x, x.shape[-1:], None, self._eps).mul_(weight)
         norm = torch.linalg.vector_norm(x, 2, -1, True)
-        return (x * torch.addcmul(self._epsilon, norm, norm, value=1 / x.shape[-1]).rsqrt_()).mul_(weight)
+        normed = (x * torch.addcmul(self._epsilon, norm, norm, value=1 / x.shape[-1]).rsqrt_()).mul_(weight)
+        return normed.to(weight.dtype)
 
     def _rope(self, positions_T: Tensor, up_to: int) -> tuple[Tensor, Tensor]:
         """Return cosine and signed sine, ``[T, 1, D]`` each, where ``rotate_half(x) * sin = swap_halves(x) * signed_sin``."""
         if self._rope_table is None or len(self._rope_table) < up_to:
             length = max(1024, 1 << (up_to - 1).bit_length())
             positions = torch.arange(length, device=positions_T.device)[None]
-            cos, sin = self._model.model.rotary_emb(self._embedding[:1], positions)
+            cos, sin = self._model.model.rotary_emb(self._embedding[:1].to(self._residual_dtype), positions)
             self._rope_table = torch.stack((cos[0], sin[0]), 1)
             self._rope_table[:, 1, : self._head_size // 2].neg_()
         cos, sin = self._rope_table.index_select(0, positions_T).split(1, 1)
@@ -312,17 +322,17 @@ class LlamaFamily:
         places = cache.places(batch.rows, batch.columns)
 
         terms = self._terms(batch)
-        x = torch.embedding(self._embedding, tokens)
+        x = torch.embedding(self._embedding, tokens).to(self._residual_dtype)
         for index, layer in enumerate(layers):
             read_by_qkv = norm(x, layer.input_norm)
             qkv = linear(read_by_qkv, layer.qkv_weight, layer.qkv_bias, most[QKV])
             for term in terms:
                 term.add((index, QKV), read_by_qkv, qkv)
             qkv = qkv.view(-1, H + 2 * G, D)
-            qk = qkv[:, : H + G]
+            qk = qkv[:, : H + G].to(x.dtype)
             if head_norms is not None:
                 qk = norm(qk, head_norms[index])
-            qk = torch.addcmul(qk * cos, qk.roll(D // 2, -1), sin)
+            qk = torch.addcmul(qk * cos, qk.roll(D // 2, -1), sin).to(qkv.dtype)
             new = torch.cat((qk[:count, H:], qkv[:count, H + G :]), 1)  # without padding rows
             cache.flat.index_copy_(0, places[index], new.view(-1, D))
             if isinstance(batch, DecodeBatch):
@@ -360,6 +370,14 @@ class LlamaFamily:
         return x
 
 
+def residual_dtype(weight: Tensor) -> torch.dtype:
+    """Return the type of the sums between layers and of what is computed per element, for weights of one type.
+
+    On a CPU, matrix products and attention are faster in bfloat16. The rest is not, and rounds less in float32.
+    """
+    return torch.float32 if weight.device.type == "cpu" else weight.dtype
+
+
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None, most: int) -> Tensor:
     """Compute ``x @ weight.T + bias``, at most ``most`` rows at a time."""
     if weight.is_mkldnn:
@@ -373,6 +391,9 @@ def add_product(x: Tensor, rows: Tensor, weight_t: Tensor, most: int) -> None:
     """Add ``rows @ weight_t`` to ``x``, at most ``most`` rows at a time."""
     if weight_t.is_mkldnn:
         x.add_(packed_linear(rows, weight_t, None))
+        return
+    if x.dtype != rows.dtype:
+        x.add_(rows @ weight_t)
         return
     if len(x) <= most:
         x.addmm_(rows, weight_t)

@@ -85,7 +85,7 @@ def packed_if_faster(model: Any, matrices: list[Tensor]) -> PackedWeights | None
     """Return the copies for a model, not made yet, if they fit into memory and decode steps are faster with them.
 
     Args:
-        model: a model whose matrices are float32 on a CPU.
+        model: a model on a CPU.
         matrices: the largest matrix of each layer, ``[outputs, inputs]``.
     """
     size = sum(parameter.nbytes for parameter in model.parameters())
@@ -95,7 +95,7 @@ def packed_if_faster(model: Any, matrices: list[Tensor]) -> PackedWeights | None
         return None
     weights = matrices[:12]  # more than the caches of most processors
     with torch.inference_mode():
-        rows = torch.randn(_ROWS, weights[0].shape[1])
+        rows = torch.randn(_ROWS, weights[0].shape[1], dtype=weights[0].dtype)
         try:
             packed = [reordered(weight) for weight in weights]
             of_onednn = _seconds(lambda: [packed_linear(rows, weight, None) for weight in packed])
