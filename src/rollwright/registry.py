@@ -23,12 +23,14 @@ import os
 import re
 import sys
 import threading
+import zlib
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from difflib import get_close_matches
 from pathlib import Path
 from typing import Any, Generic, TypeVar
 
 from rollwright.errors import ConfigError, RollwrightError
+from rollwright.neighbours import NEIGHBOURS, PLUGIN_PREFIX
 
 #: Environment variable that lists plugins, separated as in PATH; child processes inherit it.
 PLUGIN_VARIABLE = "ROLLWRIGHT_PLUGIN_PATH"
@@ -363,7 +365,7 @@ def missing_module_hint(error: BaseException) -> str:
     names = {**_PIP_NAMES, **import_path("rollwright.compat:PIP_NAMES", "table")}
     if _module_exists(top):
         return f"; {top} is installed, but has no such module: its version may not fit"
-    return f"; install it: pip install {names.get(top, top)} (if it is a file of yours, put its directory on PYTHONPATH)"
+    return f"; install it: pip install {names.get(top, top)} (if it is a file of yours, put it beside the plugin, or its directory on PYTHONPATH)"
 
 
 def _find(path: str, what: str, error: type[RollwrightError], tried: list[str]) -> Any:
@@ -401,13 +403,17 @@ def _find(path: str, what: str, error: type[RollwrightError], tried: list[str]) 
 
 
 def _import_file(file: Path) -> None:
-    name = f"rollwright_plugin_{file.parent.name}_{file.stem}"
+    name = f"{PLUGIN_PREFIX}{file.parent.name}_{file.stem}"
+    if name in sys.modules:  # of a directory with the same name elsewhere
+        name += f"_{zlib.crc32(str(file.parent).encode()):08x}"
     spec: Any = importlib.util.spec_from_file_location(name, file)
-    sys.modules[name] = importlib.util.module_from_spec(spec)
+    module = sys.modules[name] = importlib.util.module_from_spec(spec)
     try:
-        spec.loader.exec_module(sys.modules[name])
+        NEIGHBOURS.add(file)
+        spec.loader.exec_module(module)
     except BaseException:
-        del sys.modules[name]
+        for known in [known for known, loaded in sys.modules.items() if loaded is module]:
+            del sys.modules[known]
         raise
 
 

@@ -14,6 +14,7 @@ from typing import Any
 
 import ray
 
+from rollwright.neighbours import NEIGHBOURS
 from rollwright.tracking.logging import attach_file, getLogger
 
 logger = getLogger("ray")
@@ -35,9 +36,10 @@ class Place:
 class Host:
     """Holds a process's object and answers calls to it. Failures are returned as values, so that no exception is pickled."""
 
-    def __init__(self, log_path: str, environment: dict[str, str], paths: list[str]) -> None:
+    def __init__(self, log_path: str, environment: dict[str, str], paths: list[str], neighbours: dict[str, str]) -> None:
         os.environ.update(environment)
         sys.path += [path for path in paths if path not in sys.path]
+        NEIGHBOURS.adopt(neighbours)
         with contextlib.suppress(OSError):
             os.chdir(paths[0])
         attach_file(log_path)

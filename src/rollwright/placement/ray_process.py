@@ -19,6 +19,7 @@ from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from rollwright import errors
 from rollwright.errors import ClusterError, LostProcessError, RolloutError, RollwrightError
+from rollwright.neighbours import NEIGHBOURS
 from rollwright.placement.ray_host import Host, Place
 
 #: Prefixes of the environment variables that are passed on to the processes; other variables come from the process's node.
@@ -66,7 +67,7 @@ class RayProcess:
     def _start(self) -> None:
         environment = {name: value for name, value in os.environ.items() if name.startswith(_PASSED_ON)}
         make = ray.remote(Host).options(**self._options)
-        self._actor: Any = make.remote(self._log_path, environment, [os.getcwd(), *_own_paths()])
+        self._actor: Any = make.remote(self._log_path, environment, [os.getcwd(), *_own_paths()], NEIGHBOURS.directories)
         self.place: Future[Place] = self._send("place")
         self.started: Future[None] = self._send("start", self._path, tuple(self._arguments()))
 

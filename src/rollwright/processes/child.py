@@ -2,7 +2,7 @@
 
 The child has a channel for framed messages. It ends when its parent ends, even by SIGKILL, and is killed together with all of its
 descendants; on Linux, a guard process between parent and child (``tree.guarded``) also kills double-forked daemons. Children import this
-module first, so it uses only the standard library.
+module first, so it uses little besides the standard library.
 """
 
 from __future__ import annotations
@@ -23,6 +23,7 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
+from rollwright.neighbours import NEIGHBOURS
 from rollwright.processes.tree import SWEEP_SECONDS, end_guarded, kill_tree
 
 START = b"S"
@@ -155,7 +156,7 @@ class ChildProcess:
             )
         self.pid = self._process.pid
         with contextlib.suppress(OSError):  # it has already ended, which the next receive reports
-            self.channel.send(START, pickle.dumps((None if python else list(sys.path), setup)))
+            self.channel.send(START, pickle.dumps((None if python else (list(sys.path), NEIGHBOURS.directories), setup)))
 
     def kill(self) -> None:
         """Kill the process and all its descendants. Any thread may call this method."""
@@ -206,7 +207,8 @@ def connect() -> tuple[Channel, Any]:
     connection = socket.socket(fileno=int(sys.argv[1]))
     connection.set_inheritable(False)
     channel = Channel(connection)
-    path, setup = pickle.loads(channel.receive()[1])  # noqa: S301 - from our own parent
-    if path is not None:
-        sys.path[:] = path
+    paths, setup = pickle.loads(channel.receive()[1])  # noqa: S301 - from our own parent
+    if paths is not None:
+        sys.path[:], directories = paths
+        NEIGHBOURS.adopt(directories)
     return channel, setup

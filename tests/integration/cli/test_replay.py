@@ -35,7 +35,7 @@ stages:
     total_train_steps: 2
 """
 OWN = """
-import random
+from chances_of_replays import chance
 
 from rollwright import REWARD_FUNCTIONS
 from rollwright.workflows.registry import FUNCTIONS
@@ -43,7 +43,7 @@ from rollwright.workflows.registry import FUNCTIONS
 
 @REWARD_FUNCTIONS.register_module("judged")
 async def judged(prompt, completion, prompt_ids, completion_ids, **data):
-    return random.random() / 2
+    return chance() / 2
 
 
 @REWARD_FUNCTIONS.register_module("halved")
@@ -53,14 +53,16 @@ async def halved(prompt, completion, prompt_ids, completion_ids, **data):
 
 @FUNCTIONS.register("own_feedback")
 def feedback(completion, reward, task):
-    return f"not {random.randrange(100)}"
+    return f"not {int(100 * chance())}"
 """
+BESIDE = "import random\n\n\ndef chance():\n    return random.random()\n"
 
 
 @pytest.fixture(scope="module")
 def run(tmp_path_factory) -> Path:
     root = tmp_path_factory.mktemp("replayed")
     (root / "own_rewards.py").write_text(OWN)
+    (root / "chances_of_replays.py").write_text(BESIDE)
     (root / "run.yaml").write_text(CONFIG.format(root=root))
     assert main(["run", str(root / "run.yaml")]) == 0
     return root / "replayed" / "trial"
