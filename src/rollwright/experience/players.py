@@ -99,6 +99,27 @@ def has_no_variance(group: Mapping[str, Any]) -> bool:
     return all(bool((part == part[0]).all()) for part in (rewards[compared == each] for each in compared.unique()))
 
 
+def games_won(rows: Sequence[Mapping[str, Any]]) -> tuple[int, float]:
+    """Count games, and those that the trained players won; a draw counts one half.
+
+    A sample is a game. It is won if the best reward of its trained rows is above that of its other rows; a player without a row has 0.
+
+    Args:
+        rows: trajectories with ``rewards``, ``sample_ids`` and ``trainable``.
+
+    Returns:
+        Number of games, and of games won.
+    """
+    best: dict[int, list[float | None]] = {}  # sample -> best reward of the others, and of trained players
+    for part in rows:
+        columns = part["sample_ids"].tolist(), trainable_rows(part).tolist(), part["rewards"].tolist()
+        for sample, is_trained, reward in zip(*columns, strict=True):
+            pair = best.setdefault(sample, [None, None])
+            pair[is_trained] = max(reward, pair[is_trained] if pair[is_trained] is not None else reward)
+    scores = [(own or 0.0) - (others or 0.0) for others, own in best.values()]
+    return len(scores), sum(1.0 if score > 0 else 0.5 if score == 0 else 0.0 for score in scores)
+
+
 def rows_by_role(batch: Mapping[str, Any]) -> dict[str, list[int]]:
     """Return the rows of each role that is trained, by its name; ``ENVIRONMENT/ROLE`` if there are several environments.
 

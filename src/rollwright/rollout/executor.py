@@ -27,6 +27,7 @@ from rollwright.inference.engine import InferenceEngine
 from rollwright.rollout.episode import EpisodeRunner, EpisodeWorkers, Outcome, record_end
 from rollwright.rollout.event_loop import LoopThread
 from rollwright.rollout.failure_budget import Failure, with_cause
+from rollwright.rollout.lessons import Lessons
 from rollwright.rollout.resume import PastEpisodes, ReplayOrder, read_past
 from rollwright.rollout.sample_engine import SampleEngine
 from rollwright.rollout.scheduler import GroupScheduler
@@ -115,7 +116,8 @@ class RolloutExecutor:
         self._scheduler = GroupScheduler(self.config, deterministic, batch_size, engine.get_version())
         self._waiters: list[Waiter] = []
         self._reaction_is_due = False
-        self._factory = GroupFactory()
+        self._lessons = Lessons(engine.get_version)
+        self._factory = GroupFactory(self._lessons)
         self._sources: dict[int, TaskSource] = {}  # by the id of the dataloader, which they keep alive
         self._restored: deque[dict[str, Any]] = deque()  # tasks drawn but not trained before the checkpoint
         self._past = PastEpisodes()  # recorded by earlier processes of the run
@@ -359,10 +361,8 @@ class RolloutExecutor:
             epochs, accepted = source.epochs, scheduler.groups["accepted"]
             while True:
                 rows = scheduler.replay.draw(source, self._call(scheduler.wanted))
-                groups = [
-                    self._factory.make(self._past.row(row), workflow, workflow_kwargs, should_accept_fn, group_size)
-                    for row in rows
-                ]
+                rows = [self._past.row(self._factory.completed(row, workflow, workflow_kwargs)) for row in rows]
+                groups = [self._factory.make(row, workflow, workflow_kwargs, should_accept_fn, group_size) for row in rows]
                 for group in groups:
                     group.past = self._past.episodes.pop(group.ordinal, {})
                 is_over = source.is_over and not scheduler.replay.deferred
@@ -450,15 +450,17 @@ class RolloutExecutor:
 
         Returns:
             ``version``; ``failed_lately`` (for the failure budget); ``next_ordinal``; ``next_task_id``; ``frontier`` and ``beyond``
-            (the ordinals that are done); ``pending`` (tasks that were drawn and are not done, in order); ``finished`` (complete groups
-            that no batch has taken). The dataloader is ahead by the pending and finished tasks.
+            (the ordinals that are done); ``lessons`` (what the draws of workflows have learned); ``pending`` (tasks that were drawn and
+            are not done, in order); ``finished`` (complete groups that no batch has taken). The dataloader is ahead by the pending and
+            finished tasks.
         """
         drawn = [
             *self._restored,
             *self._scheduler.replay.deferred,
             *(row for source in self._sources.values() for row in source.rows),
         ]
-        state = self._call(self._scheduler.state_dict, self._episodes.workers is None)
+        with_rows = self._episodes.workers is None
+        state = self._call(lambda: {**self._scheduler.state_dict(with_rows), "lessons": self._lessons.state_dict()})
         numbers = {"next_ordinal": self._factory.next_ordinal, "next_task_id": self._factory.next_task_id}
         return {**state, **numbers, "pending": [*state["pending"], *map(dict, drawn)]}
 
@@ -477,6 +479,8 @@ class RolloutExecutor:
             if not self._scheduler.is_idle:
                 raise RolloutError("load_state_dict: tasks are in flight already; load the state before the first one.")
             self._factory.next_ordinal, self._factory.next_task_id = state["next_ordinal"], state["next_task_id"]
+            if "lessons" in state:  # a checkpoint of an earlier release has none
+                self._lessons.load_state_dict(state["lessons"])
             self._scheduler.load_state_dict(state, [self._factory.restored(entry) for entry in finished])
 
         self._call(load)
@@ -648,6 +652,8 @@ class RolloutExecutor:
         while self._scheduler.ended:
             group, state = self._scheduler.ended.popleft()
             group.note_end(self._episodes.journal, state)
+            if group.result is not None:
+                self._lessons.ended(group.lesson)
             self._episodes.cancel(group, f"belongs to a group that has come to its end ({group.reason})")
 
     def _answer(self) -> None:
@@ -664,6 +670,7 @@ class RolloutExecutor:
                 continue
             for group in groups:
                 group.note_end(self._episodes.journal, "delivered")
+            self._lessons.delivered(group.lesson for group in groups if not group.is_eval)
             if waiter.caller is not None and not all(group.is_eval for group in groups):
                 self._scheduler.taken_by = waiter.caller
             if not waiter.future.done():

@@ -28,6 +28,7 @@ from typing import Any
 
 from rollwright.config.sections import RolloutConfig
 from rollwright.errors import RolloutError
+from rollwright.experience.journal.records import unpack_value
 from rollwright.experience.trajectory import Trajectory
 from rollwright.rollout.failure_budget import Failure, FailureLog
 from rollwright.rollout.resume import ReplayOrder
@@ -183,6 +184,7 @@ class GroupScheduler:
                 self.tasks[group.task_id] = group
             (self._stream if group.in_stream else self._direct).append(group)
             if group.in_stream and (end := self.replay.rejected.pop(group.ordinal, None)) is not None:
+                group.result = unpack_value(end.result) if end.result else None
                 self._end(group, GroupState.DROPPED, end.state, end.reason)
 
     def next_sample(self) -> tuple[Group, int, int] | None:
@@ -549,7 +551,14 @@ class GroupScheduler:
             "beyond": self.frontier.beyond,
             "pending": [group.task for group in sorted(untrained, key=lambda group: group.ordinal)],
             "finished": [
-                {"task": group.task, "trajectory": group.join(), "admitted": group.admitted, "size": group.size}
+                {
+                    "task": group.task,
+                    "trajectory": group.join(),
+                    "admitted": group.admitted,
+                    "size": group.size,
+                    "workflow": group.workflow_name,
+                    "result": group.result,
+                }
                 for group in finished
             ],
         }

@@ -22,12 +22,13 @@ import torch
 from rollwright.errors import DataError, RolloutError, WorkflowError
 from rollwright.experience.contract import COLUMNS, PACKED
 from rollwright.experience.journal.episodes import RecordedEpisode
-from rollwright.experience.journal.records import GroupEnd, pack_task
+from rollwright.experience.journal.records import GroupEnd, pack_task, pack_value
 from rollwright.experience.journal.writing import EpisodeWriter, Journal
 from rollwright.experience.packed import as_packed, check_joined, unpacked
 from rollwright.experience.players import COMPARED, has_no_variance
 from rollwright.experience.trajectory import Trajectory, concat_padded_tensors
 from rollwright.rollout.failure_budget import Failure
+from rollwright.rollout.lessons import Lesson, Lessons, draws_of
 from rollwright.rollout.seeds import SampleName
 from rollwright.tracking.logging import getLogger
 from rollwright.workflows.registry import resolve_function, resolve_workflow, workflow_name
@@ -78,6 +79,7 @@ class Group:
         None  # for the journal: the packed row, or the reason why it cannot be packed
     )
     past: dict[int, RecordedEpisode] = field(default_factory=dict)  # what an earlier process recorded, by sample index
+    result: Any = None  # what ``TaskDraws`` of the workflow learn from the complete group
 
     def __post_init__(self) -> None:
         self.in_stream = self.batch is None and not self.is_eval
@@ -93,6 +95,11 @@ class Group:
     def task(self) -> dict[str, Any]:
         """The task as stored in a checkpoint, so that it is drawn again with the same ordinal."""
         return {**self.data, "ordinal": self.ordinal}
+
+    @property
+    def lesson(self) -> Lesson:
+        """What the draws of its workflow learn from it, if it is a training group."""
+        return self.ordinal, self.workflow_name, self.result
 
     def __str__(self) -> str:
         text = repr(self.data)
@@ -134,7 +141,8 @@ class Group:
         """Write the end of the group to the journal."""
         if journal is not None:
             about = (self.ordinal, self.task_id, self.is_eval, state, self.reason, self.samples)
-            journal.write(GroupEnd(*about, time.time(), self.admitted))
+            result = b"" if self.result is None else pack_value(self.result)
+            journal.write(GroupEnd(*about, time.time(), self.admitted, result))
 
     def add(self, index: int, rows: Trajectory) -> range:
         """Store the rows of a run. If all runs of a ``TaskRunner`` have ended and samples are still missing, add further runs.
@@ -153,7 +161,7 @@ class Group:
         return range(first, len(self.runs))
 
     def complete(self) -> None:
-        """Fill ``group_ids`` and ``sample_ids`` of the rows, and find the oldest version.
+        """Fill ``group_ids`` and ``sample_ids`` of the rows, and find the oldest version and the group's ``result``.
 
         Samples are normally joined together with their batch. If their columns differ, they are joined here, so that rows that cannot be
         joined fail their group and not the batch.
@@ -172,6 +180,9 @@ class Group:
         versions = torch.cat([rows["oldest_versions" if PACKED in rows else "versions"].flatten() for rows in self.rows])
         sampled = versions[versions >= 0]
         self.head_version = int(sampled.min()) if sampled.numel() else None
+        draws = draws_of(self.workflow)
+        if draws is not None and not self.is_eval:
+            self.result = draws.result(self.data, self.rows)
         if any(_layout(rows) != _layout(self.rows[0]) for rows in self.rows[1:]):
             self.join()
 
@@ -306,9 +317,14 @@ class TaskSource:
 
 
 class GroupFactory:
-    """Makes groups and numbers their tasks. Thread-safe."""
+    """Makes groups and numbers their tasks. Thread-safe.
 
-    def __init__(self) -> None:
+    Args:
+        lessons: what the draws of workflows learn. None, on a worker, leaves tasks as they are: the controller has completed them.
+    """
+
+    def __init__(self, lessons: Lessons | None = None) -> None:
+        self._lessons = lessons
         self.next_ordinal = 0  # for the next training task without an ordinal
         self.next_task_id = 0
         self._eval_ordinals = itertools.count()
@@ -338,6 +354,7 @@ class GroupFactory:
             batch: the ``rollout_batch`` call that the group belongs to.
         """
         instance, name = self._instance(workflow, workflow_kwargs)
+        data = self._completed(data, instance, name, is_eval)
         own_size: Any = getattr(instance, "group_size", None)
         gconfig: Any = getattr(instance, "gconfig", None)
         if callable(own_size):
@@ -370,10 +387,19 @@ class GroupFactory:
         runs = instance.first_runs(data) if isinstance(instance, TaskRunner) else [1] * group_size
         return Group(self._number(), ordinal, data, instance, name, runs, is_eval, accept, batch)
 
+    def completed(self, data: dict[str, Any], workflow: Any, workflow_kwargs: dict[str, Any] | None = None) -> dict[str, Any]:
+        """Return a training task with what its workflow draws for it (``TaskDraws``)."""
+        return self._completed(data, *self._instance(workflow, workflow_kwargs), is_eval=False)
+
+    def _completed(self, data: dict[str, Any], instance: Any, name: str, is_eval: bool) -> dict[str, Any]:
+        draws = draws_of(instance)
+        return data if self._lessons is None or draws is None else self._lessons.complete(data, name, draws, is_eval)
+
     def restored(self, entry: dict[str, Any]) -> Group:
         """Restore a complete group from its entry in a checkpoint."""
         group = Group(self._number(), entry["task"]["ordinal"], entry["task"], None, "", [entry["size"]])
-        group.admitted, group.rows = entry["admitted"], [entry["trajectory"]]
+        group.admitted, group.rows, group.result = entry["admitted"], [entry["trajectory"]], entry.get("result")
+        group.workflow_name = entry.get("workflow", "")
         return group
 
     def _number(self) -> int:

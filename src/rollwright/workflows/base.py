@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections.abc import Sequence
 from typing import Any
 
 from rollwright.errors import EngineError
@@ -24,6 +25,40 @@ class RolloutWorkflow(ABC):
             A trajectory (dict of ``[B, L]`` tensors), a list of ``Experience``, the short form
             ``{"input_ids": [P], "output_ids": [N], "reward": float}``, or ``None`` to reject the sample on purpose.
         """
+
+
+class TaskDraws(ABC):
+    """Draws a part of each task, such as an opponent, from the results of earlier tasks. A workflow has it as its attribute ``draws``.
+
+    The executor completes a task when it takes it from the dataset, so the draw is in the task's row: on workers, in the journal, and in
+    checkpoints. It learns the results of finished groups when a batch is delivered, in the order of their tasks. The state is in the
+    recovery checkpoint, so a resumed run continues with the same results.
+    """
+
+    @abstractmethod
+    def complete(self, data: dict[str, Any], version: int) -> dict[str, Any]:
+        """Return a task with what is drawn for it; ``version`` is that of the policy. A complete task is returned unchanged."""
+
+    @abstractmethod
+    def result(self, data: dict[str, Any], rows: Sequence[dict[str, Any]]) -> Any:
+        """Return what a group has shown: a value that JSON can hold, or None for nothing.
+
+        Args:
+            data: its task.
+            rows: trajectories of its samples.
+        """
+
+    @abstractmethod
+    def learn(self, result: Any) -> None:
+        """Use the result of a group in later draws."""
+
+    @abstractmethod
+    def state_dict(self) -> dict[str, Any]:
+        """Return what was learned, for a checkpoint."""
+
+    @abstractmethod
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Continue from a state of ``state_dict``."""
 
 
 class SampleBoundEngine(InferenceEngine):

@@ -82,7 +82,8 @@ class SelfPlayWorkflow(EpisodeWorkflow):
     """Plays a game; returns one row for each player that has moved.
 
     By default, the policy plays all seats. Against an opponent of ``opponents`` or the ``pool``, it has one seat, and the opponent, which is
-    not trained, has the others. The seat is the task's column ``seat``; without it, it is drawn for each task, as is the opponent.
+    not trained, has the others. The seat is the task's column ``seat``, and the opponent's name its column ``opponent`` (None: the policy
+    plays itself); without them, they are drawn for each task.
 
     An illegal move ends the game: its player gets ``illegal_reward``, the others 0. So does a conversation that leaves no room for a reply.
 
@@ -112,7 +113,7 @@ class SelfPlayWorkflow(EpisodeWorkflow):
     ) -> None:
         super().__init__(None, gconfig, tokenizer, enable_thinking, rollout_stat_scope)
         self.game = make_game(game)
-        self.opponents = Opponents(self.tokenizer, opponents, pool)
+        self.draws = self.opponents = Opponents(self.tokenizer, opponents, pool)
         self.illegal_reward = illegal_reward
         self.max_moves = max_moves
 
@@ -164,11 +165,10 @@ class SelfPlayWorkflow(EpisodeWorkflow):
         """Seat the players of a game."""
         arguments = self.gconfig, self.tokenizer, self.enable_thinking
         seats, task = len(self.game.roles), f"{data.get('ordinal')} {task_name(data)}"
-        opponent = self.opponents.draw(task, engine.get_version())
-        if opponent is None:
+        name = self.opponents.complete(dict(data), engine.get_version()).get("opponent")
+        if name is None:
             return [Player(engine, POLICY, *arguments) for _ in range(seats)]
-        name, path = opponent
-        model = self.opponents.engine(path)
+        model = self.opponents.engine(self.opponents.directory(name))
         other = engine.asking(model) if isinstance(engine, SampleBoundEngine) else model
         own = int(data["seat"]) if data.get("seat") is not None else random.Random(f"seat {task}").randrange(seats)
         return [Player(engine, POLICY, *arguments) if seat == own else Player(other, name, *arguments) for seat in range(seats)]

@@ -11,7 +11,7 @@ from rollwright.experience.experience import Experience
 from rollwright.experience.normaliser import normalise
 from rollwright.experience.operators import NoVarianceFilter
 from rollwright.experience.packed import as_packed, unpacked
-from rollwright.experience.players import comparison_groups, has_no_variance, role_id, rows_by_role, trainable_rows
+from rollwright.experience.players import comparison_groups, games_won, has_no_variance, role_id, rows_by_role, trainable_rows
 from rollwright.experience.trajectory import concat_padded_tensors
 
 
@@ -125,3 +125,13 @@ def test_a_group_whose_sides_always_end_alike_has_no_variance():
 def test_the_number_of_a_role_is_the_same_in_every_process():
     assert role_id("nim", "first") == 2746725130214799504
     assert role_id("nim", "first") != role_id("nimf", "irst")
+
+
+def test_games_won_are_counted_by_sample_and_a_player_without_a_row_has_nothing():
+    lost, won, draw = (game(*rewards, agent="old", trainable=False) for rewards in ((-1.0, 0.0), (2.0, -2.0), (0.0, 0.0)))
+    alone = normalise([normalise(row(-1.0, agent="policy", trainable=True), None)], None)
+    for number, each in enumerate((lost, won, draw, alone)):
+        each["sample_ids"] = torch.full((len(each["rewards"]),), number)
+    assert games_won([lost, won, draw, alone]) == (4, 1.5)
+    joined = concat_padded_tensors([lost, won])
+    assert games_won([joined, as_packed(draw)]) == (3, 1.5)

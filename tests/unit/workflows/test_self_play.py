@@ -1,7 +1,9 @@
 """Games of the policy against itself and against frozen models: rows, rewards, what is trained, and the drawing of seats."""
 
 import asyncio
+import json
 import math
+from collections import Counter
 
 import pytest
 import torch
@@ -160,10 +162,42 @@ def checkpoints(tmp_path):
 def test_the_pool_has_the_versions_that_are_not_newer_than_the_policy(checkpoints):
     opponents = Opponents(TOKENIZER, pool={"directory": str(checkpoints), "share": 1.0})
     for version, expected in ((1, {None}), (3, {"step-000002"}), (9, {"step-000002", "step-000004"})):
-        found = {(opponents.draw(str(task), version) or (None,))[0] for task in range(60)}
-        assert found == expected
+        assert {opponents.draw(str(task), version) for task in range(60)} == expected
     newest = Opponents(TOKENIZER, pool={"directory": str(checkpoints), "share": 1.0, "choose": "newest"})
-    assert {newest.draw(str(task), 9) for task in range(20)} == {("step-000004", str(checkpoints / "step-000004"))}
+    assert {newest.draw(str(task), 9) for task in range(20)} == {"step-000004"}
+    assert newest.directory("step-000004") == str(checkpoints / "step-000004")
+
+
+def test_versions_that_beat_the_policy_are_drawn_more_often(checkpoints):
+    opponents = Opponents(TOKENIZER, pool={"directory": str(checkpoints), "share": 1.0, "choose": "win_rate", "decay": 1.0})
+    opponents.learn(["step-000002", 8, 8.0])
+    opponents.learn(["step-000004", 4, 0.0])
+    opponents.learn(["step-000004", 4, 1.0])
+    expected = {"step-000002": 0.9, "step-000004": 0.2, "step-000010": 0.5}  # (won + 1) / (games + 2)
+    assert {name: opponents.win_rate(name) for name in expected} == pytest.approx(expected)
+    drawn = Counter(opponents.draw(str(task), 20) for task in range(4000))
+    total = sum((1 - rate) ** 2 for rate in expected.values())
+    for name, rate in expected.items():
+        assert drawn[name] / 4000 == pytest.approx((1 - rate) ** 2 / total, abs=0.025)
+    again = Opponents(TOKENIZER, pool=opponents.pool)
+    again.load_state_dict(json.loads(json.dumps(opponents.state_dict())))
+    assert [again.draw(str(task), 20) for task in range(50)] == [opponents.draw(str(task), 20) for task in range(50)]
+
+
+def test_earlier_games_count_less(checkpoints):
+    opponents = Opponents(TOKENIZER, pool={"directory": str(checkpoints), "choose": "win_rate", "decay": 0.5})
+    opponents.learn(["step-000002", 2, 2.0])
+    opponents.learn(["step-000002", 1, 0.0])
+    assert opponents.games["step-000002"] == (2.0, 1.0)
+
+
+def test_a_task_may_name_its_opponent(frozen, checkpoints):
+    rows, _ = play(Plays(takes_one), {"heaps": [4, 2], "seat": 0, "opponent": None}, opponents=frozen)
+    assert set(rows["agent"]) == {"policy"}
+    with pytest.raises(WorkflowError, match=r"opponent is 'new', and opponents has old"):
+        play(Plays(takes_one), {"heaps": [4, 2], "opponent": "new"}, opponents=frozen)
+    with pytest.raises(WorkflowError, match=r"step-000007.*saver.keep"):
+        play(Plays(takes_one), {"heaps": [4, 2], "opponent": "step-000007"}, pool={"directory": str(checkpoints)})
 
 
 def test_a_share_of_the_games_is_played_against_the_pool(checkpoints):
@@ -179,6 +213,8 @@ def test_a_share_of_the_games_is_played_against_the_pool(checkpoints):
     [
         ({"pool": {"directory": "here", "share": 2.0}}, "share 2.0"),
         ({"pool": {"directory": "here", "choose": "best"}}, "choose"),
+        ({"pool": {"directory": "here", "choose": "win_rate", "decay": 0.0}}, "decay above 0"),
+        ({"pool": {"directory": "here", "hardness": 1.0}}, "belong to choose: win_rate"),
         ({"pool": {"share": 0.5}}, "directory"),
         ({"pool": {"directory": "here"}, "opponents": {"old": "."}}, "one of the two"),
     ],

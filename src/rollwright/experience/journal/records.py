@@ -143,6 +143,7 @@ class GroupEnd(Record, tag="group"):
     samples: int
     time: float
     version: int | None = None  # of the weights when the group was admitted
+    result: bytes = b""  # what the draws of its workflow learn from it (``TaskDraws``), packed
 
 
 class Trained(Record, tag="trained"):
