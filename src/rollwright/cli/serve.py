@@ -126,6 +126,9 @@ def retrieve(
     retriever: Annotated[
         str | None, typer.Option(help="bm25, dense or hybrid; default: hybrid with an encoder, bm25 without.")
     ] = None,
+    bm25_weight: Annotated[
+        float | None, typer.Option(help="Weight of BM25's list in hybrid search; that of dense search is 1. Default: 1.")
+    ] = None,
     encoder: Annotated[Path | None, typer.Option(help="Directory of the encoder of dense search.")] = None,
     encoder_style: Annotated[
         str | None, typer.Option(help="e5, bge or plain: pooling and prefixes of the encoder's family.")
@@ -165,7 +168,7 @@ def retrieve(
 
     check_exposure(host, api_key)
     settings_of_encoder = named_encoder(encoder, encoder_style, pooling, query_prefix, passage_prefix, max_tokens)
-    documents, index = open_retriever(corpus, retriever, settings_of_encoder, index_dir, embeddings)
+    documents, index = open_retriever(corpus, retriever, settings_of_encoder, index_dir, embeddings, bm25_weight)
     index.search(["warm up the compiled loop"], 1)
     settings = ServiceSettings(host, port, api_key, max_body_bytes, allowed_host or [], receive_seconds)
     app = create_app(documents, index, settings, pages=Corpus.from_file(pages) if pages else None, threads=threads)

@@ -52,8 +52,8 @@ class SearchTool(Protocol):
 
 
 class HybridRetriever:
-    """Merges the results of several retrievers by reciprocal rank fusion: a row's score is the sum of ``1 / (k + rank)`` over their
-    lists (Cormack, Clarke and Büttcher, SIGIR 2009).
+    """Merges the results of several retrievers by reciprocal rank fusion: a row's score is the sum of ``weight / (k + rank)`` over their
+    lists (Cormack, Clarke and Büttcher, SIGIR 2009, where all weights are 1).
 
     Ties go to the row that the first retriever ranks higher, then to the lower row number.
 
@@ -61,13 +61,17 @@ class HybridRetriever:
         retrievers: indexes over the same corpus.
         k: a larger value gives lower ranks more weight.
         depth: number of rows taken from each retriever, at least ``topk``. Up to this value, the order does not depend on ``topk``.
+        weights: weight of each retriever's list. Default: 1 each.
     """
 
-    def __init__(self, retrievers: Sequence[Retriever], k: int = 60, depth: int = 100) -> None:
+    def __init__(
+        self, retrievers: Sequence[Retriever], k: int = 60, depth: int = 100, weights: Sequence[float] | None = None
+    ) -> None:
         self.name = "hybrid of " + " and ".join(retriever.name for retriever in retrievers)
         self._retrievers = retrievers
         self._k = k
         self._depth = depth
+        self._weights = weights or [1.0] * len(retrievers)
 
     def search(self, queries: list[str], topk: int) -> list[SearchHits]:
         """See ``Retriever``."""
@@ -76,9 +80,9 @@ class HybridRetriever:
 
     def _fuse(self, lists: Sequence[SearchHits], topk: int) -> SearchHits:
         scores: dict[int, float] = {}
-        for hits in lists:
+        for hits, weight in zip(lists, self._weights, strict=True):
             for rank, row in enumerate(hits.rows.tolist(), start=1):
-                scores[row] = scores.get(row, 0.0) + 1.0 / (self._k + rank)
+                scores[row] = scores.get(row, 0.0) + weight / (self._k + rank)
         first = {row: rank for rank, row in enumerate(lists[0].rows.tolist())}
         rows = sorted(scores, key=lambda row: (-scores[row], first.get(row, len(first)), row))[:topk]
         return SearchHits(np.asarray(rows, np.int64), np.asarray([scores[row] for row in rows], np.float32))
@@ -94,6 +98,7 @@ def open_retriever(
     encoder: EncoderSettings | None = None,
     index_root: str | Path | None = None,
     embeddings: str | Path | None = None,
+    bm25_weight: float | None = None,
 ) -> tuple[Corpus, Retriever]:
     """Open a corpus file and an index over it, which is built and stored if there is none.
 
@@ -102,6 +107,7 @@ def open_retriever(
         retriever: one of ``RETRIEVERS``. The default is ``"hybrid"`` with an encoder and ``"bm25"`` without one.
         encoder: the encoder of ``dense`` and ``hybrid``.
         index_root, embeddings: see ``dense.open_dense_index``.
+        bm25_weight: weight of BM25's list in ``hybrid``, where that of dense search is 1. Default: 1.
 
     Raises:
         ConfigError: the settings do not fit together, or do not fit the index.
@@ -116,6 +122,8 @@ def open_retriever(
             if encoder is None
             else "The retriever 'bm25' uses no encoder: leave the encoder out, or choose 'dense' or 'hybrid'."
         )
+    if bm25_weight is not None and (chosen != "hybrid" or not 0.0 < bm25_weight < float("inf")):
+        raise ConfigError(f"bm25_weight {bm25_weight} is a number above 0 for the retriever 'hybrid'; this one is {chosen!r}.")
     if embeddings is not None and encoder is None:
         raise ConfigError("The embeddings of a dense index need the encoder that made them: name its directory.")
     if encoder is None:
@@ -125,7 +133,7 @@ def open_retriever(
     documents, vectors = open_dense_index(corpus, encoder, index_root, embeddings)
     if chosen == "dense":
         return documents, vectors
-    return documents, HybridRetriever([open_index(corpus, index_root)[1], vectors])
+    return documents, HybridRetriever([open_index(corpus, index_root)[1], vectors], weights=[bm25_weight or 1.0, 1.0])
 
 
 @dataclass(frozen=True)
@@ -225,6 +233,7 @@ def corpus_tool(
     max_tokens: int | None = None,
     index_dir: str | Path | None = None,
     embeddings: str | Path | None = None,
+    bm25_weight: float | None = None,
 ) -> LocalSearchTool:
     """Build a tool that searches a JSON-lines corpus in this process.
 
@@ -234,12 +243,13 @@ def corpus_tool(
         encoder: directory of an encoder; the next five arguments are those of ``encoder_settings``.
         index_dir: directory of indexes; see ``stored_index``.
         embeddings: folder of an existing dense index.
+        bm25_weight: see ``open_retriever``.
 
     Raises:
         ConfigError: see ``open_retriever`` and ``encoder_settings``.
     """
     settings = named_encoder(encoder, encoder_style, pooling, query_prefix, passage_prefix, max_tokens)
-    return LocalSearchTool(*open_retriever(corpus, retriever, settings, index_dir, embeddings))
+    return LocalSearchTool(*open_retriever(corpus, retriever, settings, index_dir, embeddings, bm25_weight))
 
 
 def make_search_tool(spec: Any) -> SearchTool:

@@ -229,13 +229,14 @@ permutations = st.lists(st.integers(0, 30), unique=True, max_size=20)
 
 
 @settings(max_examples=80, deadline=None)
-@given(words=permutations, vectors=permutations, topk=st.integers(1, 25))
-def test_hybrid_scores_are_sums_of_reciprocal_ranks(words, vectors, topk):
+@given(words=permutations, vectors=permutations, topk=st.integers(1, 25), weight=st.sampled_from([None, 0.5, 1.0, 3.0]))
+def test_hybrid_scores_are_sums_of_reciprocal_ranks(words, vectors, topk, weight):
     expected = {}
-    for rows in (words, vectors):
+    for rows, share in ((words, weight or 1.0), (vectors, 1.0)):
         for rank, row in enumerate(rows):
-            expected[row] = expected.get(row, 0) + 1 / (61 + rank)
-    [hits] = HybridRetriever([Ranked("bm25", *words), Ranked("dense", *vectors)]).search(["q"], topk)
+            expected[row] = expected.get(row, 0) + share / (61 + rank)
+    index = HybridRetriever([Ranked("bm25", *words), Ranked("dense", *vectors)], weights=weight and [weight, 1.0])
+    [hits] = index.search(["q"], topk)
     assert len(hits.rows) == min(topk, len(expected))
     np.testing.assert_allclose(hits.scores, sorted(expected.values(), reverse=True)[:topk], rtol=1e-6)
     np.testing.assert_allclose(hits.scores, [expected[row] for row in hits.rows.tolist()], rtol=1e-6)
@@ -256,6 +257,10 @@ async def test_the_search_tool_of_a_config(directory, corpus_file):
     found = await tool.search("old king of the river", 2)
     assert [row["url"] for row in found] == ["u3", "u7"]
     assert make_search_tool({"corpus": {**spec, "retriever": "dense"}}).retriever.name == "dense"
+    assert make_search_tool({"corpus": {**spec, "bm25_weight": 2}}).retriever.name == "hybrid of bm25 and dense"
+    for wrong in ({"bm25_weight": 0}, {"bm25_weight": 2, "retriever": "dense"}):
+        with pytest.raises(ConfigError, match="is a number above 0 for the retriever 'hybrid'"):
+            make_search_tool({"corpus": {**spec, **wrong}})
     with pytest.raises(ConfigError, match="retriever 'bm25' uses no encoder"):
         make_search_tool({"corpus": {**spec, "retriever": "bm25"}})
     with pytest.raises(ConfigError, match="retriever 'dense' needs an encoder"):
