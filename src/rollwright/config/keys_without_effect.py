@@ -33,7 +33,7 @@ _OF_SERVERS_AND_TRAINING = [
     for name in (
         *("addresses", "servers", "tensor_parallel", "first_gpu", "colocate", "api_key", "path", "openai_front"),
         *("request_retries", "weight_update", "weight_update_path", "weight_update_timeout", "weight_dtype"),
-        *("weight_update_every_steps", "canary"),
+        *("weight_update_every_steps", "canary", "routing_replay"),
     )
 ]
 _OF_THE_ENGINE_HERE = (

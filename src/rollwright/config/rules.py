@@ -397,6 +397,18 @@ _POLICY = (
     ),
     refuse(
         PPOConfig,
+        "rollout.routing_replay",
+        lambda config: config.rollout.routing_replay and config.actor.compile_layers,
+        "replaces the choice of the routers, which compiled layers have built in; set actor.compile_layers to false",
+    ),
+    refuse(
+        PPOConfig,
+        "rollout.routing_replay",
+        lambda config: config.rollout.routing_replay and config.rollout.backend != "builtin",
+        "records the experts of the built-in engine, and rollout.backend is {config.rollout.backend}; set it to false, or use builtin",
+    ),
+    refuse(
+        PPOConfig,
         "journal.keep",
         lambda config: config.journal.keep is not None and _why_no_checkpoint(config),
         lambda config: (

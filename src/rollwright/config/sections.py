@@ -267,6 +267,11 @@ class RolloutConfig:
         ge=1,
     )
     prefix_cache: bool = key(True, "Keep the cache of finished requests, so that the next turn starts from it.")
+    routing_replay: bool = key(
+        False,
+        "Record which experts of a mixture of experts each token is sent to in sampling, and send it to the same ones in training (R3; "
+        "docs/scale.md).",
+    )
     openai_front: bool = key(False, "Give task-style workflows OpenAI clients whose calls are recorded (docs/openai-front.md).")
     max_concurrent_samples: int = key(1024, "Maximum number of samples that run at once.", ge=1)
     max_head_offpolicyness: int = key(

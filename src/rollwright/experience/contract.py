@@ -8,7 +8,8 @@ both are equal; 0 is the trunk. ``other_context`` marks tokens that were sampled
 log-probabilities of them differ from those at sampling and are compared separately. ``logprobs_shifted`` marks rows whose
 log-probabilities were taken after top-p, top-k or penalties, because their server returns no others; the trainer replaces them with its own
 and does not compare them. ``teacher_logprobs`` are a teacher's log-probabilities of tokens, and ``teacher_weights`` say how much it teaches each (0: not at all);
-``teacher_top_ids`` and ``teacher_top_logprobs``, ``[B, L, K]``, are its most likely tokens there (``TEACHER_TOP``). ``agent``, ``role``,
+``teacher_top_ids`` and ``teacher_top_logprobs``, ``[B, L, K]``, are its most likely tokens there (``TEACHER_TOP``). ``routed_experts``,
+``[B, L, W]``, are the experts that each token was sent to (``ROUTED_EXPERTS``). ``agent``, ``role``,
 ``environment``, ``trainable`` and ``turn_ids`` say which player made a row (``rollwright.experience.players``).
 """
 
@@ -36,6 +37,10 @@ TEACHER_TOP = ("teacher_top_ids", "teacher_top_logprobs")
 
 #: Column of a micro-batch with the log-probabilities ``[B, L, K]`` of these tokens under the model that is trained.
 CANDIDATE_LOGPROBS = "candidate_logprobs"
+
+#: Column ``[B, L, W]``, uint8 or int16, with the experts that each token was sent to when the next one was sampled, for all layers one after
+#: the other: the number of the expert plus one; 0 if nothing is recorded (``inference/routed_experts.py``).
+ROUTED_EXPERTS = "routed_experts"
 
 #: List of a packed batch with the packed row behind each row (``packed.packed_batch``).
 PACKED = "packed_rows"
@@ -82,7 +87,7 @@ COLUMNS: dict[str, Column] = {
 PLAYER_NAMES = ("agent", "role", "environment")
 
 #: Optional columns with a neutral default (no mark, no token rewards, no branches, consecutive positions, no images, no details, a
-#: player without a name that is trained), so that rows with and without them can be joined into one batch.
+#: player without a name that is trained, no recorded experts), so that rows with and without them can be joined into one batch.
 NEUTRAL = (
     "other_context",
     "logprobs_shifted",
@@ -90,6 +95,7 @@ NEUTRAL = (
     "branch_ids",
     "position_ids",
     MULTI_MODAL,
+    ROUTED_EXPERTS,
     "details",
     *PLAYER_NAMES,
     "role_ids",
@@ -164,6 +170,12 @@ def check_trajectory(trajectory: Any, *, workflow: str = "", task: object = "") 
         if size != shape[0]:
             remedy = f"further keys have one entry a row; images go into {MULTI_MODAL!r}"
             raise place.error(key, f"it has {size} entries for {shape[0]} rows", remedy)
+    routed = trajectory.get(ROUTED_EXPERTS)
+    if routed is not None and (
+        routed.dim() != 3 or routed.shape[:2] != shape or routed.dtype not in (torch.uint8, torch.int16)
+    ):
+        wrong = f"it is {list(routed.shape)} {routed.dtype} for {list(shape)} tokens"
+        raise place.error(ROUTED_EXPERTS, wrong, "it is [B, L, W], uint8 or int16; leave it out: it is filled from the record")
     for key, column in columns.items():
         if column.dtype is not None and trajectory[key].dtype != column.dtype:
             raise place.error(key, f"its type is {trajectory[key].dtype}", f"it is {column.dtype}")

@@ -13,7 +13,7 @@ import numpy as np
 import torch
 
 from rollwright.errors import TrajectoryError
-from rollwright.experience.contract import COLUMNS, PLAYER_NAMES, Trajectory
+from rollwright.experience.contract import COLUMNS, PLAYER_NAMES, ROUTED_EXPERTS, Trajectory
 from rollwright.experience.packed import pack_bytes, unpack_bytes
 from rollwright.experience.recorder import RequestRecord
 
@@ -108,6 +108,7 @@ class Experience:
     position_ids: Any = None  # [L] int64
     branch_ids: Any = None  # [L] int64
     other_context: Any = None  # [L] bool: sampled after a different text than the row shows
+    routed_experts: Any = None  # [L, W] uint8 or int16: record of the experts (``contract.ROUTED_EXPERTS``)
 
     def __post_init__(self) -> None:
         self.check()
@@ -123,6 +124,8 @@ class Experience:
             self.eid = ExperienceId(**self.eid)
         for name, dtype in SEQUENCES.items():
             setattr(self, name, self._sequence(name, dtype))
+        if self.routed_experts is not None:
+            self.routed_experts = torch.as_tensor(self.routed_experts).detach().cpu()
         length = 0 if self.tokens is None else len(self.tokens)
         if not length:
             raise self._error("tokens", "there are none", "give the ids of prompt and response")
@@ -144,7 +147,7 @@ class Experience:
                     f"{len(values)} entries for {self.response_length} response tokens ({length} tokens, prompt_length {self.prompt_length})",
                     "give one for each response token",
                 )
-        for name in TOKEN_FIELDS:
+        for name in (*TOKEN_FIELDS, ROUTED_EXPERTS):
             if (values := getattr(self, name)) is not None and len(values) != length:
                 raise self._error(name, f"{len(values)} entries for {length} tokens", "give one for each token")
         for name, kind in {"reward": float, **SCALARS}.items():
@@ -241,6 +244,8 @@ class Experience:
         out |= {name: [value] for name in PLAYER_NAMES if (value := getattr(self, name)) is not None}
         if self.multi_modal_inputs is not None:
             out["multi_modal_inputs"] = [self.multi_modal_inputs]
+        if self.routed_experts is not None:
+            out[ROUTED_EXPERTS] = self.routed_experts.unsqueeze(0).clone()
         out["details"] = [{"info": dict(self.info), "metrics": dict(self.metrics)}]
         return out
 
@@ -249,7 +254,7 @@ class Experience:
         """Make one experience for each row; the prompt ends before the first sampled token."""
         out = []
         lengths = trajectory["attention_mask"].sum(dim=1).tolist()
-        sequences = [name for name in SEQUENCES if name in trajectory]
+        sequences = [name for name in (*SEQUENCES, ROUTED_EXPERTS) if name in trajectory]
         scalars = [name for name in SCALARS if name in trajectory]
         names = [name for name in PLAYER_NAMES if name in trajectory]
         for row, length in enumerate(lengths):

@@ -29,7 +29,7 @@ import numpy as np
 import torch
 
 from rollwright.errors import TrajectoryError
-from rollwright.experience.contract import COLUMNS, Origin, Trajectory
+from rollwright.experience.contract import COLUMNS, ROUTED_EXPERTS, Origin, Trajectory
 from rollwright.experience.experience import Experience
 from rollwright.experience.players import fill_players
 from rollwright.experience.recorder import TOKEN_TYPE, Recorder, RequestRecord, TokenPrefix, common_length
@@ -145,6 +145,7 @@ def fill_from_record(trajectory: Trajectory, masked: np.ndarray, matcher: RowMat
     versions = np.full(masked.shape, -1, dtype=np.int32)
     temperature = np.ones(rows, dtype=np.float32)
     truncated, shifted = np.zeros(rows, dtype=bool), np.zeros(rows, dtype=bool)
+    experts = [np.zeros((0, 0), dtype=np.uint8)] * rows
     for row, length in enumerate(trajectory["attention_mask"].sum(dim=1).tolist()):
         mask = masked[row, :length]
         given_logprobs = given["logprobs"][row, :length] if "logprobs" in given else None
@@ -159,6 +160,7 @@ def fill_from_record(trajectory: Trajectory, masked: np.ndarray, matcher: RowMat
             raise _unrecorded(ids[row, :length], missing, row, matcher, matches, place)
         logprobs[row, :length][~mask] = 0.0
         versions[row, :length][~mask] = -1
+        experts[row] = _experts_of(ids[row, :length], matches)
         if matches:
             temperatures = sorted({match.record.temperature for match in matches})
             if temperatures[-1] - temperatures[0] > TOLERANCES["temperature"]:
@@ -181,6 +183,33 @@ def fill_from_record(trajectory: Trajectory, masked: np.ndarray, matcher: RowMat
     trajectory.setdefault("truncated", torch.from_numpy(truncated))
     if shifted.any():
         trajectory["logprobs_shifted"] = torch.from_numpy(shifted)
+    if (width := max(each.shape[1] for each in experts)) > 0:
+        column = np.zeros((*masked.shape, width), dtype=np.result_type(*experts))
+        for row, each in enumerate(experts):
+            column[row, : len(each), : each.shape[1]] = each
+        trajectory[ROUTED_EXPERTS] = torch.from_numpy(column)
+
+
+def _experts_of(ids: np.ndarray, matches: list[RecordMatch]) -> np.ndarray:
+    """Return the record of experts of a row's tokens, ``[length, W]``; ``[0, 0]`` if there is none.
+
+    A token has the record of the first response that was sampled after it. Tokens whose text before them differs from the prompt of the
+    response have none.
+    """
+    found = [(match, experts) for match in matches if (experts := match.record.routed_experts) is not None]
+    if not found:
+        return np.zeros((0, 0), dtype=np.uint8)
+    kinds = [experts.dtype for _, experts in found]
+    row, record = _Row(ids, np.ones(len(ids), dtype=bool)), np.zeros((len(ids), found[0][1].shape[1]), np.result_type(*kinds))
+    known = 0  # tokens before this one have their record
+    for match, experts in found:
+        prompt = match.record.prompt
+        before = np.concatenate([prompt.array, match.record.output[: match.offset]])
+        first = max(known, match.start - row.context_agreement(match.start, before))
+        shift = prompt.length - match.base
+        record[first : match.stop - 1] = experts[first + shift : match.stop - 1 + shift]
+        known = match.stop - 1
+    return record
 
 
 def _compare(name: str, given: np.ndarray, recorded: np.ndarray, where: np.ndarray, place: Origin) -> None:

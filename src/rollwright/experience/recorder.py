@@ -188,6 +188,8 @@ class RequestRecord:
     branch_ids: list[int] | None = None
     logprobs_shifted: bool = False  # taken after top-p, top-k or penalties
     server: str = ""  # server that answered; empty for an engine in this process
+    continues: RequestRecord | None = field(default=None, repr=False)  # the request whose record of experts this one continues
+    own_experts: np.ndarray | None = field(default=None, repr=False)  # the record of experts from there on
     metadata: dict[str, Any] = field(default_factory=dict)
     multi_modal: dict[str, Any] | None = field(default=None, repr=False)  # processed images that the model received
     tokenizer: Any = field(default=None, repr=False)  # tokenizer of the request, for readable messages
@@ -222,6 +224,28 @@ class RequestRecord:
         """True if a length limit ended the response."""
         return self.stop_reason == "length"
 
+    @property
+    def routed_experts(self) -> np.ndarray | None:
+        """``[P + N - 1, W]`` record of the experts (``inference/routed_experts.py``); None if there is none.
+
+        What an earlier turn of the conversation computed has the record of that turn.
+        """
+        return None if self.own_experts is None else joined_experts(self, lambda each: (each.continues, each.own_experts))
+
+
+def joined_experts(last: Any, part_of: Callable[[Any], tuple[Any, np.ndarray | None]]) -> np.ndarray:
+    """Join a record of experts that continues those of earlier requests.
+
+    Args:
+        last: the last request.
+        part_of: returns the request that a request continues, or None, and the request's own part.
+    """
+    parts = []
+    while last is not None:
+        last, own = part_of(last)
+        parts.append(own)
+    return np.concatenate(parts[::-1])
+
 
 class Recorder:
     """All requests of one sample, in the order in which they were answered. Thread-safe.
@@ -236,6 +260,7 @@ class Recorder:
         self._records: list[RequestRecord] = []
         self._conversations: dict[str, int] = {}
         self._turns: Counter[str] = Counter()
+        self._last: dict[str, RequestRecord] = {}  # the last request of each conversation
 
     @property
     def records(self) -> list[RequestRecord]:
@@ -319,10 +344,37 @@ class Recorder:
             multi_modal=request.multi_modal,
             tokenizer=request.tokenizer,
         )
+        self._add_experts(record, response.routed_experts)
         with self._lock:
             record.index = len(self._records)
             self._records.append(record)
+            self._last[record.rid] = record
         return record
+
+    def _add_experts(self, record: RequestRecord, experts: np.ndarray | None) -> None:
+        """Add a response's record of experts, without the tokens that an earlier turn has recorded.
+
+        Raises:
+            EngineError: it has not one row for each token but the last.
+        """
+        if experts is None:
+            return
+        wanted = len(record.prompt) + len(record.output) - 1
+        if experts.ndim != 2 or len(experts) != wanted:
+            raise EngineError(
+                f"the engine returned a record of experts of shape {list(experts.shape)} for conversation {record.rid}; it needs a "
+                f"row for each token but the last, {wanted}."
+            )
+        with self._lock:
+            before = self._last.get(record.rid)
+        known = 0
+        if (
+            before is not None
+            and before.own_experts is not None
+            and record.prompt.continues(before.prompt, before.output_bytes)
+        ):
+            record.continues, known = before, len(before.prompt) + len(before.output) - 1
+        record.own_experts = experts[known:]
 
 
 def _packed(logprobs: list[float], versions: list[int]) -> tuple[np.ndarray, np.ndarray]:

@@ -20,6 +20,7 @@ from rollwright.experience.contract import (
     NEUTRAL,
     PACKED,
     PLAYER_NAMES,
+    ROUTED_EXPERTS,
     Origin,
     Trajectory,
     is_token_column,
@@ -101,8 +102,9 @@ def concat_padded_tensors(trajectories: Sequence[Mapping[str, Any]], pad_value: 
         items = [{**item, "attention_mask": torch.ones_like(item["input_ids"], dtype=torch.bool)} for item in items]
         keys.append("attention_mask")
     joined: Trajectory = {}
+    experts = next((item[ROUTED_EXPERTS] for item in items if ROUTED_EXPERTS in item), None)
     for key in keys:
-        values = [item[key] if key in item else _neutral(key, item) for item in items]
+        values = [item[key] if key in item else _neutral(key, item, experts) for item in items]
         joined[key] = _join(key, values, sizes, width, COLUMNS[key].pad if key in COLUMNS else pad_value)
     return joined
 
@@ -111,9 +113,11 @@ def _cannot_join(why: str) -> TrajectoryError:
     return TrajectoryError(f"concat_padded_tensors{' ' if why.startswith('got') else ': '}{why}")
 
 
-def _neutral(key: str, trajectory: Mapping[str, Any]) -> Any:
-    """Make the default values of an optional column for a trajectory that lacks it."""
+def _neutral(key: str, trajectory: Mapping[str, Any], experts: Any) -> Any:
+    """Make the default values of an optional column for a trajectory that lacks it; ``experts`` are those of another trajectory."""
     ids_BL = trajectory["input_ids"]
+    if key == ROUTED_EXPERTS:
+        return experts.new_zeros((*ids_BL.shape, experts.shape[-1]))
     if key in PLAYER_NAMES:
         return [""] * len(ids_BL)
     if key in (MULTI_MODAL, "details"):

@@ -45,6 +45,11 @@ class WeightReceiver:
     local_model: nn.Module | None = None
 
     @property
+    def records_experts(self) -> bool:
+        """True if responses have ``routed_experts`` (``rollout.routing_replay``)."""
+        return False
+
+    @property
     def logprob_tolerance(self) -> float | None:
         """Largest accepted mean difference from the trainer's log-probabilities. If None, the audit derives it from the data types."""
         return None

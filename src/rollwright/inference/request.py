@@ -8,6 +8,8 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
+
 from rollwright.config.generation import GenerationHyperparameters
 from rollwright.errors import EngineError
 from rollwright.experience.recorder import LARGEST_TOKEN, TokenPrefix, conversation_tokens
@@ -212,6 +214,7 @@ class ModelResponse:
     input_top_logprobs: list[TopTokens | None] | None = None  # if the request sets both options
     logprobs_shifted: bool = False  # taken after top-p, top-k or penalties: the trainer has to recompute them
     server: str = ""  # address of the server that sampled the response; empty for an engine in this process
+    routed_experts: np.ndarray | None = None  # [P + N - 1, W]: the record of the experts, see inference/routed_experts.py
 
     @classmethod
     def recorded(cls, request: ModelRequest, kept: RecordedCall) -> ModelResponse:
@@ -231,6 +234,7 @@ class ModelResponse:
             seed=call.seed,
             logprobs_shifted=call.logprobs_shifted,
             server=call.server,
+            routed_experts=kept.routed_experts,
         )
 
     def prompt(self, request: ModelRequest) -> TokenPrefix:

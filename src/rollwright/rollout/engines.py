@@ -262,6 +262,11 @@ class RolloutEngine(InferenceEngine):
         return self.config.logprob_tolerance
 
     @property
+    def records_experts(self) -> bool:
+        """The value of ``rollout.routing_replay``."""
+        return self.config.routing_replay
+
+    @property
     def sampler(self) -> WeightReceiver:
         """The inference engine, or this engine if there is none yet."""
         return self if self._client is None else self._client
@@ -325,6 +330,7 @@ class LocalRolloutEngine(RolloutEngine):
             max_adapters=config.max_head_offpolicyness + 1,
             base_only=self._base_only,
             batch_invariant=self.deterministic,
+            routing_replay=config.routing_replay,
             trust_remote_code=self._trust_remote_code,
         )
         if adapter is not None:

@@ -22,6 +22,7 @@ from rollwright.config.experiment import FinetuneSpec
 from rollwright.config.recipes import apply_recipe, uses_critic
 from rollwright.config.sections import CriticConfig, PPOActorConfig
 from rollwright.errors import CheckpointError, TrainingError, WeightUpdateError
+from rollwright.experience.contract import ROUTED_EXPERTS
 from rollwright.experience.players import comparison_groups, trainable_rows
 from rollwright.experience.trajectory import Trajectory, select_rows, tensor_container_to
 from rollwright.inference.engine import InferenceEngine, WeightReceiver
@@ -97,6 +98,9 @@ class FSDPPPOActor(TrainEngine):
         """
         if self.reference is None:
             raise TrainingError("There is no reference policy: actor.kl_ctl is 0. Set it above 0 before initialize().")
+        batch = {
+            name: value for name, value in batch.items() if name != ROUTED_EXPERTS
+        }  # the policy's experts, not the reference's
         return self.reference.compute_logp(batch, loss_tokens_only=True)
 
     def compute_advantages(self, batch: Trajectory) -> Trajectory:

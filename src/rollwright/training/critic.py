@@ -20,7 +20,7 @@ from rollwright.algorithms.gae import ValueEstimator, explained_variance, value_
 from rollwright.algorithms.losses import aggregation_weights
 from rollwright.config.sections import SHARED_CRITIC_KEYS, CriticConfig, TrainEngineConfig
 from rollwright.errors import ConfigError, TrainingError
-from rollwright.experience.contract import MULTI_MODAL
+from rollwright.experience.contract import MULTI_MODAL, ROUTED_EXPERTS
 from rollwright.experience.trajectory import Trajectory, select_rows, tensor_container_to
 from rollwright.training import parallel
 from rollwright.training.engine import TrainEngine, trained_tokens
@@ -31,7 +31,7 @@ from rollwright.training.micro_batches import MINIBATCH_IDS, split_minibatches
 from rollwright.training.parallel import TokenStatistics, sharded_like
 
 #: Columns that a model's forward pass reads.
-_INPUTS = ("input_ids", "attention_mask", "loss_mask", "position_ids", MULTI_MODAL)
+_INPUTS = ("input_ids", "attention_mask", "loss_mask", "position_ids", MULTI_MODAL, ROUTED_EXPERTS)
 
 
 def critic_for(actor: TrainEngine, config: CriticConfig, estimate: Any) -> Critic:
@@ -64,6 +64,7 @@ class ValueScorer(TokenScorer):
     """A causal model whose output layer has one row, as a function from tokens to values."""
 
     check_options: ClassVar[dict[str, Any]] = {"is_check": True}
+    replays_experts = False  # a critic of its own routes as it does
 
     def forward(
         self,

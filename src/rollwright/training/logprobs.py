@@ -17,9 +17,11 @@ import torch
 from torch import Tensor, nn
 
 from rollwright.errors import TrainingError
+from rollwright.experience.contract import ROUTED_EXPERTS
 from rollwright.experience.trajectory import MULTI_MODAL, Trajectory, row_lengths
 from rollwright.inference.attention_masks import VisibleTokens, branch_attention, last_visible, only_visible
 from rollwright.inference.model_facts import fixed_frequencies, frequency_groups
+from rollwright.inference.routed_experts import Replay, Routers, routing
 from rollwright.training.layers import candidate_logprobs, output_logprobs, selected_logprobs
 from rollwright.training.prefix_tree import PrefixTree
 from rollwright.training.tree_attention import over_tree
@@ -34,6 +36,9 @@ class TokenScorer(nn.Module):
     #: Arguments of a forward pass whose scores show whether two ways to compute a row agree.
     check_options: ClassVar[dict[str, Any]] = {}
 
+    #: The model is the one whose choice of experts a batch's ``routed_experts`` record.
+    replays_experts = True
+
     def __init__(self, model: nn.Module, *, chunk_bytes: int = 256 << 20) -> None:
         """
         Args:
@@ -45,6 +50,7 @@ class TokenScorer(nn.Module):
         self.chunk_bytes = chunk_bytes
         self.frequencies_vary = fixed_frequencies(model.config) is not None
         self._head_applies: bool | None = None  # determined with the first batch
+        self._routers: Routers | None = None  # found with the first record of experts
 
     def forward(
         self,
@@ -59,7 +65,7 @@ class TokenScorer(nn.Module):
         """Compute the log-probabilities, and optionally the entropies, of the wanted tokens.
 
         Args:
-            batch: ``input_ids [B, L]`` and optionally ``attention_mask``, ``position_ids``, ``branch_ids``,
+            batch: ``input_ids [B, L]`` and optionally ``attention_mask``, ``position_ids``, ``branch_ids``, ``routed_experts [B, L, W]``,
                 ``temperature [B]`` and multi-modal inputs. Rows are right-padded.
             wanted_BL: bool mask of the tokens to score; column 0 has no log-probability and must be false.
             with_entropy: compute entropies too.
@@ -155,7 +161,7 @@ class TokenScorer(nn.Module):
         inputs = model_inputs(batch, self.model) if tree is None else tree_inputs(batch, tree, self.model)
         if self._head_applies is None:
             self._head_applies = self._applies_head(inputs)
-        with _attention_of(batch, tree, self.model):
+        with _attention_of(batch, tree, self.model), routing(self._replay(batch, tree)):
             runs_base = is_hidden or self._head_applies
             outputs = (self.model.base_model if runs_base else self.model)(**inputs, use_cache=False)  # type: ignore[operator]
         if tree is not None and tree.refusal and not tree.is_tried:
@@ -164,6 +170,28 @@ class TokenScorer(nn.Module):
                 "the same in ref and critic if they are given."
             )
         return outputs
+
+    def _replay(self, batch: Trajectory, tree: PrefixTree | None) -> Replay | None:
+        """Return what sends the batch's tokens to the experts that sampling chose, or None if nothing is recorded.
+
+        Raises:
+            ConfigError: the experts of this model cannot be replayed.
+            TrainingError: the record is that of another model.
+        """
+        routed_BLW = batch.get(ROUTED_EXPERTS) if self.replays_experts else None
+        if routed_BLW is None:
+            return None
+        if self._routers is None:
+            self._routers = Routers.of(self.model)
+        routers, (width, largest) = self._routers, (routed_BLW.shape[2], int(routed_BLW.max()))
+        if width != routers.width or largest > routers.experts:
+            raise TrainingError(
+                f"{ROUTED_EXPERTS} has {width} entries for each token, the largest {largest}; {type(self.model).__name__} has "
+                f"{routers.layers} layers with {routers.top_k} of {routers.experts} experts, {routers.width} entries: the rows were "
+                "sampled by another model. Set rollout.routing_replay to false, or sample with the policy."
+            )
+        routed_TW = routed_BLW.flatten(0, 1)
+        return Replay(routers, routed_TW if tree is None else routed_TW[tree.sources])
 
     @torch.no_grad()
     def _applies_head(self, inputs: dict[str, Any]) -> bool:

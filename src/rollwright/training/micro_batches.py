@@ -19,7 +19,7 @@ from torch import Tensor
 
 from rollwright.config.sections import MicroBatchSpec, TrainEngineConfig
 from rollwright.errors import TrainingError
-from rollwright.experience.contract import MULTI_MODAL
+from rollwright.experience.contract import MULTI_MODAL, ROUTED_EXPERTS
 from rollwright.experience.trajectory import Trajectory, row_lengths, select_rows
 from rollwright.inference.attention_masks import sees
 from rollwright.inference.model_facts import Proofs, frequency_groups
@@ -408,7 +408,8 @@ def _compare_branch(scorer: Any, batch: Trajectory, branch: _Branch | None) -> T
     Returns the largest difference; 0 if ``branch`` is None, in which case the forward passes are still computed.
     """
     row = 0 if branch is None else branch.row
-    names = [name for name in ("input_ids", "attention_mask", "position_ids", "temperature") if batch.get(name) is not None]
+    names = ("input_ids", "attention_mask", "position_ids", "temperature", ROUTED_EXPERTS)
+    names = [name for name in names if batch.get(name) is not None]
     length = int(row_lengths(batch)[row].clamp(min=1))
     alone = select_rows({name: batch[name] for name in names}, [row], width=length)
     wanted_BL = attended_tokens(alone)

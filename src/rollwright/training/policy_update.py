@@ -17,6 +17,7 @@ from rollwright.algorithms.losses import (
     kl_loss,
 )
 from rollwright.config.sections import PPOActorConfig
+from rollwright.experience.contract import ROUTED_EXPERTS
 from rollwright.experience.players import compared_rows, trainable_rows
 from rollwright.experience.trajectory import Trajectory
 from rollwright.training import parallel
@@ -199,6 +200,9 @@ class PolicyUpdate:
             trained, compared_B = trainable_rows(batch), compared_rows(batch)
             without, groups = groups_without_variance(batch.get("returns", batch["rewards"])[trained], compared_B[trained])
             statistics.add("groups_without_variance", without, groups)
+        if batch.get(ROUTED_EXPERTS) is not None:
+            has_experts_BL = (batch[ROUTED_EXPERTS] > 0).any(-1).to(mask_BL.dtype)
+            statistics.mean("replayed_experts_share", has_experts_BL[:, :-1], attended_BL[:, 1:])  # each row but its last token
         if batch.get("reward_clipped") is not None:
             statistics.add("reward_clipped_share", batch["reward_clipped"].double().sum(), rows)
         statistics.mean("advantage/abs_mean", batch["advantages"].abs(), mask_BL)

@@ -9,7 +9,7 @@ longest prefix with the row before it; only the rest of the row, its *run*, is n
 
 Invariants:
 
-* two tokens are merged only if everything they can see is equal: ids, positions, branches and images up to them;
+* two tokens are merged only if everything they can see is equal: ids, positions, branches, recorded experts and images up to them;
 * a token sees only tokens of its own row; in rows with branches, ``inference.attention_masks`` defines which of these tokens it sees.
 
 Everything except attention works on each token separately, so an unmodified Hugging Face model can compute the layout. Attention over the
@@ -28,6 +28,7 @@ import torch
 from torch import Tensor
 
 from rollwright.config.sections import MicroBatchSpec
+from rollwright.experience.contract import ROUTED_EXPERTS
 from rollwright.experience.trajectory import MULTI_MODAL, Trajectory, row_lengths
 
 
@@ -75,7 +76,8 @@ class SortedRows:
     """The rows of a batch, group by group, sorted so that each shares its longest prefix with the row before it.
 
     Args:
-        batch: ``input_ids [B, L]`` and, if present, ``attention_mask``, ``position_ids``, ``branch_ids``, ``group_ids`` and images.
+        batch: ``input_ids [B, L]`` and, if present, ``attention_mask``, ``position_ids``, ``branch_ids``, ``routed_experts``,
+            ``group_ids`` and images.
         picture_ids: placeholder tokens of images. A row shares either the tokens of all its images or those of none.
 
     Attributes:
@@ -90,6 +92,8 @@ class SortedRows:
         rows, columns_L = range(len(ids_BL)), np.arange(ids_BL.shape[1])
         lengths_B = row_lengths(batch).clamp(min=1).cpu().numpy()
         seen = [ids_BL, *(batch[name].cpu().numpy() for name in ("position_ids", "branch_ids") if batch.get(name) is not None)]
+        if batch.get(ROUTED_EXPERTS) is not None:
+            seen.append(_numbers_of_experts(batch[ROUTED_EXPERTS].cpu().numpy()))
         keys_BLK = np.stack(seen, axis=-1).astype(">u4")  # big-endian, so that bytes sort as numbers
         pictures_B = np.zeros(len(ids_BL), dtype=np.int64)
         if any(entries := batch.get(MULTI_MODAL) or []):
@@ -182,6 +186,13 @@ def _picture_numbers(entries: Sequence[Any]) -> np.ndarray:
             seen.append(entry)
             numbers[row] = len(seen)
     return numbers
+
+
+def _numbers_of_experts(routed_BLW: np.ndarray) -> np.ndarray:
+    """Number the tokens by their recorded experts, ``[B, L]``: tokens with equal experts get equal numbers."""
+    rows_TW = np.ascontiguousarray(routed_BLW.reshape(-1, routed_BLW.shape[2]))
+    whole_T = rows_TW.view(np.dtype((np.void, rows_TW.itemsize * rows_TW.shape[1]))).ravel()
+    return np.unique(whole_T, return_inverse=True)[1].reshape(routed_BLW.shape[:2])
 
 
 def build(batch: Trajectory, shared: Sequence[int] | None = None) -> PrefixTree:

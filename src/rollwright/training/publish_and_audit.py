@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -24,6 +24,7 @@ from rollwright.inference.engine import TOLERANCE_OF_16_BITS, InferenceEngine, W
 from rollwright.inference.network import find_server_addresses
 from rollwright.inference.remote import CONNECTED_ENGINES, RemoteInferenceEngine
 from rollwright.inference.request import ModelRequest, ModelResponse
+from rollwright.inference.routed_experts import number_of_experts
 from rollwright.inference.weights.names import as_published
 from rollwright.inference.weights.stream import WeightStream
 from rollwright.tracking.logging import getLogger
@@ -42,9 +43,6 @@ PROMPT_TOKENS, NEW_TOKENS = 12, 16
 #: Number of tokens that an engine in the trainer's process samples for the probe: one in the prefill and one in a decode step. The tokens
 #: of the next batch are compared as well.
 NEW_TOKENS_IN_PROCESS = 2
-
-#: Number of experts, in configurations.
-_EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
 
 #: ``(input_ids [1, L], temperature)`` -> log-probabilities ``[1, L]`` under the trainer's weights, index t for token t.
 Score = Callable[[Tensor, float], Tensor]
@@ -174,7 +172,8 @@ class SentWeights:
         """
 
         dtype = published_dtype(trainer, self.engine)
-        if self.publication is None and self.engine.sampler.local_model is None and parallel.rank() == 0:
+        is_first = self.publication is None and parallel.rank() == 0
+        if is_first and self.engine.sampler.local_model is None and not self.engine.records_experts:
             _warn_of_routing(trainer, dtype)
 
         def send(weights: WeightStream) -> None:
@@ -206,14 +205,13 @@ Publisher = SharedWeights | SentWeights
 
 def _warn_of_routing(trainer: TrainEngine, dtype: torch.dtype | None) -> None:
     """Warn if servers that compute in a 16-bit type route tokens to experts: their choice is not recorded, and so not trained on."""
-    text: Any = trainer.model.config.get_text_config()
-    experts = next((count for name in _EXPERTS if isinstance(count := getattr(text, name, None), int) and count > 1), 0)
+    experts = number_of_experts(trainer.model.config)
     if experts and (dtype or trainer.compute_dtype).itemsize < 4:
         logger.warning(
             "The model routes each token to some of %d experts, and the servers compute in %s. Where two experts score nearly alike, "
-            "servers and trainer may choose different ones; the servers' choice is not recorded, so that the log-probabilities of "
-            "such tokens differ by more than rounding. Watch actor/mismatch/kl, and correct what is left with "
-            "actor.use_decoupled_loss, or compute in float32 (rollout.dtype, actor.dtype). See docs/servers.md.",
+            "servers and trainer may choose different ones, and the log-probabilities of such tokens differ by more than rounding. "
+            "rollout.routing_replay records the servers' choice and trains on it. Without it, watch actor/mismatch/kl, and correct what "
+            "is left with actor.use_decoupled_loss, or compute in float32 (rollout.dtype, actor.dtype). See docs/scale.md.",
             experts,
             str(dtype or trainer.compute_dtype).removeprefix("torch."),
         )
@@ -261,7 +259,8 @@ def ask_engines(engine: WeightReceiver, request: ModelRequest) -> Answers | None
             return None
         # The compute type of a server is not known.
         dtype = "auto" if sampler.local_model is None else str(sampler.weight_dtype)
-        return [engine.logprob_tolerance, dtype, {name: asdict(answer) for name, answer in answers.items()}]
+        plain = {name: replace(answer, routed_experts=None) for name, answer in answers.items()}
+        return [engine.logprob_tolerance, dtype, {name: asdict(answer) for name, answer in plain.items()}]
 
     asked = parallel.from_first_rank(ask)
     if asked is None:

@@ -18,6 +18,7 @@ from typing import Any, cast
 import torch
 from torch import Tensor, nn
 
+from rollwright.inference.routed_experts import Routing, current_routing, routing
 from rollwright.training.prefix_tree import AttentionCall, PrefixTree
 
 
@@ -281,7 +282,27 @@ def recomputed_alike(model: Any) -> Callable[[], tuple[Any, Any]]:
 
 
 def _contexts(config: Any) -> tuple[Any, Any]:
-    return contextlib.nullcontext(), _ComputedBy(config, config._attn_implementation)
+    again = _ComputedBy(config, config._attn_implementation)
+    how = current_routing()
+    return contextlib.nullcontext(), again if how is None else _RoutedAgain(again, how)
+
+
+@dataclass
+class _RoutedAgain(AbstractContextManager[None]):
+    """Context in which layers are recomputed with the recorded experts of the first pass. Reentrant."""
+
+    computed: _ComputedBy
+    how: Routing
+    opened: list[contextlib.ExitStack] = field(default_factory=list)
+
+    def __enter__(self) -> None:
+        stack = contextlib.ExitStack()
+        stack.enter_context(self.computed)
+        stack.enter_context(routing(self.how))
+        self.opened.append(stack)
+
+    def __exit__(self, *_error: Any) -> None:
+        self.opened.pop().close()
 
 
 @dataclass

@@ -26,11 +26,12 @@ from rollwright.experience.journal.records import (
     ModelCall,
     Row,
     tokens_in,
+    unpack_experts,
     unpack_floats,
     unpack_task,
     unpack_versions,
 )
-from rollwright.experience.recorder import TOKEN_TYPE
+from rollwright.experience.recorder import TOKEN_TYPE, joined_experts
 
 
 @dataclass(eq=False)
@@ -40,6 +41,7 @@ class RecordedCall:
     call: ModelCall
     prompt: np.ndarray  # [P] int32
     gconfig: dict[str, Any]
+    continues: RecordedCall | None = None  # the call whose record of experts this one continues
 
     @property
     def output(self) -> np.ndarray:
@@ -55,6 +57,16 @@ class RecordedCall:
     def versions(self) -> np.ndarray:
         """``[N]`` versions of the answer."""
         return unpack_versions(self.call.versions, tokens_in(self.call.output))
+
+    @property
+    def routed_experts(self) -> np.ndarray | None:
+        """``[P + N - 1, W]`` record of the experts; None if there is none."""
+        return joined_experts(self, lambda each: (each.continues, each._own_experts())) if self.call.experts_width else None
+
+    def _own_experts(self) -> np.ndarray:
+        known = 0 if self.continues is None else len(self.continues.prompt) + tokens_in(self.continues.call.output) - 1
+        count = len(self.prompt) + tokens_in(self.call.output) - 1 - known
+        return unpack_experts(self.call.experts, count, self.call.experts_width)
 
 
 @dataclass(eq=False)
@@ -168,7 +180,8 @@ class RecordedEpisode:
         """
         if call.index != len(self.calls):
             raise JournalError(f"{self.name}: call {call.index} follows call {len(self.calls) - 1}: those between are lost.")
-        self.calls.append(RecordedCall(call, self._completed(call), gconfig))
+        continues = None if call.experts_base < 0 else self.calls[call.experts_base]
+        self.calls.append(RecordedCall(call, self._completed(call), gconfig, continues))
 
     def _completed(self, delta: ModelCall | Row) -> np.ndarray:
         """Return the tokens of a delta: those shared with an earlier call's prompt and output, then the added ones."""

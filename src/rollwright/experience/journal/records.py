@@ -89,6 +89,11 @@ class ModelCall(Record, tag="call"):
     metadata: bytes | None = None
     refused: str | None = None  # message of the PromptTooLongError that rejected the request
     server: str = ""  # server that answered; empty for an engine in this process
+    experts: bytes = (
+        b""  # record of the experts of each token (inference/routed_experts.py), from the end of that of ``experts_base`` on
+    )
+    experts_width: int = 0  # entries of a token; 0 if nothing is recorded
+    experts_base: int = -1  # index of the call whose record this one continues; -1 if none
 
 
 class DurableResult(Record, tag="result"):
@@ -292,6 +297,11 @@ def pack_versions(versions: np.ndarray) -> int | bytes:
 def unpack_versions(packed: int | bytes, count: int) -> np.ndarray:
     """Unpack the result of ``pack_versions``."""
     return np.full(count, packed, dtype=np.int32) if isinstance(packed, int) else np.frombuffer(packed, dtype="<i4")
+
+
+def unpack_experts(packed: bytes, count: int, width: int) -> np.ndarray:
+    """Unpack a record of experts, ``[count, width]``; the number of bytes tells its type."""
+    return np.frombuffer(packed, dtype=np.uint8 if len(packed) == count * width else "<i2").reshape(count, width)
 
 
 def tokens_in(packed: bytes) -> int:

@@ -356,6 +356,7 @@ class EpisodeWriter:
         self._number = -1 if journal is None else journal.next_episode()
         self._calls: list[tuple[TokenPrefix, bytes]] = []  # prompt and output of each call
         self._last: dict[int, int] = {}  # conversation -> index of its last call
+        self._index_of: dict[RequestRecord, int] = {}  # of calls with a record of experts
         self._restored: set[object] = set()
         self._is_closed = False
         self._lock = threading.Lock()  # calls are written in the order of their indices: readers count them
@@ -395,6 +396,8 @@ class EpisodeWriter:
         if journal is None or self._is_closed:
             return
         layout = None if record.position_ids is None else [record.position_ids, record.branch_ids or []]
+        experts_base = -1 if record.continues is None else self._index_of.get(record.continues, -1)
+        experts = record.own_experts if experts_base >= 0 else record.routed_experts
         with self._lock:
             base, kept, added = self._delta(record.prompt, record.conversation)
             call = ModelCall(
@@ -421,7 +424,12 @@ class EpisodeWriter:
                 record.logprobs_shifted,
                 pack_value(_packable(record.metadata)) if record.metadata else None,
                 server=record.server,
+                experts=b"" if experts is None else experts.tobytes(),
+                experts_width=0 if experts is None else experts.shape[1],
+                experts_base=experts_base,
             )
+            if experts is not None:
+                self._index_of[record] = call.index
             self._written(call, record.prompt, record.output_bytes)
 
     def refused(self, request: Any, place: tuple[int, int], error: Exception) -> None:

@@ -80,6 +80,8 @@ class Sequence:
         is_bound: True once ``adapter`` is settled: from the beginning if the request names one, else when the sequence first gets a row.
         version: version of the sequence's tokens if it is that of its adapter, or -1 for the engine's weights at each token.
         run: name of the run that the request belongs to; empty if the engine serves one run.
+        routed: the record of the experts of the leading tokens, in parts, if the engine keeps one (``inference/routed_experts.py``). A
+            token that is computed again keeps its first record, which its answer was sampled with.
     """
 
     request: ModelRequest
@@ -108,6 +110,7 @@ class Sequence:
     is_bound: bool = False
     version: int = -1
     run: str = ""
+    routed: list[np.ndarray] = field(default_factory=list)
     submitted_at: float = field(default_factory=time.monotonic)
     first_token_at: float | None = None
 
@@ -166,6 +169,7 @@ class Sequence:
         """Build the response from everything generated so far, or from the tokens passed to ``on_token`` so far (``sampled``)."""
         tokens, logprobs, versions = sampled or (self.tokens[self.prompt_length :], self.logprobs, self.versions)
         now, request = time.monotonic(), self.request
+        is_complete = sampled is None
         scores: dict[str, Any] = {}
         if request.top_logprobs:
             scores["output_top_logprobs"] = self.top_logprobs[: len(tokens)]
@@ -186,8 +190,14 @@ class Sequence:
             temperature=request.gconfig.effective_temperature,
             rid=request.rid,
             seed=self.seed,
+            routed_experts=self._record_of(self.prompt_length + len(tokens) - 1) if is_complete and self.routed else None,
             **scores,
         )
+
+    def _record_of(self, length: int) -> np.ndarray:
+        """Return the record of the first ``length`` tokens; those that were not computed have none."""
+        record = np.concatenate(self.routed)[:length]
+        return np.pad(record, ((0, length - len(record)), (0, 0)))
 
 
 @dataclass

@@ -48,7 +48,11 @@ _QUERIES_AT_ONCE = 256  # limited because the scores of these queries for all co
 
 
 def invariant_runner(
-    model: torch.nn.Module, limits: tuple[int, int | None, int], prefill_tokens: int, threads: int
+    model: torch.nn.Module,
+    limits: tuple[int, int | None, int],
+    prefill_tokens: int,
+    threads: int,
+    records_experts: bool = False,
 ) -> ModelRunner:
     """Build a runner that computes rows independently: in blocks of fixed shape or, if that is not enough, one row at a time.
 
@@ -57,6 +61,7 @@ def invariant_runner(
         limits: arguments ``max_rows``, ``context_length`` and ``cache_bytes`` of ``ModelRunner``.
         prefill_tokens: maximum number of prompt tokens per step.
         threads: number of compute threads.
+        records_experts: argument of ``ModelRunner``.
 
     Raises:
         EngineError: results on this machine vary even if requests are computed one at a time.
@@ -65,7 +70,8 @@ def invariant_runner(
     if parameter.device.type != "cpu" or parameter.dtype != torch.float32:
         kind = f"{str(parameter.dtype).removeprefix('torch.')} on {parameter.device.type}"
         reason = f"{kind} is multiplied in an order that depends on the batch (float32 on a CPU is not)"
-    runner = ModelRunner(model, *limits, shapes=Shapes.FREE if reason else Shapes.BLOCKS, invariant_attention=InvariantPrefill)
+    shapes = Shapes.FREE if reason else Shapes.BLOCKS
+    runner = ModelRunner(model, *limits, shapes, InvariantPrefill, records_experts)
     known = _results.setdefault(model, {})
     setting = threads, prefill_tokens, runner.context_length, runner.device, model.dtype
     if setting not in known:
@@ -93,7 +99,7 @@ def invariant_runner(
         found.reason,
     )
     del runner  # and its cache
-    return ModelRunner(model, *limits, shapes=Shapes.ONE_ROW)
+    return ModelRunner(model, *limits, shapes=Shapes.ONE_ROW, records_experts=records_experts)
 
 
 @dataclass(frozen=True)

@@ -85,6 +85,7 @@ class BuiltinEngine(InferenceEngine):
         base_only: compute a model object without the adapters that PEFT injected in it, because its trainer publishes them. Otherwise
             they are sampled with as they are until the first adapter is published.
         batch_invariant: answer a request with the same bits whether it runs alone or among others (docs/determinism.md).
+        routing_replay: return the experts that each token was sent to (``ModelResponse.routed_experts``).
         trust_remote_code: run code from the model's directory.
     """
 
@@ -110,6 +111,7 @@ class BuiltinEngine(InferenceEngine):
         max_adapters: int = 4,
         base_only: bool = False,
         batch_invariant: bool = False,
+        routing_replay: bool = False,
         trust_remote_code: bool = False,
     ) -> None:
         if on_weight_update not in ("recompute", "keep", "wait"):
@@ -127,11 +129,11 @@ class BuiltinEngine(InferenceEngine):
         limits = max_running_requests, context_length, kv_cache_bytes - kept_bytes
         if batch_invariant:
             threads = threads or torch.get_num_threads()
-            self._runner = invariant_runner(self.model, limits, prefill_tokens, threads)
+            self._runner = invariant_runner(self.model, limits, prefill_tokens, threads, routing_replay)
             max_running_requests = self._runner.cache.max_rows
             kept_bytes = 0 if self._runner.prompts_alone else kept_bytes
         else:
-            self._runner = ModelRunner(self.model, *limits)
+            self._runner = ModelRunner(self.model, *limits, records_experts=routing_replay)
         self.is_batch_invariant = batch_invariant
         self.context_length = self._runner.context_length
         self._stepper = Stepper(self._runner, max_running_requests, kept_bytes, prefill_tokens, version)

@@ -27,6 +27,7 @@ from rollwright.inference.backends.builtin.low_rank import AdapterStacks, Site, 
 from rollwright.inference.backends.builtin.proof import Difference, prove
 from rollwright.inference.model_facts import ordinary_tokens
 from rollwright.inference.request import ModelRequest
+from rollwright.inference.routed_experts import Recording, Routers, routing
 from rollwright.tracking.logging import getLogger
 
 logger = getLogger(__name__)
@@ -87,20 +88,26 @@ class GeneralModel:
 
     Args:
         model: the model; its own forward is called.
+        records_experts: write the experts that each token is sent to into the cache.
 
     Attributes:
+        routers: the routers whose choice is recorded, or None.
         stacks: matrices of the adapters that are computed.
     """
 
     stacks: AdapterStacks
 
-    def __init__(self, model: Any) -> None:
+    def __init__(self, model: Any, *, records_experts: bool = False) -> None:
         self._model = model
+        self.routers = Routers.of(model) if records_experts else None
         parameters = inspect.signature(model.forward).parameters
         self._keeps_last_logits = "logits_to_keep" in parameters
         self._takes_positions = "position_ids" in parameters
         self._makes_masks, self._rows_apart = True, False
         self.layer_shapes = self._probe_layer_shapes()
+        if self.routers is not None:  # checks the routers
+            with engine_pass(), torch.inference_mode(), routing(Recording(self.routers)):
+                model(torch.arange(4, device=model.device)[None])
 
     def share_weights(self) -> None:
         """Do nothing: the forward reads the model's own parameters."""
@@ -172,8 +179,12 @@ class GeneralModel:
         if not self._makes_masks:  # with transformers' functions: give it an additive mask [n, 1, Q, K]
             mask = torch.zeros(choice.visible.shape, dtype=self._model.dtype, device=tokens.device)
             arguments["attention_mask"] = mask.masked_fill_(~choice.visible, torch.finfo(mask.dtype).min)[:, None]
-        with engine_pass(self._terms(batch, tokens)), only_visible(choice):
+        recording = None if self.routers is None or cache.routed is None else Recording(self.routers)
+        with engine_pass(self._terms(batch, tokens)), only_visible(choice), routing(recording):
             output = self._model(past_key_values=Cache(layers=layers), use_cache=True, **arguments)
+        if recording is not None and cache.routed is not None:
+            count, shape = batch.row_count, tokens.shape
+            cache.routed[batch.rows, batch.columns] = recording.record(lambda all: batch.unpad(all.unflatten(0, shape)[:count]))
         return batch.unpad(output.logits) if batch.scores_all else output.logits[: batch.row_count, -1]
 
     def _terms(self, batch: ForwardBatch, tokens: Tensor) -> tuple[Term, ...]:

@@ -67,11 +67,13 @@ class KVCache:
         max_rows: maximum number of sequences at once.
         dtype, device: type and device of the keys and values.
         shapes: shapes of the computation. ``BLOCKS`` also allocates padding rows.
+        record: number of entries and type of each token's record of experts (``inference/routed_experts.py``); None keeps no records.
 
     Attributes:
         row_block: number of rows that are computed together.
         rows, length: the current layout.
         keys, values: one tensor for each layer, ``[rows, heads, length, size]``.
+        routed: records of experts, ``[rows, length, W]``; None if none are kept.
         layouts: number of times that the cache was laid out.
         flat: the memory of all keys and values as ``[vectors, size]``; used if all have the same shape. Writing whole vectors at flat
             indices takes half the time of indexing by row and column, and writes keys and values together.
@@ -85,11 +87,15 @@ class KVCache:
         dtype: torch.dtype,
         device: torch.device,
         shapes: Shapes = Shapes.FREE,
+        record: tuple[int, torch.dtype] | None = None,
     ) -> None:
+        self._record = record
         self.shapes = shapes
         self.invariant = shapes is Shapes.BLOCKS
         self.row_block = int(shapes)
         self.bytes_per_token = sum(s.heads * (s.key_size + s.value_size) for s in layers) * dtype.itemsize
+        if record is not None:
+            self.bytes_per_token += record[0] * record[1].itemsize
         self.capacity_tokens = capacity_bytes // self.bytes_per_token
         if self.capacity_tokens < 1:
             raise ConfigError(
@@ -124,7 +130,10 @@ class KVCache:
                 self._flat[shape] = torch.from_numpy(zeros).view(self._dtype).view(members, columns)
             else:
                 self._flat[shape] = torch.zeros(members, columns, dtype=self._dtype, device=self._device)
-        self._views: dict[tuple[int, int], Tensor] = {}
+        if self._record is not None:
+            width, kind = self._record
+            self._records = torch.zeros(self.capacity_tokens * width, dtype=kind, device=self._device)
+        self._views: dict[tuple[int, int] | str, Tensor] = {}
         self.keys = self.values = list[Tensor]()
         self.flat = next(iter(self._flat.values())).view(-1, next(iter(self._sizes))[1])
         self._offsets = torch.empty(0)
@@ -135,7 +144,7 @@ class KVCache:
         self._released_length = self.length or self._released_length
         self.rows = self.length = 0
         self._flat, self._views, self.keys, self.values = {}, {}, [], []
-        self.flat = self._offsets = torch.empty(0)
+        self.flat = self._offsets = self._records = torch.empty(0)
         self._read = (0, 0), []
         self.layouts += 1
 
@@ -182,6 +191,9 @@ class KVCache:
             (heads, size): flat[:, : rows * heads * wanted * size].view(-1, rows, heads, wanted, size)
             for (heads, size), flat in self._flat.items()
         }
+        if self._record is not None:  # laid out like the keys of one head, so that records move with their rows
+            width = self._record[0]
+            self._views["records"] = self._records[: rows * wanted * width].view(1, rows, 1, wanted, width)
         slabs = [self._views[shape][index] for shape, index in self._slab_of]
         self.keys, self.values = slabs[: len(slabs) // 2], slabs[len(slabs) // 2 :]
         self._read = (0, 0), []
@@ -195,6 +207,10 @@ class KVCache:
             for shape, view in self._views.items():
                 view[:, row, :, : used[row]] = old_views[shape][:, row, :, : used[row]].clone()
         return True
+
+    @property
+    def routed(self) -> Tensor | None:
+        return None if self._record is None else self._views["records"][0, :, 0]
 
     def places(self, rows: Tensor, columns: Tensor) -> tuple[Tensor, ...]:
         """Return the indices of tokens in ``flat`` for each layer, ``[T * 2 * heads]``, a token's keys before its values.

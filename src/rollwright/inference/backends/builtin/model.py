@@ -59,13 +59,14 @@ class ModelRunner:
         shapes: shapes of the computation. With ``BLOCKS`` and ``ONE_ROW`` a row's result does not depend on other rows if the
             processor and its libraries comply, which ``batch_invariance`` checks.
         invariant_attention: attention of prompts with ``BLOCKS``; see ``prefill_batch``.
+        records_experts: keep the experts of each token beside its keys and values.
 
     Attributes:
         prompts_alone: True if each prompt is computed by itself, from its beginning, in shapes that depend only on the prompt.
         most_rows: maximum number of sequences that can be computed at once, regardless of ``max_rows``.
 
     Raises:
-        ConfigError: the cache cannot hold one sequence of ``context_length``.
+        ConfigError: the cache cannot hold one sequence of ``context_length``, or the experts of this model cannot be recorded.
     """
 
     def __init__(
@@ -76,6 +77,7 @@ class ModelRunner:
         cache_bytes: int,
         shapes: Shapes = Shapes.FREE,
         invariant_attention: Callable[[ForwardBatch, list[Chunk]], PromptAttention] | None = None,
+        records_experts: bool = False,
     ) -> None:
         self.model = model
         self.device: torch.device = next(model.parameters()).device
@@ -86,7 +88,11 @@ class ModelRunner:
         limit = position_limit(model, limit, context_length)
         self.vocabulary: int = config.vocab_size
         name, reason = type(model).__name__, why_not_llama_family(model, context_length or limit)
-        self.forward = LlamaFamily(model) if reason is None else GeneralModel(model)
+        if records_experts:
+            reason = reason or "its experts are recorded"  # refused by ``GeneralModel``, because the Llama family has none
+        self.forward = LlamaFamily(model) if reason is None else GeneralModel(model, records_experts=records_experts)
+        routers = self.forward.routers if isinstance(self.forward, GeneralModel) else None
+        self._record = None if routers is None else (routers.width, routers.dtype)
         if isinstance(self.forward, LlamaFamily) and shapes is Shapes.FREE:
             self.forward.pack_if_faster()
         self.forward.stacks = AdapterStacks(self.forward.sites(), together=shapes is Shapes.FREE)
@@ -107,7 +113,7 @@ class ModelRunner:
         # a forward pass that cannot be split is always given the same number of rows
         self.most_rows = int(shapes) if self.prompts_alone else 1 << 62
         max_rows = min(max_rows, self.most_rows)
-        self.cache = KVCache(self.forward.layer_shapes, cache_bytes, max_rows, model.dtype, self.device, shapes)
+        self.cache = KVCache(self.forward.layer_shapes, cache_bytes, max_rows, model.dtype, self.device, shapes, self._record)
         longest = self.cache.longest_row
         self.context_length: int = min(context_length or limit, longest)
         if longest < (context_length or 2):
@@ -137,7 +143,8 @@ class ModelRunner:
         """Return a runner of the same model with a separate small cache for ``rows`` sequences of at most ``tokens`` tokens."""
         runner, cache = copy.copy(self), self.cache
         size = in_blocks(rows, cache.row_block) * in_blocks(tokens, LENGTH_STEP) * cache.bytes_per_token
-        runner.cache = KVCache(self.forward.layer_shapes, size, rows, self.model.dtype, self.device, cache.shapes)
+        shapes = self.forward.layer_shapes
+        runner.cache = KVCache(shapes, size, rows, self.model.dtype, self.device, cache.shapes, self._record)
         return runner
 
     def shallow(self, vocabulary: int) -> ModelRunner:

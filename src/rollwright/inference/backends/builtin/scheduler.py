@@ -430,9 +430,11 @@ class Scheduler:
         """
         if sequence is self.partial:
             self.partial = None
+            self._take_record(sequence, sequence.cached)
         elif sequence.row >= 0:
             row, last = sequence.row, len(self.running) - 1
             cached, cached_of_last = int(self._table.cached[row]), int(self._table.cached[last])
+            self._take_record(sequence, cached)
             self._table.leave(row, last, sequence)
             self._active_prefixes.discard(sequence)
             is_plain = not sequence.has_own_layout and not sequence.request.multi_modal
@@ -454,6 +456,12 @@ class Scheduler:
                 if sequence in queue:
                     queue.remove(sequence)
         sequence.row, sequence.cached, sequence.is_current = -1, 0, True
+
+    def _take_record(self, sequence: Sequence, cached: int) -> None:
+        """Copy the record of the experts of a sequence's tokens from its row, except for tokens that have one from an earlier pass."""
+        known = sum(map(len, sequence.routed))
+        if (routed := self._cache.routed) is not None and cached > known:
+            sequence.routed.append(routed[sequence.row, known:cached].cpu().numpy().copy())
 
     def remove_all(self) -> list[Sequence]:
         """Remove all sequences and return them in order. Nothing in the cache is valid afterwards."""
