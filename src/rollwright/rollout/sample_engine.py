@@ -222,6 +222,11 @@ class OtherModel(SampleBoundEngine):
         """See :meth:`SampleEngine.agenerate`."""
         return await self._sample.answer(request, self._model)
 
+    @property
+    def closed_because(self) -> str | None:  # type: ignore[override]
+        """Why the sample makes no more calls, or None while it may."""
+        return self._sample.closed_because
+
     def get_version(self) -> int:
         """Return the version of the other model."""
         return self._model.get_version()

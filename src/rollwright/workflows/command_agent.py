@@ -26,7 +26,7 @@ from rollwright.processes.warm_boxes import WarmBoxes
 from rollwright.rewards.wrapper import REWARD_CALLS, AsyncRewardWrapper
 from rollwright.tracking.logging import getLogger
 from rollwright.tracking.metrics import get_tracker
-from rollwright.workflows.command_presets import CommandAgent
+from rollwright.workflows.command_presets import KEY_OF, CommandAgent
 from rollwright.workflows.openai_agent import FrontWorkflow
 from rollwright.workflows.registry import WORKFLOWS
 from rollwright.workflows.turns import fill
@@ -83,6 +83,7 @@ class CommandAgentWorkflow(FrontWorkflow):
         front: an ``OpenAIFront`` to share. None creates one that ends with the workflow.
         overflow_reward: reward of an episode whose first prompt or reward failed because the conversation exceeded the context.
         overflow_seconds: time that a program gets to end after its conversation has exceeded the context.
+        opponents, pool: models that are not trained; see ``FrontWorkflow``. ``{api_key:NAME}`` in the agent's texts is the key of one.
         boxes: number of boxes that an agent with ``imports`` has at most, each with a process that holds them. Further episodes wait.
     """
 
@@ -103,6 +104,8 @@ class CommandAgentWorkflow(FrontWorkflow):
         overflow_reward: float = 0.0,
         overflow_seconds: float = 10.0,
         boxes: int = 2 * (os.cpu_count() or 1),
+        opponents: Mapping[str, str] | None = None,
+        pool: Mapping[str, Any] | None = None,
     ) -> None:
         if boxes < 1:
             raise ConfigError(f"CommandAgentWorkflow: boxes is {boxes}; it is at least 1.")
@@ -129,7 +132,8 @@ class CommandAgentWorkflow(FrontWorkflow):
         self.boxes = boxes
         self._warm: dict[str, WarmBoxes] = {}  # by the name of the sandbox
         self.overflow_seconds = overflow_seconds
-        super().__init__(tokenizer, gconfig, model_name, front, overflow_reward)
+        super().__init__(tokenizer, gconfig, model_name, front, overflow_reward, opponents, pool)
+        self.agent.refuse_unknown_keys(self.opponents.keys)
         self.episode_settings = {
             "side_conversations": self.agent.side_conversations,
             "resamples_equal": False,  # such programs retry, and do not sample a prompt twice
@@ -225,6 +229,7 @@ class CommandAgentWorkflow(FrontWorkflow):
         root_url = box.url(FRONT_PORT)
         values = {"base_url": f"{root_url}/v1", "root_url": root_url, "api_key": episode.api_key}
         values |= {"model": self.front.model_name, "task": task, "home": box.home}
+        values |= {f"{KEY_OF}{name}": opponent.api_key for name, opponent in episode.opponents.items()}
         started = asyncio.get_running_loop().time()
         running = asyncio.ensure_future(run_command(box, self.agent, values, self.programs, timeout or self.timeout, start))
         try:

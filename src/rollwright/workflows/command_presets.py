@@ -11,6 +11,7 @@ A user's own preset takes five lines::
 
 from __future__ import annotations
 
+import re
 import shlex
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields
@@ -30,6 +31,8 @@ PLACEHOLDERS = {
     "task": "text of the task",
     "home": "home directory of the episode",
 }
+#: Beginning of the placeholder of an opponent's key: ``{api_key:NAME}``.
+KEY_OF = "api_key:"
 #: Model that presets name for side conversations, if the program can use a second model for them.
 SIDE_MODEL = "policy-side"
 
@@ -90,8 +93,28 @@ class CommandAgent:
     def fixed_variables(self) -> dict[str, str]:
         """The environment variables without placeholders."""
         return {
-            name: text for name, text in self.environment.items() if not any(f"{{{each}}}" in text for each in PLACEHOLDERS)
+            name: text
+            for name, text in self.environment.items()
+            if f"{{{KEY_OF}" not in text and not any(f"{{{each}}}" in text for each in PLACEHOLDERS)
         }
+
+    def refuse_unknown_keys(self, known: Sequence[str]) -> None:
+        """Check the names in placeholders ``{api_key:NAME}``.
+
+        Args:
+            known: names of the opponents.
+
+        Raises:
+            WorkflowError: there is no opponent of a name, or an opponent whose key the program does not get.
+        """
+        texts = "\n".join([*self.words, *self.environment.values(), *self.files.values(), self.stdin])
+        named = set(re.findall(rf"\{{{KEY_OF}([^{{}}\n]*)\}}", texts))
+        if wrong := sorted(named ^ set(known)):
+            raise WorkflowError(
+                f"command-line agent {self.program!r}: it gets keys of the opponents {', '.join(sorted(named)) or '(none)'}, and the workflow has "
+                f"{', '.join(sorted(known)) or '(none)'}: {', '.join(wrong)} is in one of the two only. Name each opponent in "
+                f"workflow_kwargs.opponents, and put {{{KEY_OF}NAME}} into the agent's command, environment or files."
+            )
 
     @property
     def program(self) -> str:

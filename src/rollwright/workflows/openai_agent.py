@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import inspect
 from abc import abstractmethod
 from collections.abc import Mapping
@@ -17,6 +18,7 @@ from rollwright.inference.front.openai_front import OpenAIEpisode, OpenAIFront
 from rollwright.tracking.logging import getLogger
 from rollwright.tracking.metrics import get_tracker
 from rollwright.workflows.base import RolloutWorkflow
+from rollwright.workflows.opponents import POLICY, Opponents
 from rollwright.workflows.registry import WORKFLOWS, resolve_function
 from rollwright.workflows.task_runner import AbandonableThreads
 
@@ -29,12 +31,18 @@ class FrontWorkflow(RolloutWorkflow):
     If the conversation exceeds the context, the client gets status 400 with ``code: context_length_exceeded``. Earlier calls are
     kept and marked as truncated; if the agent then raises or returns no reward, the reward is ``overflow_reward``.
 
+    With ``opponents`` or a ``pool``, the front answers further keys with models that are not trained. Their calls are rows with the name of the
+    model as ``agent`` and ``trainable`` False. Such a row's reward is what was posted with its key, or else minus the reward of the run.
+
     Args:
         tokenizer: the policy's tokenizer, or its path.
         gconfig: defaults of the generation arguments.
         model_name: name of the policy in requests; ``default`` and ``policy`` are accepted too.
         front: an ``OpenAIFront`` to share. None creates one that ends with the workflow.
         overflow_reward: reward of a run whose conversation exceeded the context and that has no other reward.
+        opponents: models that are not trained, by name: the directory of each, also of a LoRA adapter. Each has a key of its own.
+        pool: arguments of ``Pool``: an earlier version of this run has the key ``opponent``. If the policy is to play itself, the policy
+            answers this key.
     """
 
     #: Further arguments of ``OpenAIFront.episode``.
@@ -47,8 +55,12 @@ class FrontWorkflow(RolloutWorkflow):
         model_name: str = "default",
         front: OpenAIFront | None = None,
         overflow_reward: float = 0.0,
+        opponents: Mapping[str, str] | None = None,
+        pool: Mapping[str, Any] | None = None,
     ) -> None:
         self.front = front or OpenAIFront(load_tokenizer(tokenizer), model_name)
+        self.opponents = Opponents(self.front.tokenizer, opponents, pool)
+        self.draws = self.opponents if pool else None
         self.gconfig = gconfig
         self.overflow_reward = overflow_reward
 
@@ -63,7 +75,12 @@ class FrontWorkflow(RolloutWorkflow):
 
     async def arun_episode(self, engine: InferenceEngine, data: dict[str, Any]) -> list[Experience]:
         """Run the agent once; return one experience for each sequence of calls that extend one another."""
-        with await asyncio.to_thread(self.front.episode, engine, gconfig=self.gconfig, **self.episode_settings) as episode:
+        settings = {"gconfig": self.gconfig, **self.episode_settings}
+        with contextlib.ExitStack() as opened:
+            episode = opened.enter_context(await asyncio.to_thread(self.front.episode, engine, **settings))
+            agents = self.opponents.players(engine, data)
+            for key, (_, model) in agents.items():
+                episode.opponents[key] = opened.enter_context(self.front.episode(model, **settings))
             try:
                 reward = await self.run_agent(episode, data)
             except Exception as error:
@@ -78,7 +95,23 @@ class FrontWorkflow(RolloutWorkflow):
                     episode.set_reward(value, call=call)
             elif reward is not None:
                 episode.set_reward(reward)
-        return _experiences(episode)
+        experiences = _experiences(episode)
+        if not agents:
+            return experiences
+        for experience in experiences:
+            experience.agent = POLICY
+        for key, (name, _) in agents.items():
+            experiences += _of_opponent(episode, episode.opponents[key], name)
+        return experiences
+
+
+def _of_opponent(episode: OpenAIEpisode, opponent: OpenAIEpisode, name: str) -> list[Experience]:
+    """Convert the calls of an opponent in a run to experiences that are not trained."""
+    assert episode.run_reward is not None
+    experiences = opponent.experiences(-episode.run_reward if opponent.run_reward is None else None)
+    for experience in experiences:
+        experience.agent, experience.trainable = name, False
+    return experiences
 
 
 def _experiences(episode: OpenAIEpisode) -> list[Experience]:
@@ -117,7 +150,8 @@ def _experiences(episode: OpenAIEpisode) -> list[Experience]:
 
 @WORKFLOWS.register_module("openai_agent")
 class OpenAIAgentWorkflow(FrontWorkflow):
-    """Runs ``agent(data, base_url=…, api_key=…)`` and trains on its calls to the policy.
+    """Runs ``agent(data, base_url=…, api_key=…)`` and trains on its calls to the policy. With opponents, the agent also gets their keys:
+    ``opponents={name: api_key}``.
 
     The agent uses any OpenAI client or framework, in this process or in one that it starts. It returns its reward: a number for
     the run; ``{call id: number}`` for single calls, identified by the ids of their responses; or None if it sent its rewards with
@@ -140,6 +174,8 @@ class OpenAIAgentWorkflow(FrontWorkflow):
         model_name: str = "default",
         front: OpenAIFront | None = None,
         overflow_reward: float = 0.0,
+        opponents: Mapping[str, str] | None = None,
+        pool: Mapping[str, Any] | None = None,
     ) -> None:
         if isinstance(agent, str):
             agent = resolve_function(agent, "agent")
@@ -149,12 +185,14 @@ class OpenAIAgentWorkflow(FrontWorkflow):
         self.agent = getattr(agent, "run", agent)
         if not callable(self.agent):
             raise WorkflowError(f"the agent is {agent!r}; give a function, or a class or object with a method run(data, …).")
-        super().__init__(tokenizer, gconfig, model_name, front, overflow_reward)
+        super().__init__(tokenizer, gconfig, model_name, front, overflow_reward, opponents, pool)
         self.threads = AbandonableThreads(limit=16)
 
     async def run_agent(self, episode: OpenAIEpisode, data: dict[str, Any]) -> Any:
         """Call the agent."""
         arguments = {"base_url": episode.base_url, "api_key": episode.api_key, **self.agent_kwargs}
+        if episode.opponents:
+            arguments["opponents"] = {name: opponent.api_key for name, opponent in episode.opponents.items()}
         if inspect.iscoroutinefunction(self.agent):
             return await self.agent(data, **arguments)
         return await self.threads.run(lambda: self.agent(data, **arguments), name="an agent")

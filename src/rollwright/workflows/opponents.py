@@ -22,11 +22,13 @@ from rollwright.errors import ConfigError, WorkflowError
 from rollwright.experience.players import games_won
 from rollwright.inference.engine import InferenceEngine, takes_no_weights
 from rollwright.inference.request import ModelRequest, ModelResponse
-from rollwright.inference.weights.files import numbered
+from rollwright.inference.weights.files import base_and_adapter, numbered
 from rollwright.tracking.metrics import get_tracker
-from rollwright.workflows.base import TaskDraws
+from rollwright.workflows.base import SampleBoundEngine, TaskDraws
 from rollwright.workflows.episode import task_name
 
+POLICY = "policy"  #: Name of the trained model's rows.
+DRAWN = "opponent"  #: Name of the model that was drawn from the pool, for programs that have its key.
 ENGINES_KEPT = 4  # models in memory; to load another one, the least recently used idle model is unloaded
 
 
@@ -188,6 +190,33 @@ class Opponents(TaskDraws):
         """Return an engine that samples the model in a directory."""
         return FrozenModel(self, path)
 
+    def asked_in(self, engine: InferenceEngine, name: str) -> InferenceEngine:
+        """Return an engine that answers the requests of a sample with an opponent.
+
+        Args:
+            engine: the sample's engine, or one that is bound to no sample.
+            name: name of the opponent.
+        """
+        model = self.engine(self.directory(name))
+        return engine.asking(model) if isinstance(engine, SampleBoundEngine) else model
+
+    @property
+    def keys(self) -> list[str]:
+        """Names of the opponents that a program has keys for: the fixed ones, or ``opponent`` for the one that is drawn from the pool."""
+        return list(self.fixed) if self.pool is None else [DRAWN]
+
+    def players(self, engine: InferenceEngine, data: dict[str, Any]) -> dict[str, tuple[str, InferenceEngine]]:
+        """Return who answers for each of ``keys`` in a task: name and engine. If the policy is to play itself, it is the policy.
+
+        Args:
+            engine: the sample's engine.
+            data: the task.
+        """
+        if self.pool is None:
+            return {name: (name, self.asked_in(engine, name)) for name in self.fixed}
+        name = self.complete(dict(data), engine.get_version())["opponent"]
+        return {DRAWN: (POLICY, engine) if name is None else (name, self.asked_in(engine, name))}
+
     async def answer(self, path: str, request: ModelRequest) -> ModelResponse:
         """Sample one completion of the model in a directory, which is loaded unless it is still in memory."""
         with self._lock:
@@ -207,9 +236,12 @@ class Opponents(TaskDraws):
                     idle = [each for each in self._engines if not self._asking[each]]
                     for each in idle[: max(0, len(self._engines) - ENGINES_KEPT + 1)]:
                         self._engines.pop(each).destroy()
+                model, adapter = base_and_adapter(path)
                 # batch-invariant: an answer does not depend on which games are played at the same time
-                engine = BuiltinEngine(path, self._tokenizer, batch_invariant=True)
+                engine = BuiltinEngine(model, self._tokenizer, batch_invariant=True)
                 engine.initialize()
+                if adapter is not None:
+                    engine.update_weights(version=1, weights=adapter)
                 self._engines[path] = engine
             self._engines.move_to_end(path)
             return self._engines[path]

@@ -15,13 +15,10 @@ from rollwright.data.conversation import ConversationTokens
 from rollwright.environments.games.game import NamedGame, make_game
 from rollwright.errors import WorkflowError
 from rollwright.inference.engine import InferenceEngine, run_concurrently
-from rollwright.workflows.base import SampleBoundEngine
 from rollwright.workflows.episode import EpisodeWorkflow, task_name
-from rollwright.workflows.opponents import Opponents
+from rollwright.workflows.opponents import POLICY, Opponents
 from rollwright.workflows.registry import WORKFLOWS
 from rollwright.workflows.turns import Turns
-
-POLICY = "policy"
 
 
 class Player:
@@ -168,7 +165,6 @@ class SelfPlayWorkflow(EpisodeWorkflow):
         name = self.opponents.complete(dict(data), engine.get_version()).get("opponent")
         if name is None:
             return [Player(engine, POLICY, *arguments) for _ in range(seats)]
-        model = self.opponents.engine(self.opponents.directory(name))
-        other = engine.asking(model) if isinstance(engine, SampleBoundEngine) else model
+        other = self.opponents.asked_in(engine, name)
         own = int(data["seat"]) if data.get("seat") is not None else random.Random(f"seat {task}").randrange(seats)
         return [Player(engine, POLICY, *arguments) if seat == own else Player(other, name, *arguments) for seat in range(seats)]

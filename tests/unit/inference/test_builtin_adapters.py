@@ -9,13 +9,16 @@ import pytest
 import torch
 from adapter_models import published, random_adapter, spec_of
 from builtin_models import reference_logprobs, step, tiny_model
+from parts import qwen3_config, random_model
 
 from rollwright.config.generation import GenerationHyperparameters
+from rollwright.data.tokenizer import build_character_tokenizer
 from rollwright.errors import EngineError, WeightUpdateError
 from rollwright.inference.backends.builtin.adapters import Adapter
 from rollwright.inference.backends.builtin.engine import BuiltinEngine
 from rollwright.inference.request import ModelRequest
 from rollwright.inference.weights.stream import WeightStream
+from rollwright.workflows.opponents import Opponents
 
 LONG = GenerationHyperparameters(max_new_tokens=12, temperature=0.7, ignore_eos=True)
 PROMPT = list(range(5, 45))
@@ -364,3 +367,14 @@ def test_dora_is_refused_by_name():
     adapted = random_adapter(model, 1, use_dora=True)
     with BuiltinEngine(model) as engine, pytest.raises(WeightUpdateError, match=r"use_dora.*rollout\.backend: builtin"):
         publish(engine, adapted, 1)
+
+
+async def test_the_directory_of_an_adapter_is_an_opponent(tmp_path):
+    tokenizer = build_character_tokenizer()
+    model = random_model(qwen3_config(tokenizer))
+    model.save_pretrained(tmp_path / "base")
+    adapted = random_adapter(model, 1)
+    adapted.peft_config["default"].base_model_name_or_path = str(tmp_path / "base")
+    adapted.save_pretrained(tmp_path / "adapter")
+    opponents = Opponents(tokenizer, {"old": str(tmp_path / "adapter")})
+    expect(adapted, await opponents.engine(opponents.directory("old")).agenerate(request(PROMPT[:5], 1)))

@@ -72,7 +72,7 @@ class Trainer:
         executor = RolloutExecutor(engine, config, seed=3, deterministic=True, batch_size=3, journal=journal)
         if state is not None:
             executor.load_state_dict(state)
-            executor.recall([self.journal_directory])
+            executor.recall([str(self.journal_directory)])
         workflow, source = self.workflow_of(), iter(self.rows[0 if state is None else state["next_ordinal"] :])
         for step in range(first + 1, steps + 1):
             batch = executor.prepare_batch(source, workflow, group_size=4, batch_size=3)

@@ -90,6 +90,56 @@ def test_an_agent_that_asks_somebody_else_is_told(executor):
         rollout(executor, SilentAgent)
 
 
+def playing_agent(data, base_url, api_key, opponents):
+    """Plays one game: both sides say something, and the opponent's reward is posted with its key if the task says so."""
+    (name,) = opponents
+    assert name in ("old", "opponent")
+    ask(base_url, api_key, data["question"])
+    other, _ = ask(base_url, opponents[name], data["question"])
+    if data["reward"] == 2.0:
+        other.post("/rewards", cast_to=object, body={"reward": 0.25})
+    return data["reward"]
+
+
+@pytest.fixture
+def frozen(monkeypatch):
+    """What an opponent's directory holds, in the place of a model."""
+    asked = {}
+
+    def engine(self, path):
+        return asked.setdefault(Path(path).name, EchoEngine(output_length=2))
+
+    monkeypatch.setattr("rollwright.workflows.opponents.Opponents.engine", engine)
+    return asked
+
+
+def test_a_frozen_opponent_has_a_key_of_its_own_and_nothing_of_it_is_trained(executor, frozen, tmp_path):
+    rows = rollout(executor, playing_agent, opponents={"old": str(tmp_path)})
+    assert rows["agent"] == ["policy", "old"] * 6
+    assert rows["trainable"].tolist() == [True, False] * 6
+    assert rows["loss_mask"].sum(1).tolist() == [4, 0] * 6
+    assert rows["attention_mask"].sum(1).tolist()[:2] == [rows["attention_mask"][0].sum(), rows["attention_mask"][0].sum() - 2]
+    assert [round(reward, 2) for reward in rows["rewards"].tolist()] == [0, 0, 0, 0, 1, -1, 1, -1, 2, 0.25, 2, 0.25]
+    assert len(frozen[tmp_path.name].requests) == 6
+    assert len({request.seed for request in frozen[tmp_path.name].requests}) == 6
+    assert rows["sample_ids"].tolist() == [sample for sample in rows["sample_ids"].tolist()[::2] for _ in range(2)]
+
+
+def test_an_earlier_version_has_the_opponents_key(executor, frozen, tmp_path):
+    (tmp_path / "step-000002").mkdir()
+    pool = {"directory": str(tmp_path), "share": 1.0, "choose": "win_rate"}
+    rows = rollout(executor, playing_agent, pool=pool)  # no version is old enough: the policy plays itself
+    assert rows["agent"] == ["policy"] * 12
+    assert rows["loss_mask"].sum(1).tolist() == [4, 0] * 6
+    executor.engine.set_version(2)
+    workflow = OpenAIAgentWorkflow(playing_agent, build_character_tokenizer(), GCONFIG, pool=pool)
+    tasks = [{"question": "1?", "reward": 1.0, "ordinal": 5}]
+    rows = executor.prepare_batch(iter(tasks), workflow, group_size=2, batch_size=1)
+    workflow.front.close()
+    assert rows["agent"] == ["policy", "step-000002"] * 2
+    assert workflow.opponents.games == {"step-000002": (2.0, 2.0)}
+
+
 def chatty_agent(data, base_url, api_key):
     client = openai.OpenAI(base_url=base_url, api_key=api_key, max_retries=0)
     messages = [{"role": "user", "content": data["question"]}]

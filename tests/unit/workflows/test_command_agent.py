@@ -28,13 +28,15 @@ if "silent" in more:
     sys.exit("no model, no work")
 
 
-def ask(messages, model=model):
+def ask(messages, model=model, key=key):
     body = json.dumps({"model": model, "messages": messages}).encode()
     headers = {"Authorization": "Bearer " + key, "Content-Type": "application/json"}
     request = urllib.request.Request(base_url + "/chat/completions", body, headers)
     return json.load(urllib.request.urlopen(request))["choices"][0]["message"]["content"]
 
 
+if "rival" in more:
+    assert ask([{"role": "user", "content": "You?"}], key=more[-1]) == "me"
 if "titled" in more:
     ask([{"role": "user", "content": "Title: " + task}], "small")
 messages = [{"role": "user", "content": task}]
@@ -124,6 +126,24 @@ async def test_a_program_works_in_its_box_and_is_trained_on_its_calls(tokenizer,
     records = sample.recorder.records
     assert row.response_tokens[row.action_mask].tolist() == [token for record in records for token in record.output_ids]
     assert int(normalise(experiences, sample.recorder)["loss_mask"].sum()) == sum(len(r.output_ids) for r in records)
+
+
+async def test_a_program_asks_a_frozen_opponent_with_another_key(tokenizer, programs, tmp_path, monkeypatch):
+    other = Script(tokenizer, "me", version=0)
+    monkeypatch.setattr("rollwright.workflows.opponents.Opponents.engine", lambda self, path: other)
+    engine = Script(tokenizer, "cat a.txt > b.txt", "done", version=5)
+    workflow = workflow_of(tokenizer, programs, COMMAND + " rival {api_key:old}", opponents={"old": str(tmp_path)})
+    sample, experiences = await run(workflow, engine)
+    assert [(each.agent, each.trainable, each.reward) for each in experiences] == [("policy", None, 1.0), ("old", False, -1.0)]
+    rows = normalise(experiences, sample.recorder)
+    assert rows["loss_mask"].sum(1).tolist() == [sum(len(r.output_ids) for r in sample.recorder.records[1:]), 0]
+    assert len(other.requests) == 1
+
+
+@pytest.mark.parametrize("command", [COMMAND, COMMAND + " {api_key:new}", COMMAND + " {api_key:old} {api_key:new}"])
+def test_each_opponent_has_a_key_in_the_agents_texts(tokenizer, programs, tmp_path, command):
+    with pytest.raises(WorkflowError, match=r"is in one of the two only.*\{api_key:NAME\}"):
+        workflow_of(tokenizer, programs, command, opponents={"old": str(tmp_path)})
 
 
 @pytest.mark.usefixtures("in_box")

@@ -66,6 +66,7 @@ class OpenAIEpisode(OpenAIProtocol):
         retries: recognises repeated requests, and counts them.
         side_calls: number of finished calls of side conversations.
         refusals: messages of the calls that were refused, in order.
+        opponents: runs of other models in the same sample, by name. Each has a key of its own, and nothing of it is trained.
     """
 
     other_names = ("default", "policy")  # Claude Code treats ``default`` as one of its own models
@@ -116,6 +117,7 @@ class OpenAIEpisode(OpenAIProtocol):
         self.retries = Retries(resamples_equal)
         self.side_calls = 0
         self.refusals: list[str] = []
+        self.opponents: dict[str, OpenAIEpisode] = {}
         self._side_conversations = tuple(side_conversations)
         self.other_names = (*self.other_names, *(rule.model for rule in side_conversations if rule.model))
         self._said: dict[str, list[dict[str, Any]]] = {}  # conversation -> its messages so far
