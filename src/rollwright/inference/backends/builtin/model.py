@@ -35,8 +35,7 @@ from rollwright.inference.backends.builtin.loading import (
     why_not_llama_family,
 )
 from rollwright.inference.backends.builtin.low_rank import AdapterStacks, Site, Term
-from rollwright.inference.backends.builtin.packed_weights import MOST_ROWS as PACKED_ROWS
-from rollwright.inference.backends.builtin.packed_weights import PackedWeights, packed_if_faster, packed_linear
+from rollwright.inference.backends.builtin.packed_weights import FASTEST_ROWS, PackedWeights, packed_if_faster, packed_linear
 from rollwright.tracking.logging import getLogger
 
 logger = getLogger(__name__)
@@ -191,7 +190,7 @@ class LlamaFamily:
     """
 
     stacks: AdapterStacks
-    _packed: PackedWeights | None = None  # for decode steps
+    _packed: PackedWeights | None = None
 
     def __init__(self, model: Any) -> None:
         config = model.config
@@ -238,9 +237,11 @@ class LlamaFamily:
             self._norm_of_head = torch.tensor(kinds, device=fused.device)
 
     def pack_if_faster(self) -> None:
-        """Compute decode steps with copies of the weights that are ordered for them, if they are faster here."""
+        """Compute with copies of the weights in another order, if they are faster here."""
         if self._embedding.device.type == "cpu":
             self._packed = packed_if_faster(self._model, [layer.gate_up_weight for layer in self._layers])
+        if self._packed is not None:
+            self.most_rows = dict.fromkeys(self.most_rows, FASTEST_ROWS)
 
     def sites(self) -> dict[Hashable, Site]:
         """Return the linear layers that adapters can be added to, by layer and matrix."""
@@ -319,11 +320,11 @@ class LlamaFamily:
         H, G, D, norm, most = self._heads, self._kv_heads, self._head_size, self._norm, self.most_rows
         count, tokens, positions = len(batch.columns), batch.padded_tokens, batch.padded_positions
         layers, head = self._layers, self._head
+        if self._packed is not None:
+            layers, head = self._packed.of(layers, head)
         if isinstance(batch, DecodeBatch):
             bias = batch.bias(G, self._embedding.dtype)
             read = cache.read(batch.padded_count, bias.shape[2])
-            if self._packed is not None and count <= PACKED_ROWS:
-                layers, head = self._packed.of(layers, head)
         cos, sin = self._rope(positions, batch.position_limit)
         head_norms = self._head_norms.index_select(1, self._norm_of_head) if self._has_head_norm else None
         places = cache.places(batch.rows, batch.columns)
@@ -352,7 +353,8 @@ class LlamaFamily:
             add_product(x, attended, layer.output_weight_t, most[OUTPUT])
             for term in terms:
                 term.add((index, OUTPUT), attended, x)
-            x = self._add_mlp(x, index, layer, terms)
+            for part in (x,) if terms else x.split(most[GATE_UP]):  # whose activations fit into the processor's cache
+                self._add_mlp(part, index, layer, terms)
         if batch.last_tokens is not None and not batch.scores_all:
             last, count = batch.last_tokens, len(batch.last_tokens)
             last = last if batch.attention is None else F.pad(last, (0, -count % INVARIANT_ROWS))
@@ -363,8 +365,8 @@ class LlamaFamily:
             term.add((HEAD,), x, logits)
         return logits[:count]
 
-    def _add_mlp(self, x: Tensor, index: int, layer: SimpleNamespace, terms: tuple[Term, ...]) -> Tensor:
-        """Add a layer's MLP to ``x`` in place, and return it."""
+    def _add_mlp(self, x: Tensor, index: int, layer: SimpleNamespace, terms: tuple[Term, ...]) -> None:
+        """Add a layer's MLP to ``x`` in place."""
         normed = self._norm(x, layer.mlp_norm)
         gate_up = linear(normed, layer.gate_up_weight, None, self.most_rows[GATE_UP])
         for term in terms:
@@ -374,7 +376,6 @@ class LlamaFamily:
         add_product(x, hidden, layer.down_weight_t, self.most_rows[DOWN])
         for term in terms:
             term.add((index, DOWN), hidden, x)
-        return x
 
 
 def residual_dtype(weight: Tensor) -> torch.dtype:
@@ -387,26 +388,23 @@ def residual_dtype(weight: Tensor) -> torch.dtype:
 
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None, most: int) -> Tensor:
     """Compute ``x @ weight.T + bias``, at most ``most`` rows at a time."""
-    if weight.is_mkldnn:
-        return packed_linear(x, weight, bias)
+    product = packed_linear if weight.is_mkldnn else F.linear
     if len(x) <= most:
-        return F.linear(x, weight, bias)
-    return torch.cat([F.linear(rows, weight, bias) for rows in x.split(most)])
+        return product(x, weight, bias)
+    return torch.cat([product(rows, weight, bias) for rows in x.split(most)])
 
 
 def add_product(x: Tensor, rows: Tensor, weight_t: Tensor, most: int) -> None:
     """Add ``rows @ weight_t`` to ``x``, at most ``most`` rows at a time."""
-    if weight_t.is_mkldnn:
+    if len(x) > most:
+        for part, factor in zip(x.split(most), rows.split(most), strict=True):
+            add_product(part, factor, weight_t, most)
+    elif weight_t.is_mkldnn:
         x.add_(packed_linear(rows, weight_t, None))
-        return
-    if x.dtype != rows.dtype:
+    elif x.dtype != rows.dtype:
         x.add_(rows @ weight_t)
-        return
-    if len(x) <= most:
+    else:
         x.addmm_(rows, weight_t)
-        return
-    for part, factor in zip(x.split(most), rows.split(most), strict=True):
-        part.addmm_(factor, weight_t)
 
 
 def fuse_rows(parameters: list[nn.Parameter]) -> Tensor:
