@@ -109,7 +109,7 @@ def measure_ours(
     import resource
 
     import torch
-    from transformers import AutoTokenizer
+    from transformers import PreTrainedTokenizerFast
 
     from rollwright import __version__
     from rollwright.config.experiment import FinetuneSpec
@@ -117,13 +117,13 @@ def measure_ours(
     from rollwright.rollout.engines import LocalRolloutEngine
     from rollwright.training.actor import FSDPPPOActor
 
-    tokenizer = AutoTokenizer.from_pretrained(directory)
+    tokenizer = PreTrainedTokenizerFast.from_pretrained(directory)  # AutoTokenizer would make a BPE tokenizer of Qwen2's
     tasks = [{"ids": tokenizer.encode(prompt)} for prompt in json.loads((directory / "prompts.json").read_text())]
     lora = LoraConfig(rank=lora_rank) if lora_rank else None
     actor = FSDPPPOActor(PPOActorConfig(path=str(directory), device="cpu", optimizer=OptimizerConfig(lr=1e-6), lora=lora))
     actor.initialize(None, FinetuneSpec(1, len(tasks) * 100, len(tasks)))
     rollout_config = RolloutConfig(max_running_requests=len(tasks) * group_size, device="cpu")
-    rollout = LocalRolloutEngine(rollout_config, model=actor.model, tokenizer=tokenizer)
+    rollout = LocalRolloutEngine(rollout_config, model=actor.model, tokenizer=tokenizer, base_only=bool(lora_rank))
     rollout.initialize()
     actor.connect_engine(rollout)
     workflow = FixedLength(new_tokens, tokenizer.eos_token_id)
@@ -195,10 +195,11 @@ def main() -> None:
     report.finish(arguments.json)
 
 
-def sides_of(peer: Path, directory: str, numbers: list[int]) -> dict[str, list[str]]:
-    """The command of each side: ``peer`` is the interpreter of TRL's environment; numbers are those of ``measure_ours``."""
+def sides_of(peer: Path, directory: str, numbers: list[int], peer_rows: int = 0) -> dict[str, list[str]]:
+    """The command of each side: ``peer`` is the interpreter of TRL's environment; numbers are those of ``measure_ours``; TRL trains
+    ``peer_rows`` rows at once (0: all)."""
     words = [directory, *map(str, numbers)]
-    theirs = [str(peer), str(REPOSITORY / "benchmarks" / "peers" / "trl_grpo_step.py"), *words[:4]]
+    theirs = [str(peer), str(REPOSITORY / "benchmarks" / "peers" / "trl_grpo_step.py"), *words[:4], str(peer_rows)]
     return {"rollwright": [sys.executable, str(REPOSITORY / "benchmarks" / "grpo_step.py"), "--measure", *words], "trl": theirs}
 
 

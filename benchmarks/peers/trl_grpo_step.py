@@ -1,8 +1,8 @@
 """GRPO steps of TRL, timed. Run by benchmarks/grpo_step.py with the interpreter of TRL's own environment.
 
-    python trl_grpo_step.py DIRECTORY NEW_TOKENS WARMUP STEPS
+    python trl_grpo_step.py DIRECTORY NEW_TOKENS WARMUP STEPS [ROWS]
 
-DIRECTORY holds the model, the tokenizer and prompts.json; the last line printed is a JSON object of seconds.
+DIRECTORY holds the model, the tokenizer and prompts.json; ROWS are trained at once (default: all of a step); the last line printed is a JSON object of seconds.
 """
 
 import json
@@ -19,17 +19,20 @@ from datasets import Dataset
 GROUP_SIZE = 8
 
 
-def main(directory: Path, new_tokens: int, warmup: int, steps: int) -> None:
+def main(directory: Path, new_tokens: int, warmup: int, steps: int, rows_at_once: int = 0) -> None:
     """Train for ``warmup + steps`` steps and print the seconds of each that counts."""
     transformers.logging.set_verbosity_error()
     prompts = json.loads((directory / "prompts.json").read_text())
     tokenizer = transformers.AutoTokenizer.from_pretrained(directory)
+    rows_of_step = len(prompts) * GROUP_SIZE
+    rows_at_once = rows_at_once or rows_of_step
     config = trl.GRPOConfig(
         output_dir=str(directory / "trl"),
         use_cpu=True,
         bf16=False,
         gradient_checkpointing=False,
-        per_device_train_batch_size=len(prompts) * GROUP_SIZE,
+        per_device_train_batch_size=rows_at_once,
+        gradient_accumulation_steps=rows_of_step // rows_at_once,
         num_generations=GROUP_SIZE,
         max_completion_length=new_tokens,
         generation_kwargs={"min_new_tokens": new_tokens},
@@ -92,4 +95,4 @@ def main(directory: Path, new_tokens: int, warmup: int, steps: int) -> None:
 
 
 if __name__ == "__main__":
-    main(Path(sys.argv[1]), *map(int, sys.argv[2:5]))
+    main(Path(sys.argv[1]), *map(int, sys.argv[2:]))
