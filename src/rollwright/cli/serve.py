@@ -24,6 +24,9 @@ def serve_model(
     max_waiting: int = typer.Option(16384, min=1, help="Requests that may wait; more get 429."),
     kv_cache_bytes: int | None = typer.Option(None, min=1, help="Memory of the cache; default: a quarter of free memory."),
     prefix_cache: bool = typer.Option(True, help="Keep the cache of finished requests for a conversation's next turn."),
+    prompt_lookup_tokens: int = typer.Option(
+        0, min=0, help="Tokens that a step drafts from a request's earlier text, while that is faster; 0: none."
+    ),
     max_prompt_tokens: int | None = typer.Option(None, min=1, help="Longest prompt; default: what the context holds."),
     max_samples: int = typer.Option(256, min=1, help="Most completions of one request: its prompts times n."),
     max_body_bytes: int = typer.Option(
@@ -93,6 +96,7 @@ def serve_model(
         max_waiting=max_waiting,
         kv_cache_bytes=kv_cache_bytes,
         prefix_cache=prefix_cache,
+        prompt_lookup_tokens=prompt_lookup_tokens,
         seed=random_seed,
         batch_invariant=batch_invariant,
         trust_remote_code=trust_remote_code,

@@ -43,6 +43,7 @@ _OF_THE_ENGINE_HERE = (
     "context_length",
     "kv_cache_bytes",
     "prefix_cache",
+    "prompt_lookup_tokens",
     "on_weight_update",
 )
 _OF_EVALUATION = [f"evaluator.{each.name}" for each in fields(EvaluatorConfig) if each.name not in _INTERVAL]

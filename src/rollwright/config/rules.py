@@ -457,7 +457,7 @@ _ENGINES = (
     ),
     refuse_set(
         PPOConfig,
-        [f"rollout.{name}" for name in ("device", "max_running_requests", "kv_cache_bytes")],
+        [f"rollout.{name}" for name in ("device", "max_running_requests", "kv_cache_bytes", "prompt_lookup_tokens")],
         lambda config: config.rollout.backend in ("sglang", "vllm"),
         f"is of the built-in engine{_OTHER_BACKEND}",
     ),

@@ -272,6 +272,12 @@ class RolloutConfig:
         "Record which experts of a mixture of experts each token is sent to in sampling, and send it to the same ones in training (R3; "
         "docs/scale.md).",
     )
+    prompt_lookup_tokens: int = key(
+        0,
+        "Maximum number of tokens that a step of the built-in engine drafts from a request's earlier text and verifies, while that is "
+        "faster (docs/engine.md). 0 disables it.",
+        ge=0,
+    )
     openai_front: bool = key(False, "Give task-style workflows OpenAI clients whose calls are recorded (docs/openai-front.md).")
     max_concurrent_samples: int = key(1024, "Maximum number of samples that run at once.", ge=1)
     max_head_offpolicyness: int = key(

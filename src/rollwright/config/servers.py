@@ -218,6 +218,7 @@ class LocalServerConfig(ServerConfig):
     max_running_requests: int | None = key(None, "Sequences decoded together.", ge=1)
     kv_cache_bytes: int | None = key(None, "Memory of the engine's cache.", ge=1)
     prefix_cache: bool = key(True, "Keep the cache of finished requests for the next turn of a conversation.")
+    prompt_lookup_tokens: int = key(0, "Tokens that a step drafts from a request's earlier text, while that is faster.", ge=0)
     threads: int | None = key(None, "Compute threads; default: one for each core.", ge=1, le=1024)
     weights_roots: list[str] = key_from(list, "Directories from which weight updates may be read.")
     random_seed: int = key(1, "Seed of requests without one.")

@@ -323,6 +323,7 @@ class LocalRolloutEngine(RolloutEngine):
             context_length=config.context_length,
             kv_cache_bytes=config.kv_cache_bytes,
             prefix_cache=config.prefix_cache,
+            prompt_lookup_tokens=config.prompt_lookup_tokens,
             device=config.device,
             dtype=_sampling_dtype(config, self.model),
             on_weight_update=config.on_weight_update,  # type: ignore[arg-type]

@@ -82,7 +82,13 @@ def test_random_numbers_of_a_plan_are_those_of_each_token():
     engine.submit([request(seed, 60) for seed in (3, 1 << 62, 5)])
     step(engine)
     table = engine._stepper._table
-    plan = StepPlan(table, engine._stepper.scheduler.running, 0, VOCABULARY, torch.device("cpu"))
+    plan = StepPlan(
+        table,
+        engine._stepper.scheduler.running,
+        slice(0, len(engine._stepper.scheduler.running)),
+        VOCABULARY,
+        torch.device("cpu"),
+    )
     generated = table.generated[:3].copy()
     for count in range(40):
         expected = counter_uniforms(np.array([3, 1 << 62, 5], dtype=np.uint64), generated + count)

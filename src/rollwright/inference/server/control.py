@@ -68,6 +68,9 @@ _ENGINE_COUNTERS = frozenset(
         "aborted",
         "preemptions",
         "reused_tokens",
+        "drafted_tokens",
+        "accepted_tokens",
+        "wide_steps",
         "malformed_tool_calls",
     ]
 )

@@ -29,9 +29,12 @@ from rollwright.inference.backends.builtin.adjustments import Adjustment
 from rollwright.inference.backends.builtin.kv_cache import INVARIANT_ROWS, KEY_BLOCK, KVCache, in_blocks
 from rollwright.inference.backends.builtin.low_rank import Term
 from rollwright.inference.backends.builtin.stop_strings import StopStrings
+from rollwright.inference.backends.builtin.token_matches import TokenMatches
 from rollwright.inference.request import ModelRequest, ModelResponse, TopTokens
 
 _NO_TOKEN = -1
+
+Rows = slice | np.ndarray  # of the table: rows next to each other, or their numbers
 
 #: Settings of a row's sequence; they do not change while the sequence is in the row.
 _SETTINGS = np.dtype(
@@ -82,6 +85,7 @@ class Sequence:
         run: name of the run that the request belongs to; empty if the engine serves one run.
         routed: the record of the experts of the leading tokens, in parts, if the engine keeps one (``inference/routed_experts.py``). A
             token that is computed again keeps its first record, which its answer was sampled with.
+        matches: repeated text of the sequence, once it was looked up.
     """
 
     request: ModelRequest
@@ -111,6 +115,7 @@ class Sequence:
     version: int = -1
     run: str = ""
     routed: list[np.ndarray] = field(default_factory=list)
+    matches: TokenMatches | None = None
     submitted_at: float = field(default_factory=time.monotonic)
     first_token_at: float | None = None
 
@@ -232,6 +237,7 @@ class RowTable:
         stop_ids: ``[rows, maximum number of stop ids]``, padded with -1.
         tokens, logprobs, versions: ``[rows, capacity]``, the output after the ``flushed`` tokens.
         changes: number of times that a sequence entered or left a row.
+        numbers: ``[rows]``, the numbers of the rows.
     """
 
     def __init__(self, rows: int) -> None:
@@ -244,6 +250,7 @@ class RowTable:
         self.logprobs = np.zeros((rows, 64), dtype=np.float32)
         self.versions = np.zeros((rows, 64), dtype=np.int32)
         self.changes = 0
+        self.numbers = np.arange(rows)
 
     def enter(self, row: int, sequence: Sequence, vocabulary: int) -> None:
         """Put ``sequence``, whose keys and values are all in the cache, in ``row``, ready for ``append``."""
@@ -271,18 +278,23 @@ class RowTable:
         self.stop_ids[row, : len(stop_ids)] = stop_ids
         self.changes += 1
 
-    def append(self, first: int, last: int, tokens: np.ndarray, logprobs: np.ndarray, version: int) -> None:
-        """Add one sampled token to each of rows ``first .. last-1``. ``version`` is that of the engine's weights."""
-        columns = self.generated[first:last] - self.flushed[first:last]
+    def append(self, rows: Rows, tokens: np.ndarray, logprobs: np.ndarray, version: int) -> None:
+        """Add one sampled token to each of these rows. ``version`` is that of the engine's weights."""
+        columns = self.generated[rows] - self.flushed[rows]
         if int(columns.max()) >= self.tokens.shape[1]:  # double the width; the contents of the new half are overwritten
             self.tokens, self.logprobs, self.versions = (np.tile(a, 2) for a in (self.tokens, self.logprobs, self.versions))
-        places = np.arange(first, last) * self.tokens.shape[1] + columns
+        places = self.numbers[rows] * self.tokens.shape[1] + columns
         self.tokens.reshape(-1)[places] = tokens
         self.logprobs.reshape(-1)[places] = logprobs
-        bound = self.bound_version[first:last]
+        bound = self.bound_version[rows]
         self.versions.reshape(-1)[places] = np.where(bound < 0, version, bound)
-        self.last_token[first:last] = tokens
-        self._counts[1:4, first:last] += 1  # cached, position, generated
+        self.last_token[rows] = tokens
+        self._counts[1:4, rows] += 1  # cached, position, generated
+
+    def tokens_from(self, row: int, sequence: Sequence, start: int) -> list[int]:
+        """Return the tokens of the sequence in ``row``, those of its prompt included, from index ``start`` on."""
+        count, begin = int(self.generated[row] - self.flushed[row]), max(0, start - len(sequence.tokens))
+        return sequence.tokens[start:] + self.tokens[row, begin:count].tolist()
 
     def leave(self, row: int, last: int, sequence: Sequence) -> None:
         """Move the output of ``row`` to ``sequence``, free the row, and fill the gap with the sequence in row ``last``."""

@@ -86,6 +86,8 @@ class BuiltinEngine(InferenceEngine):
             they are sampled with as they are until the first adapter is published.
         batch_invariant: answer a request with the same bits whether it runs alone or among others (docs/determinism.md).
         routing_replay: return the experts that each token was sent to (``ModelResponse.routed_experts``).
+        prompt_lookup_tokens: maximum number of tokens that a step takes from a request's earlier text and verifies, if that is faster
+            (docs/engine.md). 0 computes one token of each request in a step.
         trust_remote_code: run code from the model's directory.
     """
 
@@ -112,6 +114,7 @@ class BuiltinEngine(InferenceEngine):
         base_only: bool = False,
         batch_invariant: bool = False,
         routing_replay: bool = False,
+        prompt_lookup_tokens: int = 0,
         trust_remote_code: bool = False,
     ) -> None:
         if on_weight_update not in ("recompute", "keep", "wait"):
@@ -136,7 +139,7 @@ class BuiltinEngine(InferenceEngine):
             self._runner = ModelRunner(self.model, *limits, records_experts=routing_replay)
         self.is_batch_invariant = batch_invariant
         self.context_length = self._runner.context_length
-        self._stepper = Stepper(self._runner, max_running_requests, kept_bytes, prefill_tokens, version)
+        self._stepper = Stepper(self._runner, max_running_requests, kept_bytes, prefill_tokens, version, prompt_lookup_tokens)
         self._max_waiting = max_waiting
         self._max_running = max_running_requests
         self.adapters = AdapterTable(max_adapters, self._runner.prepare_adapter, self._forget_adapters)

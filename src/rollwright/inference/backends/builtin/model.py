@@ -61,6 +61,7 @@ class ModelRunner:
         records_experts: keep the experts of each token beside its keys and values.
 
     Attributes:
+        packs_tokens: True if tokens are computed without padding, so that each row may have its own number of them.
         prompts_alone: True if each prompt is computed by itself, from its beginning, in shapes that depend only on the prompt.
         most_rows: maximum number of sequences that can be computed at once, regardless of ``max_rows``.
 
@@ -107,6 +108,7 @@ class ModelRunner:
         self.takes_multi_modal = reason is not None and "image_token_id" in model.config.to_dict()
         self.sees_pictures_causally = not (self.takes_multi_modal and attends_both_ways(model))
         is_general, in_whole_blocks = isinstance(self.forward, GeneralModel), shapes is Shapes.BLOCKS
+        self.packs_tokens = not is_general
         self.prompts_alone = shapes is Shapes.ONE_ROW or (in_whole_blocks and is_general)
         self.invariant_attention = None if is_general else invariant_attention
         # a forward pass that cannot be split is always given the same number of rows

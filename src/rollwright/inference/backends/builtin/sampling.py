@@ -15,7 +15,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from rollwright.inference.backends.builtin.batch import Chunk, RowTable, Sequence
+from rollwright.inference.backends.builtin.batch import Chunk, Rows, RowTable, Sequence
 from rollwright.inference.request import TopTokens
 
 _BELOW_ONE = 1.0 - 2.0**-23  # keeps a target below the total despite rounding
@@ -163,11 +163,12 @@ class StepPlan:
     Args:
         table: settings of the rows.
         running: the sequences by row.
-        first: the first row of the plan; the last one is that of the last running sequence.
+        rows: rows of the plan.
         vocabulary: number of tokens.
         device: device of the logits.
 
     Attributes:
+        numbers: ``[B]``, the numbers of the rows.
         steps: number of tokens sampled by this plan for each row.
         temperature_B1: temperatures, or None if all are 1.
         kinds: indices of the rows by kind of sampling: ``whole`` (any token), ``greedy`` or ``truncated``. None means all rows.
@@ -178,11 +179,10 @@ class StepPlan:
         until_minimum: ``[B]``, number of the plan's steps after which a row has its ``min_new_tokens`` and may stop.
     """
 
-    def __init__(self, table: RowTable, running: list[Sequence], first: int, vocabulary: int, device: torch.device) -> None:
-        last = len(running)
-        self.first, self.last, self.changes, self.steps = first, last, table.changes, 0
+    def __init__(self, table: RowTable, running: list[Sequence], rows: Rows, vocabulary: int, device: torch.device) -> None:
+        self.rows, self.numbers, self.steps = rows, table.numbers[rows], 0
         self._device, self._vocabulary = device, vocabulary
-        settings, self._generated = table.settings[first:last], table.generated[first:last].copy()
+        settings, self._generated = table.settings[rows], table.generated[rows].copy()
         self._seeds = settings["seed"].copy()
         self.temperature_B1: Tensor | None = None
         self.kinds: dict[str, Tensor | None] = {"whole": None}
@@ -190,16 +190,16 @@ class StepPlan:
         self.is_plain_B: np.ndarray | None = None
         if not settings["is_plain"].all():
             self._read_kinds(settings)
-        self.begins = [running[first + index] for index in (self._generated == 0).nonzero()[0].tolist()]
-        sequences = [(index, running[first + index]) for index in settings["has_extras"].nonzero()[0].tolist()]
+        self.begins = [running[row] for row in self.numbers[self._generated == 0]]
+        sequences = [(index, running[self.numbers[index]]) for index in settings["has_extras"].nonzero()[0].tolist()]
         self.adjusted = [(index, s.adjustment) for index, s in sequences if s.adjustment is not None]
         self.watched = [(index, s.stop_strings) for index, s in sequences if s.stop_strings is not None]
         self.heard = [(index, s) for index, s in sequences if s.on_token is not None]
         self.detailed = [(i, s, min(count, vocabulary)) for i, s in sequences if (count := s.request.top_logprobs)]
         if self.adjusted:
-            self.is_plain_B = np.ones(last - first, dtype=bool) if self.is_plain_B is None else self.is_plain_B
+            self.is_plain_B = np.ones(len(settings), dtype=bool) if self.is_plain_B is None else self.is_plain_B
             self.is_plain_B[[index for index, _ in self.adjusted]] = False
-        self._stop_ids = table.stop_ids[first:last].copy()
+        self._stop_ids = table.stop_ids[rows].copy()
         self.until_minimum = settings["min_new_tokens"] - self._generated
         self._until_limit = settings["max_new_tokens"] - self._generated
         self._first_minimum, self._last_minimum = int(self.until_minimum.min()), int(self.until_minimum.max())
@@ -242,7 +242,7 @@ class StepPlan:
             is_below = self.until_minimum > self.steps
             self._forbidden_until = int(self.until_minimum[is_below].min())
             is_token = (self._stop_ids >= 0) & (self._stop_ids < self._vocabulary) & is_below[:, None]
-            places = self._stop_ids + np.arange(self.last - self.first)[:, None] * self._vocabulary
+            places = self._stop_ids + np.arange(len(self.numbers))[:, None] * self._vocabulary
             self._forbidden = torch.as_tensor(places[is_token], device=self._device) if is_token.any() else None
         return self._forbidden
 

@@ -10,18 +10,23 @@ import time
 from collections import deque
 from dataclasses import dataclass, field
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from rollwright.errors import EngineError
 from rollwright.inference.backends.builtin.adapters import Adapter
-from rollwright.inference.backends.builtin.batch import Chunk, DecodeBatch, RowTable, Sequence, prefill_batch
+from rollwright.inference.backends.builtin.batch import Chunk, DecodeBatch, Rows, RowTable, Sequence, prefill_batch
 from rollwright.inference.backends.builtin.kv_cache import KeptPrefix, PrefixCache, PrefixIndex
 from rollwright.inference.backends.builtin.model import ModelRunner
+from rollwright.inference.backends.builtin.prompt_lookup import Draft, PromptLookup
 from rollwright.inference.backends.builtin.sampling import StepPlan, most_likely, sample, score_prompts
+from rollwright.inference.backends.builtin.verification import prompt_lookup, verification_batch
 from rollwright.inference.request import ModelResponse
 
 Finished = tuple[Sequence, ModelResponse | BaseException]
+#: By row: the stop string or token that the output ends with, if any, and the error that ends it, if any.
+Endings = dict[int, tuple[str | int | None, EngineError | None]]
 
 #: Maximum number of prompt tokens scored in one pass, and maximum size of their logits in float32, which are in memory together. The
 #: second is what limits models with a large vocabulary: 111 tokens with one of 150,000.
@@ -39,15 +44,22 @@ class Stepper:
         kept_bytes: maximum memory for the keys and values of finished sequences.
         prefill_tokens: maximum number of prompt tokens in one step.
         version: version of the weights.
+        drafted_tokens: maximum number of tokens drafted by prompt lookup for each row in a step; 0 drafts none.
+
+    Raises:
+        ConfigError: drafts would change bits that the runner keeps.
     """
 
-    def __init__(self, runner: ModelRunner, max_rows: int, kept_bytes: int, prefill_tokens: int, version: int) -> None:
+    def __init__(
+        self, runner: ModelRunner, max_rows: int, kept_bytes: int, prefill_tokens: int, version: int, drafted_tokens: int = 0
+    ) -> None:
         self._runner = runner
         self._table = RowTable(max_rows)
         self.scheduler = Scheduler(runner, self._table, kept_bytes, prefill_tokens)
         self.version = version
         self._decode: tuple[DecodeBatch, StepPlan] | None = None  # batch and plan of the previous step
         self._decode_layout = 0, 0  # changes of the table and of the cache when ``_decode`` was made
+        self.lookup = prompt_lookup(runner, drafted_tokens)
         self._counts = dict.fromkeys(("steps", "prefill_tokens", "generated_tokens", "finished", "aborted"), 0)
 
     @property
@@ -83,17 +95,72 @@ class Stepper:
             if prefill.followers:
                 logits.append(torch.cat(logits)[[leader.row - first for _, leader in prefill.followers]])
             if logits:
-                plan = StepPlan(self._table, self.scheduler.running, first, runner.vocabulary, runner.device)
-                self._sample(torch.cat(logits) if len(logits) > 1 else logits[0], plan, finished)
+                plan = self._plan(slice(first, len(self.scheduler.running)))
+                self._end(self._sample(torch.cat(logits) if len(logits) > 1 else logits[0], plan)[1], finished)
         if running := self.scheduler.schedule_decode():
-            layout = self._table.changes, runner.cache.layouts
-            if self._decode is None or self._decode_layout != layout:
-                plan = StepPlan(self._table, running, 0, runner.vocabulary, runner.device)
-                self._decode = DecodeBatch(self._table, running, runner.cache, runner.device), plan
-                self._decode_layout = layout
-            batch, plan = self._decode
-            batch.begin_step()
-            self._sample(runner.forward(batch, runner.cache), plan, finished)
+            if self.lookup is None:
+                self._end(self._decode_step(running)[1], finished)
+            else:
+                self._decode_with_drafts(self.lookup, running, finished)
+
+    def _plan(self, rows: Rows) -> StepPlan:
+        return StepPlan(self._table, self.scheduler.running, rows, self._runner.vocabulary, self._runner.device)
+
+    def _decode_step(self, running: list[Sequence]) -> tuple[np.ndarray, Endings]:
+        """Compute one token for each running sequence; see ``_sample``."""
+        runner = self._runner
+        layout = self._table.changes, runner.cache.layouts
+        if self._decode is None or self._decode_layout != layout:
+            plan = self._plan(slice(0, len(running)))
+            self._decode = DecodeBatch(self._table, running, runner.cache, runner.device), plan
+            self._decode_layout = layout
+        batch, plan = self._decode
+        batch.begin_step()
+        return self._sample(runner.forward(batch, runner.cache), plan)
+
+    def _decode_with_drafts(self, lookup: PromptLookup, running: list[Sequence], finished: list[Finished]) -> None:
+        """Compute one token for each running sequence, or more for those whose drafts are computed, too."""
+        drafts = lookup.drafts(running, self._table, self._runner.cache.length)
+        count, began = len(running), time.perf_counter()
+        if any(draft.used for draft in drafts):
+            endings = self._wide_step(running, drafts)
+        else:
+            tokens, endings = self._decode_step(running)
+            for draft in drafts:
+                draft.drawn = int(tokens[draft.row] == draft.tokens[0])
+        lookup.learn(drafts, count, time.perf_counter() - began)
+        self._end(endings, finished)
+
+    def _wide_step(self, running: list[Sequence], drafts: list[Draft]) -> Endings:
+        """Compute the newest tokens and the drafted ones together, then draw one token after the other for each row.
+
+        A row goes on while the drawn token is the drafted one, whose keys and values are then in the cache. Those of other drafted tokens
+        are overwritten by later steps.
+        """
+        self._decode = None
+        batch = verification_batch(self._table, running, drafts, self._runner)
+        logits_TV = self._runner.forward(batch, self._runner.cache)
+        lengths = np.array(batch.lengths)
+        starts, rows = lengths.cumsum() - lengths, self._table.numbers[: len(running)]
+        by_row, endings = {draft.row: draft for draft in drafts}, Endings()
+        for offset in range(batch.query_length):
+            places = torch.as_tensor(starts[rows] + offset, device=logits_TV.device)
+            tokens, ended = self._sample(logits_TV.index_select(0, places), self._plan(rows))
+            endings |= ended
+            going_on = list[int]()
+            for row, token in zip(rows.tolist(), tokens.tolist(), strict=True):
+                draft = by_row.get(row)
+                if draft is None:
+                    continue
+                if offset < max(draft.used, 1) and token == draft.tokens[offset]:
+                    draft.drawn += 1
+                    if offset < draft.used and row not in ended:
+                        going_on.append(row)
+                draft.is_cut |= row in ended
+            if not going_on:
+                break
+            rows = np.array(going_on)
+        return endings
 
     def release_memory(self) -> None:
         """See ``BuiltinEngine.release_memory``."""
@@ -103,9 +170,8 @@ class Stepper:
         self._decode = None
         self._runner.cache.release()
 
-    def _sample(self, logits: Tensor, plan: StepPlan, finished: list[Finished]) -> None:
-        """Draw a token for each of the plan's rows, and remove the sequences that end."""
-        running, first = self.scheduler.running, plan.first
+    def _sample(self, logits: Tensor, plan: StepPlan) -> tuple[np.ndarray, Endings]:
+        """Draw a token for each of the plan's rows. Returns the tokens, and how sequences end, by row."""
         tokens, logprobs = sample(logits, plan)
         for index, adjustment in plan.adjusted:
             adjustment.take(int(tokens[index]))
@@ -113,7 +179,7 @@ class Stepper:
             now = time.monotonic()
             for sequence in plan.begins:
                 sequence.first_token_at = now
-        self._table.append(first, plan.last, tokens, logprobs, self.version)
+        self._table.append(plan.rows, tokens, logprobs, self.version)
         plan.steps += 1
         self._counts["generated_tokens"] += len(tokens)
         for index, sequence, count in plan.detailed:
@@ -131,18 +197,25 @@ class Stepper:
                 matches[index] = match
         failed = {index: error for index, adjustment in plan.adjusted if (error := adjustment.error)}
         if stops is None and exhausted is None and not matches and not failed:
-            return
+            return tokens, {}
         ends = {*matches, *failed}
         for ended in (stops, exhausted):
             if ended is not None:
                 ends.update(ended.nonzero()[0].tolist())
-        responses: list[Finished] = []
-        for index in sorted(ends, reverse=True):  # from the last row down: fewer rows move, and never an ending one
-            sequence = running[first + index]
+        endings = Endings()
+        for index in ends:
             match = int(tokens[index]) if stops is not None and stops[index] else matches.get(index)
+            endings[int(plan.numbers[index])] = match, failed.get(index)
+        return tokens, endings
+
+    def _end(self, endings: Endings, finished: list[Finished]) -> None:
+        """Remove the sequences that end."""
+        responses: list[Finished] = []
+        for row in sorted(endings, reverse=True):  # from the last row down: fewer rows move, and never an ending one
+            sequence, (match, error) = self.scheduler.running[row], endings[row]
             self.scheduler.remove(sequence, keep=True)
             response = sequence.response("length" if match is None else "stop", match)
-            responses.append((sequence, failed.get(index) or response))
+            responses.append((sequence, error or response))
         self._counts["finished"] += len(responses)
         finished += responses[::-1]
 
@@ -167,6 +240,7 @@ class Stepper:
         scheduler = self.scheduler
         return {
             **self._counts,
+            **({} if self.lookup is None else self.lookup.stats()),
             "running": len(scheduler.active()),
             "waiting": len(scheduler.waiting) + len(scheduler.parked),
             "version": self.version,
