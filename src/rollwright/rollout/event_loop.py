@@ -207,7 +207,8 @@ class BlockedLoopMonitor:
             if workflow is None and code.co_name == "arun_episode" and "self" in frame.f_locals:
                 workflow = type(frame.f_locals["self"]).__qualname__
             elif workflow is None and code is asyncio.Handle._run.__code__:
-                sample = frame.f_locals["self"]._context.get(CURRENT_SAMPLE)
+                handle = frame.f_locals["self"]  # None at the end of a step, where asyncio breaks a cycle of references
+                sample = None if handle is None else handle._context.get(CURRENT_SAMPLE)
                 workflow = None if sample is None else sample.workflow
             is_own = any(part in file for part in _OWN_CODE) or file.startswith((sys.base_prefix, "<string>", "<frozen"))
             if "site-packages" in file:
@@ -258,7 +259,8 @@ class BlockedLoopMonitor:
         frame = sys._current_frames().get(self._thread_id)
         while frame is not None:
             if frame.f_code is asyncio.Handle._run.__code__:
-                return weakref.ref(frame.f_locals["self"])
+                handle = frame.f_locals["self"]  # None: see ``where``
+                return None if handle is None else weakref.ref(handle)
             frame = frame.f_back
         return None
 

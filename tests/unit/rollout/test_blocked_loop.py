@@ -4,6 +4,7 @@ import asyncio
 import re
 import subprocess
 import sys
+import threading
 import time
 
 import pytest
@@ -45,6 +46,34 @@ def test_a_blocking_call_is_reported_with_workflow_and_line(caplog):
     finally:
         root.propagate = before
         executor.destroy()
+
+
+def test_a_step_that_is_seen_at_its_very_end_is_none():
+    """asyncio has then forgotten the handle; the thread is held there by a trace function."""
+    monitor, at_end, looked = BlockedLoopMonitor(), threading.Event(), threading.Event()
+
+    def hold(frame, event, _):
+        if frame.f_code is not asyncio.Handle._run.__code__:
+            return None
+        if event == "return" and frame.f_locals["self"] is None and not at_end.is_set():
+            at_end.set()
+            looked.wait(30)
+        return hold
+
+    def run():
+        monitor._thread_id = threading.get_ident()
+        sys.settrace(hold)
+        asyncio.run(asyncio.sleep(0))
+
+    thread = threading.Thread(target=run)
+    thread.start()
+    try:
+        assert at_end.wait(30)
+        assert monitor._step() is None
+        assert "in hold" in (monitor.where() or "")
+    finally:
+        looked.set()
+        thread.join()
 
 
 class Fine:
