@@ -58,6 +58,9 @@ def evaluate(
             "see the log for the failures, and raise rollout.max_sample_retries if they are passing."
         )
     rewards = sample_means(trajectory, trajectory["rewards"])
+    by_taskset: dict[str, list[float]] = {}
+    for task, own in zip(tasks, rewards_by_task(trajectory), strict=True):
+        by_taskset.setdefault(task.get("taskset", ""), []).extend(own)
     return EvaluationResult(
         reward=float(rewards.mean()),
         tasks=len(tasks),
@@ -65,6 +68,7 @@ def evaluate(
         truncated=float(sample_means(trajectory, trajectory["truncated"].float()).mean()),
         response_tokens=float(sampled_tokens(trajectory).sum()) / len(rewards),
         trajectory=trajectory,
+        by_taskset={name: statistics.fmean(own) for name, own in by_taskset.items()} if len(by_taskset) > 1 else {},
     )
 
 
@@ -104,7 +108,7 @@ def rewards_by_role(trajectory: Trajectory) -> dict[str, list[list[float]]]:
 
 
 def rewards_by_task(trajectory: Trajectory) -> list[list[float]]:
-    """Return the rewards of each task's samples. The reward of a sample is the mean over its rows."""
+    """Return the rewards of each task's samples, in the order of the tasks. The reward of a sample is the mean over its rows."""
     samples = torch.stack([trajectory["group_ids"], trajectory["sample_ids"]], dim=1).unique(dim=0)
     counts = samples[:, 0].unique(return_counts=True)[1].tolist()
     return [part.tolist() for part in sample_means(trajectory, trajectory["rewards"]).split(counts)]

@@ -6,7 +6,7 @@ import time
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -44,6 +44,7 @@ class EvaluationResult:
     truncated: float  # share of samples cut by a length limit
     response_tokens: float  # mean number of sampled tokens per sample
     trajectory: Trajectory  # rows in the order of the tasks; a packed batch on a Ray cluster
+    by_taskset: Mapping[str, float] = field(default_factory=dict)  # mean over the samples of each taskset, if there are several
 
 
 class StageRun:
@@ -125,6 +126,7 @@ class StageRun:
     def report_evaluation(self, step: int, result: EvaluationResult, reported: Mapping[str, float] | None = None) -> None:
         """Log and show an evaluation, together with the metrics ``reported`` while it ran."""
         scores = {f"eval/{name}": getattr(result, name) for name in ("reward", "truncated", "response_tokens")}
+        scores |= {f"eval/reward/{name}": value for name, value in result.by_taskset.items()}
         scores |= {f"eval/{name}": value for name, value in role_metrics(result.trajectory).items()}
         self.metrics.log(step, {**(reported or {}), **scores})
         self.display.evaluation(step, result.reward)
