@@ -47,6 +47,9 @@ def serve_model(
     threads: int | None = typer.Option(None, min=1, max=1024, help="Compute threads; default: one for each core."),
     random_seed: int = typer.Option(0, help="Seed of requests without one."),
     batch_invariant: bool = typer.Option(False, help="Answer a request with the same bits whatever else is computed."),
+    enable_return_routed_experts: bool = typer.Option(
+        False, help="Record the experts of each token, for requests with return_routed_experts."
+    ),
     trust_remote_code: bool = typer.Option(False, help="Run code that comes with the model."),
     allowed_host: list[str] = typer.Option(  # noqa: B008
         [], help="Additional host name to accept, such as that of a reverse proxy (repeatable)."
@@ -99,6 +102,7 @@ def serve_model(
         prompt_lookup_tokens=prompt_lookup_tokens,
         seed=random_seed,
         batch_invariant=batch_invariant,
+        routing_replay=enable_return_routed_experts,
         trust_remote_code=trust_remote_code,
     )
 

@@ -404,8 +404,8 @@ _POLICY = (
     refuse(
         PPOConfig,
         "rollout.routing_replay",
-        lambda config: config.rollout.routing_replay and config.rollout.backend != "builtin",
-        "records the experts of the built-in engine, and rollout.backend is {config.rollout.backend}; set it to false, or use builtin",
+        lambda config: config.rollout.routing_replay and config.rollout.backend == "vllm" and not config.rollout.prefix_cache,
+        "needs rollout.prefix_cache with vLLM, which keeps the experts of a token with its cache; set that to true",
     ),
     refuse(
         PPOConfig,

@@ -229,6 +229,11 @@ class RemoteInferenceEngine(InferenceEngine):
         return [server.address for server in self.servers.router.in_service()]
 
     @property
+    def records_experts(self) -> bool:
+        """The value of ``rollout.routing_replay``."""
+        return self.config.routing_replay
+
+    @property
     def weight_dtype(self) -> torch.dtype | None:
         """``rollout.weight_dtype``, or for ``auto`` the type that the servers in service report (None if they differ)."""
         if self.config.weight_dtype != "auto":

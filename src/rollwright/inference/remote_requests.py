@@ -137,6 +137,10 @@ class RemoteRequests:
             raise EngineError(
                 f"The {kind} server returned log-probabilities that are not finite: {response.output_logprobs[:8]}."
             )
+        if self.config.routing_replay and response.output_tokens and response.routed_experts is None:
+            raise EngineError(
+                f"rollout.routing_replay: an answer of the {kind} server has no routed_experts: {self.backend.records_experts_if}."
+            )
         response.rid, response.temperature = request.rid, request.gconfig.effective_temperature
         if response.stop_reason not in _STOP_REASONS:
             raise EngineError(

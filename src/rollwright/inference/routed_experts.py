@@ -15,7 +15,9 @@ checked when it is first used.
 
 from __future__ import annotations
 
+import base64
 import functools
+import io
 import re
 import threading
 import types
@@ -277,16 +279,46 @@ def _check_once(router: Any, own: Callable[[], Any], routers: Routers) -> None:
     _checked.add(type(router))
 
 
-# -- arrays of the record ----------------------------------------------------------------------------------------------
+# -- what servers return ----------------------------------------------------------------------------------------------
+
+
+def record_of_int32(encoded: str, tokens: int) -> np.ndarray:
+    """Read the record of a request in SGLang's form: the numbers of the experts of all tokens but the last, int32 in base64.
+
+    Args:
+        encoded: the text.
+        tokens: tokens of prompt and answer together.
+
+    Raises:
+        ValueError: the text is not in this form, or belongs to another number of tokens.
+    """
+    flat = np.frombuffer(base64.b64decode(encoded, validate=True), dtype="<i4")
+    if tokens < 2 or len(flat) == 0 or len(flat) % (tokens - 1):
+        raise ValueError(
+            f"routed_experts has {len(flat)} numbers, which are not the same number for each of {tokens - 1} tokens"
+        )
+    return as_record(flat.reshape(tokens - 1, -1))
+
+
+def int32_of_record(record: np.ndarray) -> str:
+    """Write a record in SGLang's form; -1 where nothing is recorded."""
+    return base64.b64encode((record.astype("<i4") - 1).tobytes()).decode("ascii")
+
+
+def record_of_npy(encoded: str, tokens: int) -> np.ndarray:
+    """Read the record of a request in vLLM's form: ``[tokens - 1, layers, top_k]`` as the bytes of an .npy file in base64.
+
+    Raises:
+        ValueError: the text is not in this form, or belongs to another number of tokens.
+    """
+    experts = np.load(io.BytesIO(base64.b64decode(encoded, validate=True)), allow_pickle=False)
+    if experts.ndim != 3 or len(experts) != tokens - 1 or experts.dtype.kind not in "iu":
+        raise ValueError(f"routed_experts is {list(experts.shape)} {experts.dtype}, not [{tokens - 1}, layers, top_k] integers")
+    return as_record(experts)
 
 
 def as_record(experts: np.ndarray) -> np.ndarray:
-    """Convert numbers of experts, ``[T, layers, top_k]`` or ``[T, W]``, to a record."""
+    """Convert numbers of experts, ``[T, layers, top_k]`` or ``[T, W]``, to a record; -1 means that nothing is recorded."""
     flat = experts.reshape(len(experts), -1)
     largest = int(flat.max(initial=0)) + 1
     return (flat.astype(np.int32) + 1).astype(np.uint8 if largest < 256 else np.int16)
-
-
-def numbers_of(record: np.ndarray, top_k: int) -> np.ndarray:
-    """Convert a record to the numbers of experts, ``[T, layers, top_k]`` int32; -1 where nothing is recorded."""
-    return record.astype(np.int32).reshape(len(record), -1, top_k) - 1

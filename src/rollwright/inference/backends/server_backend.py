@@ -58,6 +58,7 @@ class ServerBackend(ABC):
         pauses_running_requests: True if a pause interrupts requests even under ``on_weight_update: wait``; the engine then waits for its
             own requests before it pauses a server.
         ask: makes one synchronous call to a server; see ``ServerSet.ask``.
+        records_experts_if: what a server has to be started with, so that its answers have ``routed_experts`` (``rollout.routing_replay``).
         facts: what the servers reported in ``on_connected``, by address.
     """
 
@@ -76,6 +77,7 @@ class ServerBackend(ABC):
     needs_gpu = True
     finds_servers = True
     pauses_running_requests = False
+    records_experts_if = "its backend does not return them, so set rollout.routing_replay to false"
 
     def __init_subclass__(cls) -> None:
         super().__init_subclass__()

@@ -22,6 +22,7 @@ from rollwright.inference.connections import ServerRefusedError, UpdateRefusedEr
 from rollwright.inference.parameters import ParameterTable, Wire
 from rollwright.inference.remote import RemoteInferenceEngine
 from rollwright.inference.request import ModelRequest, ModelResponse, TopTokens, versions_of_spans
+from rollwright.inference.routed_experts import record_of_int32
 from rollwright.inference.router import Server
 from rollwright.inference.server_set import ServerSet
 from rollwright.inference.weights.files import checkpoint_names
@@ -79,6 +80,9 @@ class SGLangBackend(BroadcastBackend):
 
     kind = "sglang"
     pauses_running_requests = True
+    records_experts_if = (
+        "start it with --enable-return-routed-experts, which SGLang and rollwright serve-model have for mixtures of experts"
+    )
     parameters = ParameterTable(
         {
             "max_new_tokens": "max_new_tokens",
@@ -125,6 +129,8 @@ class SGLangBackend(BroadcastBackend):
             defaults["batch-invariant" if is_builtin else "enable_deterministic_inference"] = True
         if not launch.rollout.prefix_cache:
             defaults["no-prefix-cache" if is_builtin else "disable-radix-cache"] = True
+        if launch.rollout.routing_replay:
+            defaults["enable-return-routed-experts"] = True
         if (room := launch.adapters) is not None and is_builtin:
             defaults |= {"max-adapters": room.loaded}
         elif room is not None:
@@ -165,6 +171,10 @@ class SGLangBackend(BroadcastBackend):
                 "runs, or rollwright serve-model (for vLLM: rollout.backend=vllm)."
             ) from error
         is_builtin = info.get("server") == "rollwright"
+        if self.config.routing_replay and not info.get("enable_return_routed_experts"):
+            raise EngineError(
+                f"rollout.routing_replay: the server at {server.address} does not return the experts of its tokens: {self.records_experts_if}."
+            )
         models = {} if is_builtin else self.ask(server, "GET", "/v1/models", timeout=30.0)
         self.facts[server.address] = SGLangFacts(
             is_builtin=is_builtin,
@@ -224,6 +234,7 @@ class SGLangBackend(BroadcastBackend):
             "position_ids": request.position_ids,
             "branch_ids": request.branch_ids,
             "top_logprobs_num": request.top_logprobs,
+            "return_routed_experts": self.config.routing_replay or None,
             # SGLang's first entry has no value, whatever the index
             "logprob_start_len": None if request.prompt_logprobs_from is None else max(0, request.prompt_logprobs_from - 1),
         }
@@ -260,11 +271,13 @@ class SGLangBackend(BroadcastBackend):
                 f"The SGLang server returned {count} tokens and log-probabilities for {len(output_ids)} other tokens; a "
                 "request needs both from one sampling. Check the server's version (0.5.23 is known to agree)."
             )
+        experts = meta.get("routed_experts") if self.config.routing_replay and output_ids else None
         return ModelResponse(
             input_tokens=list(request.input_ids),
             output_tokens=output_ids,
             output_logprobs=logprobs,
             output_versions=self._versions(meta, len(output_ids), version_when_sent),
+            routed_experts=None if experts is None else record_of_int32(experts, len(request.input_ids) + len(output_ids)),
             stop_reason=reason["type"],
             stop_match=reason.get("matched"),
             ttft=float(meta.get("ttft") or 0.0),
@@ -509,7 +522,9 @@ class BuiltinServersBackend(SGLangBackend):
     def command(cls, launch: ServerLaunch) -> list[str]:
         """See ``LocalServerConfig.build_cmd``; the settings come from the ``rollout`` section."""
         model = launch.rollout.path or launch.model_path
-        extra = {} if launch.adapters is None else {"max-adapters": launch.adapters.loaded}
+        extra: dict[str, Any] = {} if launch.adapters is None else {"max-adapters": launch.adapters.loaded}
+        if launch.rollout.routing_replay:
+            extra["enable-return-routed-experts"] = True
         server = LocalServerConfig.like(
             launch.rollout,
             model_path=model,

@@ -22,6 +22,7 @@ from rollwright.inference.connections import ServerRefusedError, UpdateRefusedEr
 from rollwright.inference.parameters import ParameterTable, Wire
 from rollwright.inference.remote import RemoteInferenceEngine
 from rollwright.inference.request import ModelRequest, ModelResponse, TopTokens, versions_of_spans
+from rollwright.inference.routed_experts import record_of_npy
 from rollwright.inference.router import Server
 from rollwright.inference.weights.adapter import AdapterRoom
 from rollwright.inference.weights.files import checkpoint_names
@@ -117,6 +118,7 @@ class VLLMBackend(BroadcastBackend):
 
     kind = "vllm"
     generate_path = "/inference/v1/generate"
+    records_experts_if = "start it with --enable-return-routed-experts, which vLLM has for mixtures of experts from 0.32 on"
     refused_inputs: Mapping[str, str] = {
         name: remedy for name, remedy in BroadcastBackend.refused_inputs.items() if "logprobs" not in name
     }
@@ -156,7 +158,11 @@ class VLLMBackend(BroadcastBackend):
             extra = {**extra, "no-enable-prefix-caching": True}
         if launch.rollout.colocate:
             extra = {**extra, "enable-sleep-mode": True}
+        if launch.rollout.routing_replay:
+            extra = {**extra, "enable-return-routed-experts": True}
         environment = {"VLLM_BATCH_INVARIANT": "1"} if launch.deterministic else {}
+        if launch.rollout.routing_replay:
+            environment["VLLM_USE_V2_MODEL_RUNNER"] = "1"  # the only one that records experts
         if launch.adapters is not None:
             extra = extra | _adapter_options(launch.adapters)
             environment["VLLM_ALLOW_RUNTIME_LORA_UPDATING"] = "1"
@@ -244,6 +250,7 @@ class VLLMBackend(BroadcastBackend):
                 "needs both from one sampling."
             )
         logprobs = [float(entry["logprob"]) for entry in content]
+        experts = choice.get("routed_experts") if self.config.routing_replay and output_ids else None
         spans = choice.get("weight_versions")
         if not spans and output_ids:
             raise EngineError(
@@ -258,6 +265,7 @@ class VLLMBackend(BroadcastBackend):
             stop_reason=choice["finish_reason"],
             stop_match=choice.get("stop_reason"),
             seed=self._seed(request),
+            routed_experts=None if experts is None else record_of_npy(experts, len(request.input_ids) + len(output_ids)),
             **_scores(request, content, data.get("prompt_logprobs")),
         )
 

@@ -235,7 +235,7 @@ class Generate(Body):
             "the model behind this server reads token ids only; pixel values travel only to the built-in engine in process",
         ),
         **_none("token_ids_logprob", "video_data", "audio_data", "modalities", "input_embeds", value=[]),
-        **_none("use_audio_in_video", "return_hidden_states", "return_routed_experts", "return_indexer_topk", value=False),
+        **_none("use_audio_in_video", "return_hidden_states", "return_indexer_topk", value=False),
         **_none("return_sampling_mask", "return_entropy", "return_bytes", "background", "require_reasoning", value=False),
         **_none("return_flat_raw_top_logprobs", "return_flat_raw_output_top_logprobs", value=False),
         **_none("return_flat_raw_top_logprobs_b64", value=False),
@@ -262,6 +262,7 @@ class Generate(Body):
     position_ids: list[int] | None = None
     branch_ids: list[int] | None = None
     return_text_in_logprobs: Flag = False
+    return_routed_experts: Flag = False
     return_prompt_token_ids: Flag = False
 
     @model_validator(mode="after")

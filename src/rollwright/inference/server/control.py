@@ -200,6 +200,7 @@ class Control:
             "dtype": str(weights.dtype).removeprefix("torch."),
             "enable_deterministic_inference": True,  # every request is sampled with its own seed
             "batch_invariant": self._engine.is_batch_invariant,
+            "enable_return_routed_experts": self._engine.records_experts,
             "weights_roots": self._settings.weights_roots,
             "paused": bool(self._holds) or current_run.get() in self._engine.paused_runs(),
             "serves_adapters": True,

@@ -13,6 +13,7 @@ from fastapi.responses import JSONResponse
 
 from rollwright.inference.engine import InferenceEngine
 from rollwright.inference.request import ModelRequest, ModelResponse, version_spans
+from rollwright.inference.routed_experts import int32_of_record
 from rollwright.inference.server.adapter_routes import AdapterRoutes
 from rollwright.inference.server.bodies import Generate, NativeSampling
 from rollwright.inference.server.exchange import (
@@ -86,6 +87,10 @@ class NativeProtocol:
             The requested completions, and whether the answer is a list.
         """
         body = Generate.of(given)
+        if body.return_routed_experts and not self.engine.records_experts:
+            raise RequestError(
+                "This server records no experts: start it with --enable-return-routed-experts.", param="return_routed_experts"
+            )
         prompts, as_list = self._prompts(body)
         samplings = [NativeSampling.of(params or {}) for params in _one_each(body, "sampling_params", len(prompts))]
         asked = sum(sampling.n for sampling in samplings)
@@ -159,6 +164,8 @@ class NativeProtocol:
         text = ""
         if completion.return_logprob:
             meta |= self._scores(request, response, body.return_text_in_logprobs)
+        if body.return_routed_experts and final and response.routed_experts is not None:
+            meta["routed_experts"] = int32_of_record(response.routed_experts)
         if body.return_prompt_token_ids:
             meta["prompt_token_ids"] = request.input_ids
         if self.tokenizer is not None:

@@ -168,6 +168,11 @@ class BuiltinEngine(InferenceEngine):
 
     # ------------------------------------------------------------------ requests
 
+    @property
+    def records_experts(self) -> bool:
+        """See ``WeightReceiver.records_experts``."""
+        return self._runner.records_experts
+
     def submit(
         self, requests: Iterable[ModelRequest], on_token: Callable[[Sequence, int, float, int], None] | None = None
     ) -> list[Future[ModelResponse]]:

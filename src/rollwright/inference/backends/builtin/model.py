@@ -131,6 +131,11 @@ class ModelRunner:
         if self.context_length < limit and context_length is None:
             logger.info("context_length is %d: what kv_cache_bytes holds (the model has %d).", self.context_length, limit)
 
+    @property
+    def records_experts(self) -> bool:
+        """True if the cache keeps the experts of each token."""
+        return self._record is not None
+
     def prepare_adapter(self, adapter: Adapter) -> None:
         """Stack an adapter's matrices and check that the model can be computed with it.
 
