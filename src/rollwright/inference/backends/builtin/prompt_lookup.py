@@ -29,8 +29,9 @@ _CLASSES, _PRIOR = (2, 3, 4, 6, 9, 16), (0.2, 0.4, 0.5, 0.6, 0.7, 0.8)
 _PRIOR_WEIGHT = 4.0  # in drafted tokens
 _FORGETTING = 0.99  # per step, so that chances follow the text
 
-_GAIN = 1.05  # expected tokens per second of a wide step, in those of a plain one, from which on it is chosen
-_RETRY = 128  # after this many refusals of drafts, one wide step is measured again
+_GAIN = 1.1  # expected tokens per second of a wide step, in those of a plain one, from which on it is chosen
+_RETRY = 256  # after this many refusals of drafts, one wide step is measured again
+_EXTRA = 0.3  # seconds of a further token in those of a token in a plain step, assumed until they are measured
 _LOOKS, _SHORTEST_REST, _LONGEST_REST = 32, 32, 256  # steps without a useful draft, and steps without lookups after them
 _REPORTED = 200  # wide steps after which the log says what they gain
 
@@ -76,14 +77,15 @@ class StepSeconds:
     def of_wide(self, rows: int, widths: np.ndarray) -> np.ndarray:
         """Estimate the seconds of wide steps with ``rows`` rows, by interpolation.
 
-        Widths beyond the measured ones are taken to cost no more than the widest, so that they get measured.
+        Beyond the widest measured one, a token is assumed to cost a share of what it costs in a plain step.
         """
         begin = in_blocks(rows, ROW_BLOCK)
         points = sorted((width, seconds) for width, seconds in self._wide.items() if width >= begin)
         if not points or points[0][0] > begin:
             points.insert(0, (begin, self._plain[begin]))
         known, seconds = zip(*points, strict=True)
-        return np.interp(np.ceil(widths / ROW_BLOCK) * ROW_BLOCK, known, seconds)
+        widths = np.ceil(widths / ROW_BLOCK) * ROW_BLOCK
+        return np.interp(widths, known, seconds) + _EXTRA * self._plain[begin] / begin * (widths - known[-1]).clip(min=0)
 
 
 @dataclass
