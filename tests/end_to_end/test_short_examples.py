@@ -177,6 +177,7 @@ def test_lakes_are_walked_in_several_turns(run_example):
         *(
             "stages.grpo.eval_tasksets.0.kwargs.size=8",
             "stages.grpo.total_train_steps=2",
+            "stages.grpo.eval_tasksets.1.kwargs.size=8",
             "stages.grpo.evaluator.every_steps=2",
         ),
     )
