@@ -6,12 +6,14 @@ import asyncio
 
 import pytest
 import torch
-from builtin_models import tiny_model
+from builtin_models import byte_tokenizer, tiny_model
 from test_limits import forget_peak, memory
 
 from rollwright.config.generation import GenerationHyperparameters
 from rollwright.inference.backends.builtin.engine import BuiltinEngine
 from rollwright.inference.request import ModelRequest
+from rollwright.sequence_processing import GenerationConfig, SequenceProcessor
+from rollwright.sequence_processing.batches import BatchedSequences
 
 VOCABULARY, TOKENS, PROMPTS = 150_000, 600, 3
 ALL_LOGITS = VOCABULARY * TOKENS * PROMPTS * 4  # 1 GB
@@ -45,3 +47,18 @@ async def test_scores_of_prompts_take_a_few_tokens_logits_at_a_time(engine):
     responses, rose = await asked(engine, TOKENS, 0)
     assert [len(response.input_logprobs) for response in responses] == [TOKENS] * PROMPTS
     assert rose < ALL_LOGITS / 4
+
+
+@pytest.mark.parametrize("with_grad", [False, True])
+def test_a_sequence_processor_scores_a_part_of_the_tokens_at_a_time(with_grad):
+    model = tiny_model("qwen3", vocab_size=VOCABULARY, max_position_embeddings=1024)
+    processor = SequenceProcessor(model, byte_tokenizer(), GenerationConfig(tf_batch_size=4), progress=False)
+    drawn = torch.randint(0, VOCABULARY, (2, 400), generator=torch.Generator().manual_seed(0)).tolist()
+    sequences = BatchedSequences.from_tokens([row[:2] for row in drawn], [[row[2:]] for row in drawn], [[""]] * 2, 0)
+    forget_peak()
+    before = memory("VmHWM")
+    results = processor.teacher_force_logprobs(sequences, with_grad=with_grad)
+    if with_grad:
+        sum(row[0].sum() for row in results.logprobs).backward()
+    assert [len(row[0]) for row in results.logprobs] == [398] * 2
+    assert memory("VmHWM") - before < 2 * 398 * VOCABULARY * 4 / 3  # of 478 MB
