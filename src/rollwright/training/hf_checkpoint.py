@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import json
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -17,13 +18,14 @@ from torch.distributed.checkpoint.state_dict_loader import load
 
 from rollwright.atomic import replaced_directory
 from rollwright.errors import ConfigError, LostRankError
+from rollwright.experience.packed import TYPE_NAMES
 from rollwright.inference.weights.files import write_files
 from rollwright.inference.weights.names import CheckpointKeys, as_published
 from rollwright.inference.weights.stream import WeightStream
 from rollwright.tracking.progress import without_progress_bars
 from rollwright.training import parallel
 from rollwright.training.fsdp import call_checkpoint, own_tensors, whole_weights
-from rollwright.training.parallel import sharded_like
+from rollwright.training.parallel import sharded_from
 
 _INDEX = "model.safetensors.index.json"
 
@@ -58,16 +60,49 @@ def load_weights(model: Any, path: str) -> None:
         raise
     except (Exception, CheckpointException) as error:  # the message names the cause
         raise ConfigError(f"{path} could not be read into a model of type {model.config.model_type!r}: {error}") from error
-    for converted in keys.converted:  # merged from several tensors or split from one by transformers
-        for name, tensor in keys.convert(converted, lambda key: place[key].get_tensor(key)):
-            own[by_name[name]].copy_(sharded_like(tensor.to(own[by_name[name]].dtype), own[by_name[name]]))
-            filled.add(by_name[name])
+    with parallel.watched():
+        filled.update(_load_converted(keys, place, own, by_name))
     keys.remember()
     if missing := sorted(own.keys() - filled):
         raise ConfigError(
             f"{path} has no weights for {len(missing)} tensors of the model, such as {missing[0]}: it belongs to another architecture or is "
             "incomplete."
         )
+
+
+def _load_converted(
+    keys: CheckpointKeys, place: dict[str, Any], own: dict[str, Tensor], by_name: dict[str, str]
+) -> Iterator[str]:
+    """Load the tensors that transformers merges from several ones or splits from one, such as experts. Collective.
+
+    Each tensor of the checkpoint is read by one rank, which sends the others their shards, and all ranks read about as many bytes. (If
+    copies are replicated, the first rank reads all of them.) The others make the same conversion with tensors on the meta device, which tells
+    them names, shapes and types.
+
+    Yields:
+        The name of each loaded tensor in ``own``.
+    """
+    sizes = {name: sum(_shape_of(place[key], key).nbytes for key, *_ in parts) for name, parts in keys.converted.items()}
+    readers = 1 if any(map(parallel.is_replicated, own.values())) else parallel.world_size()
+    bytes_of = dict.fromkeys(range(readers), 0)
+    for converted in sorted(keys.converted, key=lambda name: -sizes[name]):
+        source = min(bytes_of, key=bytes_of.__getitem__)
+        bytes_of[source] += sizes[converted]
+        read = _shape_of if source != parallel.rank() else _tensor_of
+        for name, tensor in keys.convert(converted, lambda key, read=read: read(place[key], key)):
+            target = own[by_name[name]]
+            target.copy_(sharded_from(tensor.to(target.dtype), target, source))
+            yield by_name[name]
+
+
+def _tensor_of(file: Any, key: str) -> Tensor:
+    return file.get_tensor(key)
+
+
+def _shape_of(file: Any, key: str) -> Tensor:
+    part = file.get_slice(key)
+    kind = next((kind for kind, name in TYPE_NAMES.items() if name == part.get_dtype()), None)
+    return file.get_tensor(key).to("meta") if kind is None else torch.empty(part.get_shape(), dtype=kind, device="meta")
 
 
 def _names_of_same(model: Any) -> dict[str, str]:

@@ -326,6 +326,27 @@ def sharded_like(whole: Tensor, target: Tensor) -> Tensor:
     return whole
 
 
+def sharded_from(whole: Tensor, target: Tensor, source: int) -> Tensor:
+    """Move a whole tensor, whose values only one rank has, to the device of ``target`` and shard it the same way. Collective.
+
+    Args:
+        whole: the tensor; on other ranks than the source, any tensor of this shape and type, such as one on the meta device.
+        target: tensor that is sharded over the ranks.
+        source: the rank that has the values; 0 if copies of the shards are replicated (``is_replicated``).
+    """
+    whole = torch.empty_like(whole, device=target.device) if whole.is_meta else whole.to(target.device)
+    if isinstance(target, DTensor):
+        return distribute_tensor(whole, target.device_mesh, target.placements, src_data_rank=source)
+    if world_size() > 1:
+        dist.broadcast(whole, src=source)
+    return whole
+
+
+def is_replicated(tensor: Tensor) -> bool:
+    """Return whether several groups of ranks hold a copy of a sharded tensor each."""
+    return isinstance(tensor, DTensor) and tensor.device_mesh.ndim > 1
+
+
 _NEGATED = "-"
 
 
