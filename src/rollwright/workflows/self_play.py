@@ -126,11 +126,8 @@ class SelfPlayWorkflow(EpisodeWorkflow):
         """Play one game. Returns the rows of its players, or None if it was not played to the end."""
         game = self.game
         state, players = game.start(data), self._players(engine, data)
-        rewards, moves, is_legal = None, 0, True
-        trains = not game.is_held_out(state)
+        rewards, moves = None, 0
         while (seat := game.player(state)) is not None and rewards is None:
-            if trains and game.is_held_out(state) and (rewards := game.verdict(state)) is not None:
-                break
             answer = await players[seat].answer(game.says(state), is_trained=not game.is_held_out(state))
             turns = players[seat].turns
             is_lost = answer is None and (turns is None or turns.is_aborted)
@@ -139,8 +136,8 @@ class SelfPlayWorkflow(EpisodeWorkflow):
             if answer in game.moves(state):
                 state, moves = game.play(state, answer), moves + 1
             else:
-                is_legal = False
                 rewards = [self.illegal_reward if other == seat else 0.0 for other in range(len(players))]
+        is_legal = rewards is None
         rewards = list(game.rewards(state)) if rewards is None else rewards
         self.report(moves=moves, illegal=not is_legal)
         if others := {player.agent for player in players} - {POLICY}:

@@ -68,13 +68,6 @@ class Game(Protocol[State]):
         """Return whether moves from this state are left out of the training, because evaluations use it."""
         ...
 
-    def verdict(self, state: State) -> Sequence[float] | None:
-        """Return the reward of each seat if all play perfectly from a held-out state, or None if it is not known.
-
-        A game that began elsewhere ends there with this verdict. What untrained play would bring is no measure of the moves before.
-        """
-        ...
-
 
 #: A game, its name in ``GAMES`` or its import path, or ``{"name": …, **arguments}``.
 NamedGame = Any

@@ -85,9 +85,6 @@ class KuhnPoker:
         """See ``Game.is_held_out``: every state is trained."""
         return False
 
-    def verdict(self, state: Any) -> None:
-        """See ``Game.verdict``; no state is held out."""
-
 
 def information(state: KuhnState) -> Information:
     """Return what the player to move knows."""

@@ -30,9 +30,8 @@ class NimPosition(NamedTuple):
 class Nim:
     """The rules. Rewards are 1 for the winner and -1 for the loser.
 
-    The split of a position does not depend on the order of its heaps, so a held-out position is new in every order. Positions that the player to
-    move cannot win are never held out. Training games begin at training positions. One that reaches a held-out position ends there, and the
-    player to move has won.
+    The split of a position does not depend on the order of its heaps, so a held-out position is new in every order. Training games begin
+    at training positions. They may reach a held-out one; what a player does there is not trained.
 
     Args:
         heaps: number of heaps, at most 26.
@@ -63,8 +62,6 @@ class Nim:
 
     def split(self, position: NimPosition) -> str:
         """Return the split that a position belongs to, whatever the order of its heaps."""
-        if not reduce(operator.xor, position.heaps):
-            return "train"
         return split_of(f"nim {sorted(position.heaps)}", SHARES)
 
     def start(self, task: Mapping[str, Any]) -> NimPosition:
@@ -97,10 +94,6 @@ class Nim:
     def is_held_out(self, state: NimPosition) -> bool:
         """See ``Game.is_held_out``."""
         return any(state.heaps) and self.split(state) != "train"
-
-    def verdict(self, state: NimPosition) -> tuple[float, float]:
-        """See ``Game.verdict``: the player to move wins, because only such positions are held out."""
-        return (1.0, -1.0) if state.seat == 0 else (-1.0, 1.0)
 
     def best_moves(self, state: NimPosition) -> list[str]:
         """Return the winning moves, those that leave heap sizes whose XOR is 0; an empty list if the position is lost."""
