@@ -33,6 +33,7 @@ from rollwright.training.parallel import full_tensor
 from rollwright.training.publish_and_audit import (
     Answers,
     Publisher,
+    answer_rows,
     ask_engines,
     largest_difference,
     probe_request,
@@ -217,20 +218,8 @@ class Canary:
 
     def _batch(self, answers: Answers) -> tuple[dict[str, Tensor], dict[str, int]]:
         """Return the distinct answers as a batch, and the row of each engine's answer."""
-        rows: dict[tuple[int, ...], int] = {}
-        row_of = {
-            engine: rows.setdefault((*response.input_tokens, *response.output_tokens), len(rows))
-            for engine, response in answers.responses.items()
-        }
-        width, prompt = max(map(len, rows)), len(next(iter(answers.responses.values())).input_tokens)
-        ids_BL, mask_BL = torch.zeros(len(rows), width, dtype=torch.int64), torch.zeros(len(rows), width, dtype=torch.bool)
-        for ids, row in rows.items():
-            ids_BL[row, : len(ids)], mask_BL[row, : len(ids)] = torch.tensor(ids), True
-        loss_mask_BL = mask_BL.int()
-        loss_mask_BL[:, :prompt] = 0
-        temperature = next(iter(answers.responses.values())).temperature
-        batch = {"input_ids": ids_BL, "attention_mask": mask_BL, "loss_mask": loss_mask_BL}
-        return {**batch, "temperature": torch.full((len(rows),), temperature)}, row_of
+        batch, row_of = answer_rows(answers.responses.values())
+        return batch, dict(zip(answers.responses, row_of, strict=True))
 
     def _scores(self, answers: Answers, changed: Collection[str] | None = None) -> dict[str, Tensor]:
         """Return the trainer's log-probabilities of each engine's answer. If ``changed`` is given, change exactly these tensors before."""

@@ -9,22 +9,25 @@ sends the probe, and all ranks score and compare the answers.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import asdict, dataclass, replace
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from rollwright.config.generation import GenerationHyperparameters
 from rollwright.errors import WeightUpdateError
+from rollwright.experience.contract import ROUTED_EXPERTS
+from rollwright.experience.trajectory import Trajectory, concat_padded_tensors
 from rollwright.inference.backends import BACKENDS
 from rollwright.inference.backends.server_backend import ServerBackend
 from rollwright.inference.engine import TOLERANCE_OF_16_BITS, InferenceEngine, WeightReceiver, takes_no_weights
 from rollwright.inference.network import find_server_addresses
 from rollwright.inference.remote import CONNECTED_ENGINES, RemoteInferenceEngine
 from rollwright.inference.request import ModelRequest, ModelResponse
-from rollwright.inference.routed_experts import number_of_experts
+from rollwright.inference.routed_experts import int32_of_record, number_of_experts, record_of_int32
 from rollwright.inference.weights.names import as_published
 from rollwright.inference.weights.stream import WeightStream
 from rollwright.tracking.logging import getLogger
@@ -44,8 +47,8 @@ PROMPT_TOKENS, NEW_TOKENS = 12, 16
 #: of the next batch are compared as well.
 NEW_TOKENS_IN_PROCESS = 2
 
-#: ``(input_ids [1, L], temperature)`` -> log-probabilities ``[1, L]`` under the trainer's weights, index t for token t.
-Score = Callable[[Tensor, float], Tensor]
+#: An engine's answer -> log-probabilities ``[1, L]`` of its prompt and its tokens under the trainer's weights, index t for token t.
+Score = Callable[[ModelResponse], Tensor]
 
 
 @dataclass(frozen=True)
@@ -259,14 +262,53 @@ def ask_engines(engine: WeightReceiver, request: ModelRequest) -> Answers | None
             return None
         # The compute type of a server is not known.
         dtype = "auto" if sampler.local_model is None else str(sampler.weight_dtype)
-        plain = {name: replace(answer, routed_experts=None) for name, answer in answers.items()}
-        return [engine.logprob_tolerance, dtype, {name: asdict(answer) for name, answer in plain.items()}]
+        return [engine.logprob_tolerance, dtype, {name: _as_json(answer) for name, answer in answers.items()}]
 
     asked = parallel.from_first_rank(ask)
     if asked is None:
         return None
     tolerance, dtype, answers = asked
-    return Answers({name: ModelResponse(**answer) for name, answer in answers.items()}, tolerance, dtype)
+    return Answers({name: _from_json(answer) for name, answer in answers.items()}, tolerance, dtype)
+
+
+def _as_json(answer: ModelResponse) -> dict[str, Any]:
+    experts = answer.routed_experts
+    return asdict(replace(answer, routed_experts=None)) | {
+        "routed_experts": None if experts is None else int32_of_record(experts)
+    }
+
+
+def _from_json(answer: dict[str, Any]) -> ModelResponse:
+    response = ModelResponse(**{**answer, "routed_experts": None})
+    if (experts := answer["routed_experts"]) is not None:
+        response.routed_experts = record_of_int32(experts, response.input_len + response.output_len)
+    return response
+
+
+def answer_rows(responses: Iterable[ModelResponse]) -> tuple[Trajectory, list[int]]:
+    """Return the distinct answers to one prompt as a batch whose ``loss_mask`` marks their tokens, and the row of each answer.
+
+    Answers with the same tokens share a row, unless other experts computed them.
+    """
+    answers = list(responses)
+    rows: dict[Any, int] = {}
+    keys = [
+        (*one.input_tokens, *one.output_tokens, None if one.routed_experts is None else one.routed_experts.tobytes())
+        for one in answers
+    ]
+    row_of = [rows.setdefault(key, len(rows)) for key in keys]
+    items: list[Trajectory] = []
+    for key, one in zip(keys, answers, strict=True):
+        if rows[key] < len(items):
+            continue
+        ids_BL = torch.tensor([one.input_tokens + one.output_tokens])
+        sampled_BL = (torch.arange(ids_BL.shape[1]) >= one.input_len)[None]
+        item: Trajectory = {"input_ids": ids_BL, "attention_mask": torch.ones_like(sampled_BL), "loss_mask": sampled_BL.int()}
+        item["temperature"] = torch.tensor([one.temperature])
+        if one.routed_experts is not None:  # the last token has none
+            item[ROUTED_EXPERTS] = torch.from_numpy(np.pad(one.routed_experts, ((0, 1), (0, 0))))[None]
+        items.append(item)
+    return concat_padded_tensors(items), row_of
 
 
 def audit_engine(engine: WeightReceiver, trainer: TrainEngine, version: int, new_tokens: int) -> list[Agreement] | None:
@@ -287,15 +329,14 @@ def audit_engine(engine: WeightReceiver, trainer: TrainEngine, version: int, new
     answers = ask_engines(engine, probe_request(trainer.model, new_tokens))
     if answers is None:
         return None
-    scored: dict[tuple[int, ...], Tensor] = {}  # servers with the same weights sample the same tokens
+    if not answers.responses:
+        return []
+    batch, row_of = answer_rows(answers.responses.values())  # servers with the same weights sample the same tokens
+    scores_BL = trainer.compute_logp(batch)
+    row = {id(response): number for response, number in zip(answers.responses.values(), row_of, strict=True)}
 
-    def score(ids_BL: Tensor, temperature: float) -> Tensor:
-        ids = tuple(ids_BL[0].tolist())
-        if ids not in scored:
-            mask_BL = torch.ones_like(ids_BL)
-            batch = {"input_ids": ids_BL, "attention_mask": mask_BL.bool(), "loss_mask": mask_BL}
-            scored[ids] = trainer.compute_logp({**batch, "temperature": torch.full((1,), temperature)})
-        return scored[ids]
+    def score(response: ModelResponse) -> Tensor:
+        return scores_BL[row[id(response)], : response.input_len + response.output_len][None]
 
     return audit(answers.responses, score, version, answers.tolerance, trainer.compute_dtype, answers.dtype)
 
@@ -342,8 +383,7 @@ def audit(
     agreements: list[Agreement] = []
     for engine, response in responses.items():
         require_version(engine, response, version)
-        ids = torch.tensor([response.input_tokens + response.output_tokens])
-        trainer = score(ids, response.temperature).detach().to("cpu", torch.float64)[0, len(response.input_tokens) :]
+        trainer = score(response).detach().to("cpu", torch.float64)[0, len(response.input_tokens) :]
         difference = (torch.tensor(response.output_logprobs, dtype=torch.float64) - trainer).abs()
         if not bool(torch.isfinite(difference).all()):
             raise WeightUpdateError(

@@ -226,8 +226,9 @@ def score_of(model):
     """The trainer's log-probabilities as the audit asks for them, by Transformers in float64."""
 
     @torch.no_grad()
-    def score(ids, temperature):
-        logprobs = torch.log_softmax(model(ids).logits.double() / temperature, -1)
+    def score(response):
+        ids = torch.tensor([response.input_tokens + response.output_tokens])
+        logprobs = torch.log_softmax(model(ids).logits.double() / response.temperature, -1)
         result = torch.zeros(ids.shape, dtype=torch.float64)
         result[:, 1:] = logprobs[:, :-1].gather(-1, ids[:, 1:, None])[..., 0]
         return result

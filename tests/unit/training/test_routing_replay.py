@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import copy
+from dataclasses import replace
 from types import MethodType
 
 import numpy as np
@@ -21,10 +22,12 @@ from rollwright.experience.journal.writing import Journal
 from rollwright.experience.packed import as_packed, unpacked
 from rollwright.experience.trajectory import concat_padded_tensors
 from rollwright.inference.backends.builtin.engine import BuiltinEngine
+from rollwright.inference.backends.builtin.prompt_lookup import StepSeconds
 from rollwright.rollout.engines import LocalRolloutEngine
 from rollwright.training.actor import FSDPPPOActor
 from rollwright.training.logprobs import TokenScorer
 from rollwright.training.micro_batches import attended_tokens
+from rollwright.training.publish_and_audit import answer_rows, ask_engines, audit_engine, probe_request
 
 VOCABULARY, LAYERS, EXPERTS, TOP_K = 64, 3, 16, 2
 SIZES = {
@@ -300,6 +303,40 @@ def test_an_engine_records_what_its_model_chose_however_the_tokens_were_computed
     for answer in answers:
         ids = torch.tensor([answer.input_tokens + answer.output_tokens])
         assert torch.equal(torch.from_numpy(answer.routed_experts), own_choice(model, ids)[0, :-1])
+
+
+def test_drafted_tokens_that_are_rejected_leave_no_record():
+    class Free(StepSeconds):
+        """As if all steps took the same time, so that every draft is used."""
+
+        def of_plain(self, rows):
+            return 9.0
+
+        def of_wide(self, rows, widths):
+            return np.ones(len(widths))
+
+    model, gconfig = mixture(), GenerationHyperparameters(max_new_tokens=40, ignore_eos=True, temperature=0.5)
+    asked = [ModelRequest(input_ids=[3 + i % 5 + n for i in range(30)], gconfig=gconfig, seed=n) for n in range(3)]
+    with BuiltinEngine(model, routing_replay=True, threads=1, max_running_requests=4, prompt_lookup_tokens=4) as engine:
+        engine._stepper.lookup.seconds = Free()
+        answers = engine.generate(asked)
+        assert engine._stepper.lookup.proposed > engine._stepper.lookup.accepted
+    for answer in answers:
+        ids = torch.tensor([answer.input_tokens + answer.output_tokens])
+        assert torch.equal(torch.from_numpy(answer.routed_experts), own_choice(model, ids)[0, :-1])
+
+
+def test_the_audit_compares_an_answer_with_its_experts():
+    trainer, request = actor_of(mixture()), probe_request(mixture(), 48)
+    with BuiltinEngine(mixture(), dtype="bfloat16", routing_replay=True, threads=1) as engine:
+        (answer,) = ask_engines(engine, request).responses.values()
+        (agreement,) = audit_engine(engine, trainer, 0, 48)
+    at = slice(answer.input_len, None)
+    batch, rows = answer_rows([answer, answer, replace(answer, routed_experts=None)])
+    assert rows == [0, 0, 1]
+    sampled, (replayed, own) = torch.tensor(answer.output_logprobs), trainer.compute_logp(batch)[:, at]
+    assert agreement.mean == pytest.approx(float((replayed - sampled).abs().mean()), rel=1e-3)
+    assert float((replayed - own).abs().max()) > 1e-3  # the trainer would have chosen others
 
 
 class TwoTurns:

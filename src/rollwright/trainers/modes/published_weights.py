@@ -15,7 +15,9 @@ import torch
 from torch import Tensor
 
 from rollwright.errors import WeightUpdateError
+from rollwright.experience.trajectory import tensor_container_to
 from rollwright.inference.engine import InferenceEngine, WeightReceiver
+from rollwright.inference.request import ModelResponse
 from rollwright.inference.weights.files import (
     MANIFEST,
     content_digest,
@@ -30,7 +32,7 @@ from rollwright.tracking.logging import getLogger
 from rollwright.training.adapters import with_adapter
 from rollwright.training.logprobs import TokenScorer
 from rollwright.training.micro_batches import attended_tokens
-from rollwright.training.publish_and_audit import NEW_TOKENS_IN_PROCESS, audit, probe_request
+from rollwright.training.publish_and_audit import NEW_TOKENS_IN_PROCESS, answer_rows, audit, probe_request
 
 if TYPE_CHECKING:  # supervised training needs no store
     from rollwright.store.announcements import Announcement, Announcements
@@ -186,14 +188,13 @@ def load_and_audit(
         answers = rollout.sampler.probe(probe_request(model, NEW_TOKENS_IN_PROCESS)) or {}
         dtype = next(model.parameters()).dtype
         plain = model if weights.adapter is None else with_adapter(model, weights)
-        audit(answers, lambda ids_BL, temperature: _plain_logprobs(plain, ids_BL, temperature), version, tolerance, dtype)
+        audit(answers, lambda answer: _plain_logprobs(plain, answer), version, tolerance, dtype)
     rollout.resume()
 
 
 @torch.no_grad()
-def _plain_logprobs(model: torch.nn.Module, ids_BL: Tensor, temperature: float) -> Tensor:
-    """Compute the log-probabilities ``[B, L]`` of tokens with the model's own forward pass."""
-    ids_BL = ids_BL.to(next(model.parameters()).device)
-    temperature_B = torch.full((len(ids_BL),), temperature, device=ids_BL.device)
-    batch = {"input_ids": ids_BL, "attention_mask": torch.ones_like(ids_BL), "temperature": temperature_B}
+def _plain_logprobs(model: torch.nn.Module, answer: ModelResponse) -> Tensor:
+    """Compute the log-probabilities ``[1, L]`` of an answer's prompt and tokens with the model's own forward pass."""
+    batch, _ = answer_rows([answer])
+    batch = tensor_container_to(batch, next(model.parameters()).device)
     return TokenScorer(model)(batch, attended_tokens(batch))[0]

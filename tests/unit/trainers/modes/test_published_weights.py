@@ -92,7 +92,7 @@ def of_the_model_with(weights, tiny_model):
     other.initialize()
     other.model.load_state_dict(weights, strict=False)
     plain = published_weights._plain_logprobs
-    return lambda model, ids_BL, temperature: plain(other.model, ids_BL, temperature)
+    return lambda model, answer: plain(other.model, answer)
 
 
 def test_weights_that_are_being_replaced_are_looked_for_again(announced, tmp_path, monkeypatch):
