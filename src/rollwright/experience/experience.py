@@ -125,7 +125,8 @@ class Experience:
         for name, dtype in SEQUENCES.items():
             setattr(self, name, self._sequence(name, dtype))
         if self.routed_experts is not None:
-            self.routed_experts = torch.as_tensor(self.routed_experts).detach().cpu()
+            experts = torch.as_tensor(self.routed_experts).detach().cpu()
+            self.routed_experts = experts if experts.dtype == torch.uint8 else experts.to(torch.int16)  # of a file: int64
         length = 0 if self.tokens is None else len(self.tokens)
         if not length:
             raise self._error("tokens", "there are none", "give the ids of prompt and response")

@@ -262,6 +262,7 @@ _COLUMNS = {
     **{"position_ids": "[int64]", "branch_ids": "[int64]", "other_context": "[bool_]", "chosen": "[int64]"},
     **{"rejected": "[int64]", "prompt_text": "string", "response_text": "string"},
     **{"agent": "string", "role": "string", "environment": "string", "trainable": "bool_", "turn_ids": "int64"},
+    **{"routed_experts": "[[int16]]"},
     **dict.fromkeys(_DOCUMENTS, "string"),
 }
 
@@ -281,8 +282,7 @@ def export_parquet(groups: Iterable[StoredGroup], path: str | Path) -> int:
         raise ConfigError("the export to Parquet needs pyarrow, which is not installed: pip install pyarrow.") from None
 
     def kind(name: str) -> Any:
-        single = getattr(pyarrow, name.strip("[]"))()
-        return pyarrow.list_(single) if name.startswith("[") else single
+        return pyarrow.list_(kind(name[1:-1])) if name.startswith("[") else getattr(pyarrow, name)()
 
     schema = pyarrow.schema([(name, kind(each)) for name, each in _COLUMNS.items()])
     count = 0

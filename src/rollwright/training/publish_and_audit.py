@@ -244,7 +244,7 @@ class Answers:
     Attributes:
         responses: answers by engine name; empty if no engine answers probes.
         tolerance: the engine's ``logprob_tolerance``.
-        dtype: compute type of the engines; ``auto`` if it is not known.
+        dtype: type of the engines' weights; ``auto`` if it is not known.
     """
 
     responses: dict[str, ModelResponse]
@@ -260,8 +260,7 @@ def ask_engines(engine: WeightReceiver, request: ModelRequest) -> Answers | None
         answers = sampler.probe(request)
         if answers is None:
             return None
-        # The compute type of a server is not known.
-        dtype = "auto" if sampler.local_model is None else str(sampler.weight_dtype)
+        dtype = "auto" if (held := sampler.weight_dtype) is None else str(held)
         return [engine.logprob_tolerance, dtype, {name: _as_json(answer) for name, answer in answers.items()}]
 
     asked = parallel.from_first_rank(ask)

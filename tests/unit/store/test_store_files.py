@@ -238,6 +238,7 @@ def test_every_field_of_an_experience_is_exported(tmp_path):
         environment="nim",
         trainable=True,
         turn_ids=2,
+        routed_experts=torch.tensor([[1, 2], [3, 1], [0, 0]], dtype=torch.uint8),
     )
     with ExperienceStore("sqlite://") as store:
         store.append([whole])
@@ -254,3 +255,6 @@ def test_every_field_of_an_experience_is_exported(tmp_path):
         else:
             assert (json.loads(written) if isinstance(value, list | dict) else written) == value, field.name
     assert row["eid"] == str(whole.eid)
+    read = document_experience(json.loads(json.dumps(experience_document(whole))), "line 1")
+    assert read.routed_experts.dtype == torch.int16
+    assert torch.equal(read.routed_experts, whole.routed_experts.to(torch.int16))

@@ -24,6 +24,8 @@ from rollwright.training.publish_and_audit import (
     NEW_TOKENS_IN_PROCESS,
     SentWeights,
     SharedWeights,
+    ask_engines,
+    largest_difference,
     probe_request,
     publisher_for,
 )
@@ -215,6 +217,13 @@ def test_weights_are_sent_in_the_type_that_the_engine_holds(held):
     actor.connect_engine(servers)
     actor.update_weights()
     assert servers.got == {held or torch.float32}
+
+
+@pytest.mark.parametrize(("held", "limit"), [(torch.bfloat16, 5e-2), (torch.float32, 1e-3), (None, 1e-3)])
+def test_servers_are_compared_with_the_tolerance_of_the_type_that_they_report(held, limit):
+    sampler = SimpleNamespace(probe=lambda request: {}, weight_dtype=held, local_model=None)
+    answers = ask_engines(SimpleNamespace(sampler=sampler, logprob_tolerance=None), ModelRequest([1]))
+    assert largest_difference(answers.tolerance, torch.float32, answers.dtype) == limit
 
 
 def test_what_is_no_engine_is_refused():

@@ -89,7 +89,8 @@ class NativeProtocol:
         body = Generate.of(given)
         if body.return_routed_experts and not self.engine.records_experts:
             raise RequestError(
-                "This server records no experts: start it with --enable-return-routed-experts.", param="return_routed_experts"
+                "return_routed_experts: this server records no experts; start it with --enable-return-routed-experts.",
+                param="return_routed_experts",
             )
         prompts, as_list = self._prompts(body)
         samplings = [NativeSampling.of(params or {}) for params in _one_each(body, "sampling_params", len(prompts))]
