@@ -26,8 +26,8 @@ logger = getLogger(__name__)
 _ROWS = 16
 #: Rows that are computed at once: with more, oneDNN takes longer for each (by 1.25 with 1024 or 2048, 135M on an AMD EPYC).
 FASTEST_ROWS = 512
-#: Smaller models spend their steps elsewhere.
-_LEAST_BYTES = 64 << 20
+#: With smaller matrices MKL is as fast (1M on an AMD EPYC; 5M takes 1.2 to 2 times as long).
+_LEAST_BYTES = 8 << 20
 #: Share of the free memory that the copies may take.
 _SHARE = 1 / 6
 #: The copies are used if MKL's products take this many times as long.
