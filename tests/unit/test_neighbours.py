@@ -115,7 +115,12 @@ def test_a_missing_neighbour_and_one_that_cannot_be_read_are_named(plugins):
         plugins({"w/b.py": "import nb_wrong\n", "w/nb_wrong.py": "def\n"}, "w/b.py")
 
 
+def known_reward(prompt, completion, prompt_ids, completion_ids):
+    return float(len(completion))
+
+
 def test_a_reward_in_a_worker_process_imports_what_is_beside_its_plugin(plugins):
+    assert asyncio.run(AsyncRewardWrapper(known_reward)("p", "abc", [], [])) == 3.0  # the process has started before
     plugins(
         {
             "w/a.py": "from rollwright.workflows.registry import FUNCTIONS\nfrom nb_length import length\n@FUNCTIONS.register('nb_score')\n"

@@ -27,6 +27,7 @@ from functools import lru_cache, partial
 from typing import Any
 
 from rollwright.errors import RollwrightError
+from rollwright.neighbours import NEIGHBOURS
 from rollwright.processes.child import UNCOUNTED, ChildProcess, UncountedTime, connect
 
 #: Seconds that a worker may take to start and to load a function with its imports, which do not count against the function's limit.
@@ -143,7 +144,7 @@ def _call(key: bytes, function: bytes, arguments: bytes, seconds: float, uncount
             is_running = False
             worker.loaded.add(key)
             with uncounted.passing():
-                channel.send(LOAD, function)
+                channel.send(LOAD, pickle.dumps((NEIGHBOURS.directories, function)))
                 kind, body = channel.receive(START_SECONDS)
         if kind == READY:
             is_running = True
@@ -191,7 +192,9 @@ def main() -> None:
     @lru_cache(KEPT_FUNCTIONS)
     def loaded(key: bytes) -> Any:
         channel.send(NEED)
-        function, modules = pickle.loads(channel.receive()[1])  # noqa: S301 - from our own parent
+        neighbours, pickled = pickle.loads(channel.receive()[1])  # noqa: S301 - from our own parent
+        NEIGHBOURS.adopt(neighbours)  # of plugins that were loaded after this process had started
+        function, modules = pickle.loads(pickled)  # noqa: S301
         for module in modules:
             importlib.import_module(module)
         return function
