@@ -1,7 +1,7 @@
 """Modules beside a plugin file: ``import helper`` in ``worlds/a.py`` finds ``worlds/helper.py``.
 
-``sys.path`` stays as it is. When a plugin is loaded, its import statements are read, and a finder at the end of ``sys.meta_path`` gets
-those names that a file or package beside it has. Modules of the standard library and of installed packages come first. A name that
+``sys.path`` is not changed. When a plugin is loaded, its import statements are read. Names that match a file or package in its directory
+are added to a finder at the end of ``sys.meta_path``, so the standard library and installed packages take precedence. A name that
 would mean something else in another plugin's directory, or on ``sys.path``, is an error: Python has one module of a name.
 """
 

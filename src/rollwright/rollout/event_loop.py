@@ -259,7 +259,7 @@ class BlockedLoopMonitor:
         frame = sys._current_frames().get(self._thread_id)
         while frame is not None:
             if frame.f_code is asyncio.Handle._run.__code__:
-                handle = frame.f_locals["self"]  # None: see ``where``
+                handle = frame.f_locals["self"]  # may be None, as in ``where``
                 return None if handle is None else weakref.ref(handle)
             frame = frame.f_back
         return None

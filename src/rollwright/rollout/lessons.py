@@ -16,7 +16,7 @@ from typing import Any
 
 from rollwright.workflows.base import TaskDraws
 
-#: What a training group has shown: its ordinal, the name of its workflow, and the result (None: nothing).
+#: The ordinal of a training group, the name of its workflow, and its result; None if there is nothing to learn.
 Lesson = tuple[int, str, Any]
 
 

@@ -98,9 +98,8 @@ class FSDPPPOActor(TrainEngine):
         """
         if self.reference is None:
             raise TrainingError("There is no reference policy: actor.kl_ctl is 0. Set it above 0 before initialize().")
-        batch = {
-            name: value for name, value in batch.items() if name != ROUTED_EXPERTS
-        }  # the policy's experts, not the reference's
+        # The recorded experts are the policy's; the reference routes as it does.
+        batch = {name: value for name, value in batch.items() if name != ROUTED_EXPERTS}
         return self.reference.compute_logp(batch, loss_tokens_only=True)
 
     def compute_advantages(self, batch: Trajectory) -> Trajectory:

@@ -153,7 +153,7 @@ class Opponents(TaskDraws):
         path = None if self.pool is None else Path(self.pool.directory, name)
         if path is None or not path.is_dir():
             raise WorkflowError(
-                f"self_play: the task's opponent is {name!r}, and "
+                f"The task's opponent is {name!r}, and "
                 + (
                     f"opponents has {', '.join(self.fixed) or 'none'}. Name one of them in the task's column opponent."
                     if path is None

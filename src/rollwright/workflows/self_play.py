@@ -79,8 +79,8 @@ class SelfPlayWorkflow(EpisodeWorkflow):
     """Plays a game; returns one row for each player that has moved.
 
     By default, the policy plays all seats. Against an opponent of ``opponents`` or the ``pool``, it has one seat, and the opponent, which is
-    not trained, has the others. The seat is the task's column ``seat``, and the opponent's name its column ``opponent`` (None: the policy
-    plays itself); without them, they are drawn for each task.
+    not trained, has the others. The task's columns ``seat`` and ``opponent`` name them (``opponent: None`` lets the policy play
+    itself); what is missing is drawn for each task.
 
     An illegal move ends the game: its player gets ``illegal_reward``, the others 0. So does a conversation that leaves no room for a reply.
 

@@ -9,6 +9,7 @@ from parts import qwen3_config, random_model
 from rollwright.config.generation import GenerationHyperparameters
 from rollwright.data.tokenizer import build_character_tokenizer
 from rollwright.inference.backends.builtin import loading, packed_weights
+from rollwright.inference.backends.builtin import model as builtin_model
 from rollwright.inference.backends.builtin.engine import BuiltinEngine
 from rollwright.inference.backends.builtin.loading import copied_in, paired
 from rollwright.inference.request import ModelRequest
@@ -68,6 +69,15 @@ def test_bfloat16_is_as_precise_as_in_transformers(model):
         assert (engine._runner.forward._packed is not None) == torch.ops.mkldnn._is_mkldnn_bf16_supported()
     of_plain_forward = (logprobs(copied_in(model, torch.bfloat16), responses) - logprobs(model, responses)).abs().mean()
     assert 1e-4 < differences(model, responses).mean() < 1.1 * of_plain_forward
+
+
+def test_a_processor_without_bfloat16_is_told_to_use_float32(model, monkeypatch):
+    said = []
+    monkeypatch.setattr(builtin_model, "has_bfloat16_instructions", lambda: False)
+    monkeypatch.setattr(builtin_model, "log_once", lambda level, message: said.append(message))
+    for dtype, times in (("auto", 0), ("bfloat16", 1)):
+        BuiltinEngine(model, threads=1, dtype=dtype).destroy()
+        assert sum("Set rollout.dtype: float32" in message for message in said) == times
 
 
 def test_copies_in_bfloat16_follow_publications(model):

@@ -174,7 +174,6 @@ class Sequence:
         """Build the response from everything generated so far, or from the tokens passed to ``on_token`` so far (``sampled``)."""
         tokens, logprobs, versions = sampled or (self.tokens[self.prompt_length :], self.logprobs, self.versions)
         now, request = time.monotonic(), self.request
-        is_complete = sampled is None
         scores: dict[str, Any] = {}
         if request.top_logprobs:
             scores["output_top_logprobs"] = self.top_logprobs[: len(tokens)]
@@ -195,7 +194,7 @@ class Sequence:
             temperature=request.gconfig.effective_temperature,
             rid=request.rid,
             seed=self.seed,
-            routed_experts=self._record_of(self.prompt_length + len(tokens) - 1) if is_complete and self.routed else None,
+            routed_experts=self._record_of(self.prompt_length + len(tokens) - 1) if sampled is None and self.routed else None,
             **scores,
         )
 

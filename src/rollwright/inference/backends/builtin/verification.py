@@ -45,7 +45,7 @@ def verification_batch(table: RowTable, running: list[Sequence], drafts: list[Dr
     Args:
         table: state of the rows after the previous step.
         running: sequences by row.
-        drafts: drafts of some rows, of which ``used`` tokens are computed.
+        drafts: drafts of some rows; the first ``used`` tokens of each are computed.
         runner: the model and its cache, which has columns for all these tokens.
     """
     count, cache, device = len(running), runner.cache, runner.device
