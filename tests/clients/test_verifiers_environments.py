@@ -12,7 +12,8 @@ import pytest
 from client_cases import ENVIRONMENTS
 from directed_model import CALL, CONTEXT, THOUGHT, Directed, check_record, defaults, small_engine
 
-from rollwright.environments.verifiers_hub import verifiers
+from rollwright.environments import verifiers_hub
+from rollwright.environments.verifiers_hub import EnvironmentSpec, shared_host, verifiers
 from rollwright.errors import DataError, LostToolError, PromptTooLongError, RewardError, WorkflowError
 from rollwright.tracking.metrics import get_tracker
 
@@ -80,7 +81,9 @@ CLASSIC = ".venv-clients-verifiers3"
 
 @pytest.fixture(scope="module")
 def classic() -> list[dict[str, Any]]:
-    return tasks_of("sums-classic", CLASSIC)
+    """Its process is told of a proxy that is not there; the policy is asked without it."""
+    env = {"PYTHONPATH": PROGRAMS, "HTTP_PROXY": "http://127.0.0.1:9", "NO_PROXY": ""}
+    return verifiers("train", "sums-classic", {}, python_of(CLASSIC), env)
 
 
 def sum_of(rows: list[dict[str, Any]], number: int = 17) -> dict[str, Any]:
@@ -100,9 +103,19 @@ def test_the_tasks_of_a_classic_environment(classic):
     assert row["query_id"].startswith("sums-classic/train/")
 
 
-def test_an_evaluation_dataset_is_held_out():
+def test_an_evaluation_dataset_is_held_out(monkeypatch):
+    """And all datasets and workflows share the process of an environment, which ends after the last of them."""
+    monkeypatch.setattr(verifiers_hub, "KEPT_SECONDS", 0.1)
+    spec = EnvironmentSpec("sums-classic", {"held_out": 3}, python_of(CLASSIC), {"PYTHONPATH": PROGRAMS})
+    host = shared_host(spec)
+    process = psutil.Process(host._process.pid)
     rows = tasks_of("sums-classic", CLASSIC, "test", held_out=3)
     assert [row["answer"] for row in rows] == ["1025", "1026", "1027"]
+    assert len(tasks_of("sums-classic", CLASSIC, held_out=3)) == 40
+    assert shared_host(spec) is host
+    assert process.is_running()
+    del host
+    process.wait(30)
 
 
 def test_a_classic_environment_plays_with_the_policy_and_scores(play, classic):

@@ -8,8 +8,10 @@ import json
 import shutil
 import socket
 import tempfile
+import threading
 import weakref
-from collections.abc import Mapping
+from collections.abc import Mapping, MutableMapping
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -27,6 +29,8 @@ logger = getLogger("verifiers")
 COLUMN = "verifiers"
 _START_SECONDS = 600.0  # imports on a busy machine, and a dataset that is fetched
 _LIST_SECONDS = 600.0
+#: How long a process is kept that nobody uses: the next stage or evaluation often needs it again.
+KEPT_SECONDS = 60.0
 
 
 @dataclass(frozen=True)
@@ -76,16 +80,26 @@ class EnvironmentHost:
                 "environment are installed."
             ) from error
         self.close = weakref.finalize(self, _end, self._process, self._directory)
-        self._is_ready = False
+        self._loading = threading.Lock()
+        self._is_ready, self._fault = False, ""
 
     def wait(self) -> None:
-        """Wait until the environment is loaded. Called by one thread.
+        """Wait until the environment is loaded.
 
         Raises:
             WorkflowError: it cannot be loaded; the message says why.
         """
-        if self._is_ready:
-            return
+        with self._loading:
+            if not self._is_ready and not self._fault:
+                try:
+                    self._receive_readiness()
+                    self._is_ready = True
+                except WorkflowError as error:
+                    self._fault = str(error)
+        if self._fault:
+            raise WorkflowError(self._fault)
+
+    def _receive_readiness(self) -> None:
         name, where = self.spec.name, self.spec.python or "this interpreter"
         try:
             kind, said = self._process.channel.receive(_START_SECONDS)
@@ -97,7 +111,6 @@ class EnvironmentHost:
                 f"the environment {name} cannot be loaded in {where}: {said.decode()}. Install verifiers and the environment there, and "
                 "name the interpreter in kwargs.python of the dataset."
             )
-        self._is_ready = True
 
     def tasks(self, split: str) -> tuple[list[dict[str, Any]], bool]:
         """Return the environment's rows of a split, and whether the environment keeps splits apart.
@@ -171,27 +184,58 @@ class EnvironmentHost:
         """True if the process was found to have ended."""
         return not self.close.alive
 
+    @property
+    def is_usable(self) -> bool:
+        """True unless the process has ended or could not load its environment."""
+        return self.close.alive and not self._fault and self._process.is_running
+
 
 def _end(process: ChildProcess, directory: Path) -> None:
     process.close()
     shutil.rmtree(directory, ignore_errors=True)
 
 
+_SHARED: weakref.WeakValueDictionary[str, EnvironmentHost] = weakref.WeakValueDictionary()
+_SHARING = threading.Lock()
+_STARTER = ThreadPoolExecutor(1, "environments")  # a process ends with the thread that started it, and this one does not end
+
+
+def shared_host(spec: EnvironmentSpec) -> EnvironmentHost:
+    """Return the process of an environment, which all its users in this process share. It is started if there is none.
+
+    Raises:
+        WorkflowError: the interpreter cannot be run.
+    """
+    with _SHARING:
+        host = _SHARED.get(spec.key)
+        if host is None or not host.is_usable:
+            host = _SHARED[spec.key] = _STARTER.submit(EnvironmentHost, spec).result()
+        return host
+
+
+def _keep(hosts: MutableMapping[str, Any]) -> None:
+    """Drop processes that are no longer used here in a while, unless they have another user by then."""
+    timer = threading.Timer(KEPT_SECONDS, hosts.clear)
+    timer.daemon = True
+    timer.start()
+
+
 class EnvironmentHosts:
-    """The processes of several environments; each is started by the first episode that needs it."""
+    """The processes of the environments that a workflow plays; each is shared, and started when the first episode needs it."""
 
     def __init__(self) -> None:
         self._hosts: dict[str, tuple[EnvironmentHost, asyncio.Future[None]]] = {}
+        weakref.finalize(self, _keep, self._hosts).atexit = False
 
     async def of(self, spec: EnvironmentSpec) -> EnvironmentHost:
-        """Return the process of an environment, and wait until it is loaded. Called on one event loop, whose thread it ends with.
+        """Return the process of an environment, and wait until it is loaded. Called on one event loop.
 
         Raises:
             WorkflowError: it cannot be loaded.
         """
         host, loaded = self._hosts.get(spec.key, (None, None))
         if host is None or loaded is None or host.is_lost:
-            host = EnvironmentHost(spec)
+            host = shared_host(spec)
             loaded = asyncio.ensure_future(asyncio.to_thread(host.wait))
             self._hosts[spec.key] = host, loaded
         with UNCOUNTED.get().passing():
@@ -228,11 +272,9 @@ def verifiers(
         raise DataError("verifiers: path names no environment; give the name of its package, such as reverse-text.")
     spec = EnvironmentSpec(path, dict(args or {}), python, dict(env or {}))
     try:
-        host = EnvironmentHost(spec)
-        try:
-            tasks, keeps_splits = host.tasks(split)
-        finally:
-            host.close()
+        host = shared_host(spec)
+        _keep({spec.key: host})
+        tasks, keeps_splits = host.tasks(split)
     except (WorkflowError, LostToolError) as error:
         raise DataError(str(error)) from error
     chosen = [(number, task) for number, task in enumerate(tasks) if keeps_splits or split_of(_identity(task)) == split]

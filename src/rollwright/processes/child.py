@@ -158,11 +158,16 @@ class ChildProcess:
         with contextlib.suppress(OSError):  # it has already ended, which the next receive reports
             self.channel.send(START, pickle.dumps((None if python else (list(sys.path), NEIGHBOURS.directories), setup)))
 
+    @property
+    def is_running(self) -> bool:
+        """True until the process ends."""
+        return self._process.poll() is None
+
     def kill(self) -> None:
         """Kill the process and all its descendants. Any thread may call this method."""
         if sys.platform != "linux":
             kill_tree(self.pid)
-        elif self._process.poll() is None:  # a guard leaves nothing behind when it ends
+        elif self.is_running:  # a guard leaves nothing behind when it ends
             end_guarded(self.pid)
 
     def close(self) -> None:

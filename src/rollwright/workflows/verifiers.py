@@ -20,7 +20,7 @@ class VerifiersWorkflow(FrontWorkflow):
     """Lets an environment of verifiers play its task with the policy, and takes its reward.
 
     The tasks come from the dataset of kind ``verifiers``, which names the environment. One process holds an environment for all
-    episodes, in the interpreter in which it is installed, and runs with the rights of this process. A rollout that ends with an error,
+    workflows and datasets of this process, in the interpreter in which it is installed, and has the rights of this process. A rollout that ends with an error,
     and one of whose reward functions raises, is a failed sample.
 
     Args:
