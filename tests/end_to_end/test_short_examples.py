@@ -189,7 +189,29 @@ def test_lakes_are_walked_in_several_turns(run_example):
     assert "<|user|>a1S" in run.last_rollouts()
 
 
-AGENTS = Path(__file__).resolve().parents[2] / ".venv-clients-openai2"
+CLIENTS = Path(__file__).resolve().parents[2]
+VERIFIERS = CLIENTS / ".venv-clients-verifiers3"
+
+
+def test_an_environment_of_verifiers_scores_what_is_trained(run_example):
+    if not list(VERIFIERS.glob("lib/*/site-packages/reverse_text.py")):
+        pytest.skip(f"reverse-text is not installed in {VERIFIERS}: examples/reverse_text.yaml says how to install it")
+    datasets = ("before.dataset", "grpo.train_dataset", "after.dataset")
+    run = run_example(
+        "reverse_text",
+        *(f"stages.{dataset}.kwargs.python={VERIFIERS / 'bin' / 'python'}" for dataset in datasets),
+        *("stages.before.dataset.limit=8", "stages.after.dataset.limit=8", "stages.grpo.train_dataset.batch_size=4"),
+        *("stages.warmup.total_train_steps=30", "stages.grpo.total_train_steps=3"),
+    )
+    steps = run.steps("actor/grad_norm")
+    assert len(steps) == 3
+    assert all(0.0 < step["reward"] < 1.0 and step["actor/grad_norm"] > 0.0 for step in steps)
+    assert max(step["actor/logprob_difference/max"] for step in steps) < 1e-3
+    assert set(run.evaluations) == {"before", "after"}
+    assert "Reverse the text character-by-character." in run.last_rollouts()
+
+
+AGENTS = CLIENTS / ".venv-clients-openai2"
 
 
 def test_a_program_repairs_files_in_eight_episodes(request, run_example):
