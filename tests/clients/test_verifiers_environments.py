@@ -13,12 +13,14 @@ from client_cases import ENVIRONMENTS
 from directed_model import CALL, CONTEXT, THOUGHT, Directed, check_record, defaults, small_engine
 
 from rollwright.environments import verifiers_hub
-from rollwright.environments.verifiers_hub import EnvironmentSpec, shared_host, verifiers
+from rollwright.environments.verifiers_hub import EnvironmentSpec, shared_host, spec_and_task, verifiers
 from rollwright.errors import DataError, LostToolError, PromptTooLongError, RewardError, WorkflowError
 from rollwright.tracking.metrics import get_tracker
 
 pytest.importorskip("llguidance")
 PROGRAMS = str(Path(__file__).with_name("programs"))
+#: Of processes that are told of a proxy, which is not there: the policy is asked without it.
+BEHIND_A_PROXY = {"PYTHONPATH": PROGRAMS, "HTTP_PROXY": "http://127.0.0.1:9", "NO_PROXY": ""}
 
 
 def python_of(name: str) -> str:
@@ -81,9 +83,7 @@ CLASSIC = ".venv-clients-verifiers3"
 
 @pytest.fixture(scope="module")
 def classic() -> list[dict[str, Any]]:
-    """Its process is told of a proxy that is not there; the policy is asked without it."""
-    env = {"PYTHONPATH": PROGRAMS, "HTTP_PROXY": "http://127.0.0.1:9", "NO_PROXY": ""}
-    return verifiers("train", "sums-classic", {}, python_of(CLASSIC), env)
+    return verifiers("train", "sums-classic", {}, python_of(CLASSIC), BEHIND_A_PROXY)
 
 
 def sum_of(rows: list[dict[str, Any]], number: int = 17) -> dict[str, Any]:
@@ -184,7 +184,7 @@ V1 = ".venv-clients-openai2"
 
 @pytest.fixture(scope="module")
 def tasks_v1() -> list[dict[str, Any]]:
-    return tasks_of("sums-v1", V1, taskset={"tasks": 5})
+    return verifiers("train", "sums-v1", {"taskset": {"tasks": 5}}, python_of(V1), BEHIND_A_PROXY)
 
 
 def test_a_taskset_plays_with_the_policy_and_scores(play, tasks_v1):
@@ -205,3 +205,17 @@ def test_a_taskset_plays_with_the_policy_and_scores(play, tasks_v1):
 def test_a_reward_of_a_taskset_that_raises_is_a_failure(play, tasks_v1):
     with pytest.raises(RewardError, match=r"TaskError: task SumTask scoring: LookupError: no such word in the book of sum"):
         play(tasks_v1[0], "You are stupid.")
+
+
+def test_episodes_of_a_taskset_leave_nothing_open(play, tasks_v1):
+    row = tasks_v1[0]
+    host = shared_host(spec_and_task(row)[0])
+
+    def open_files() -> int:
+        return sum(process.num_fds() for process in psutil.Process(host._process.pid).children(recursive=True))
+
+    play(row, row["answer"])
+    before = open_files()
+    for _ in range(4):
+        play(row, row["answer"])
+    assert open_files() <= before

@@ -5,17 +5,24 @@ from __future__ import annotations
 import contextlib
 import itertools
 import os
+import ssl
 import sys
 import types
 from collections.abc import AsyncIterator
 from typing import Any
+from urllib.parse import urlsplit
 
+import httpx
 import openai
 import verifiers.v1 as vf
+import verifiers.v1.clients.eval as relay
 from verifiers.v1.dialects.chat import message_to_wire
 from verifiers.v1.utils.loaders import default_harness_id, load_environment, resolve_env_config
 
 CHAT = "rollwright-chat"
+#: Begins the names of the environment variables that hold the keys of episodes.
+KEY = "ROLLWRIGHT_EPISODE_KEY_"
+_CERTIFICATES = ssl.create_default_context()  # loaded once: it takes longer than an episode of one call
 
 
 class ChatHarnessConfig(vf.HarnessConfig):
@@ -47,7 +54,9 @@ class ChatHarness(vf.Harness[ChatHarnessConfig]):
             messages.append({"role": "user", "content": prompt})
         else:
             messages += [message_to_wire(message) for message in prompt or ()]
-        async with openai.AsyncOpenAI(base_url=endpoint, api_key=secret, max_retries=0) as client:
+        is_here = urlsplit(endpoint).hostname in ("localhost", "127.0.0.1", "::1")  # a proxy leads elsewhere
+        http = openai.DefaultAsyncHttpxClient(verify=_CERTIFICATES, trust_env=not is_here)
+        async with openai.AsyncOpenAI(base_url=endpoint, api_key=secret, max_retries=0, http_client=http) as client:
             try:
                 await client.chat.completions.create(model=ctx.model, messages=messages)  # type: ignore[arg-type]
             except openai.APIStatusError as error:
@@ -61,6 +70,23 @@ def _plugin() -> types.ModuleType:
     module = types.ModuleType(CHAT.replace("-", "_"))
     module.ChatHarness, module.__all__ = ChatHarness, ["ChatHarness"]  # type: ignore[attr-defined]
     return module
+
+
+class _FrontConnections(httpx.AsyncClient):
+    """Connects to the front, for all episodes. verifiers keeps the client of each key until its process ends, with all that it has opened."""
+
+    def __init__(self) -> None:
+        timeout, limits = httpx.Timeout(None, connect=30.0), httpx.Limits(max_keepalive_connections=0)
+        super().__init__(verify=_CERTIFICATES, trust_env=False, timeout=timeout, limits=limits)
+
+    async def aclose(self) -> None:
+        """Do nothing: the clients of other episodes use it, too."""
+
+
+def _share_connections() -> None:
+    """Let the clients of all episodes use the same connections."""
+    shared, build = _FrontConnections(), relay.build_async_httpx
+    relay.build_async_httpx = lambda config: shared if config.api_key_var.startswith(KEY) else build(config)
 
 
 class V1:
@@ -80,6 +106,7 @@ class V1:
         self._environment = load_environment(resolve_env_config(config))
         self._task_type = type(self._environment.taskset).task_type()
         self._numbers = itertools.count()
+        _share_connections()
 
     def tasks(self, split: str) -> tuple[list[dict[str, Any]], bool]:
         taskset = self._environment.taskset
@@ -88,7 +115,7 @@ class V1:
         return [task.data.model_dump(mode="json", exclude_none=True) for task in taskset], False
 
     async def run(self, task: dict[str, Any], base_url: str, api_key: str, model: str, seconds: float) -> dict[str, Any]:
-        variable = f"ROLLWRIGHT_EPISODE_KEY_{next(self._numbers)}"
+        variable = f"{KEY}{next(self._numbers)}"
         client = vf.EvalClientConfig(base_url=base_url, api_key_var=variable)
         context = vf.ModelContext(client=client, model=model, sampling=vf.SamplingConfig())
         data = self._task_type.data_type().model_validate(task)
