@@ -189,6 +189,32 @@ def test_lakes_are_walked_in_several_turns(run_example):
     assert "<|user|>a1S" in run.last_rollouts()
 
 
+def test_a_solver_and_a_critic_are_trained_and_scored_apart(run_example):
+    games = ("before", "before_alone", "after", "after_without_critic", "after_alone")
+    stages = (*games, "critic_before", "critic_after")
+    run = run_example(
+        "solver_critic",
+        *(
+            "stages.warmup.train_dataset.batch_size=16",
+            "stages.warmup.train_dataset.kwargs.size=480",
+            "stages.warmup.total_train_steps=30",
+        ),
+        *(f"stages.{stage}.dataset.limit=2" for stage in games),
+        *(f"stages.{stage}.samples=2" for stage in stages),
+        *(f"stages.{stage}.train_dataset.batch_size=4" for stage in ("together", "alone")),
+        *(f"stages.{stage}.total_train_steps=2" for stage in ("together", "alone")),
+    )
+    steps, alone = run.steps("actor/grad_norm", "together"), run.steps("actor/grad_norm", "alone")
+    assert len(steps) == len(alone) == 2
+    assert all(step["rows/critic"] >= step["rows/solver"] == 32.0 for step in steps)
+    assert all(step["actor/grad_norm"] > 0.0 and 0.0 <= step["reward/critic"] <= 1.0 for step in steps)
+    assert all(step["rows/solver"] == 32.0 and "rows/critic" not in step for step in alone)
+    scores = run.evaluations
+    assert set(scores) == set(stages)
+    assert {stage for stage in stages if "mean@2/critic" in scores[stage]} == {"before", "after"}
+    assert scores["before_alone"]["mean@2"] == scores["before_alone"]["mean@2/solver"]
+
+
 CLIENTS = Path(__file__).resolve().parents[2]
 VERIFIERS = CLIENTS / ".venv-clients-verifiers3"
 

@@ -24,6 +24,15 @@ def test_every_number_of_an_interval_is_a_game_of_one_split():
         games("test", size=1000)
 
 
+def test_intervals_may_have_any_number_of_numbers():
+    found = [task for split in ("train", "valid", "test") for task in games(split, numbers=7)]
+    assert len({task["query_id"] for task in found}) == len(found) == 84 * 7
+    assert {"10-16:10", "93-99:99"} <= {task["query_id"] for task in found}
+    for numbers in (0, 91):
+        with pytest.raises(DataError, match=f"numbers is {numbers}; an interval has 1 to 90"):
+            games(numbers=numbers)
+
+
 def test_the_share_of_players_who_halve_is_kept_and_they_win():
     rows = games(size=200, worked=True, halving_share=0.3)
     first = [part["segments"][1]["text"].removesuffix("<|end|>") for part in rows]
