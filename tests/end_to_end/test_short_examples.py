@@ -167,6 +167,19 @@ def test_a_policy_plays_kuhn_poker_against_itself_and_its_first_version(run_exam
     assert {"mean@2", "mean@2/first", "mean@2/second"} <= set(run.evaluations["against_version_0"])
 
 
+def test_moves_of_a_drawn_game_are_conversations_of_their_own(run_example):
+    run = run_example(
+        "nim",
+        *("stages.model.hidden_size=64", "stages.model.head_dim=16", "stages.warmup.train_dataset.kwargs.size=1000"),
+        *("stages.warmup.total_train_steps=60", "stages.play.train_dataset.batch_size=16", "stages.play.total_train_steps=3"),
+        *("stages.play.evaluator.every_steps=3", "stages.against_version_0.samples=0"),
+    )
+    steps = check_steps(run, "play")
+    assert all(step["sequence_tokens"] < 35.0 < 16.0 * 8.0 < step["rows/first"] + step["rows/second"] for step in steps)
+    assert 0.0 <= run.evaluations["after"]["greedy"] <= 1.0
+    assert {"greedy/first", "greedy/second"} <= set(run.evaluations["against_version_0"])
+
+
 def test_lakes_are_walked_in_several_turns(run_example):
     """Too short to learn: maps are walked move by move, and the policy moves if some of a map's walks reach the goal."""
     pytest.importorskip("gymnasium", reason="gymnasium is not installed: pip install 'rollwright[gymnasium]'")

@@ -7,12 +7,12 @@ and ``environment``, so each role has its own baseline, and the rows of opponent
 from __future__ import annotations
 
 import random
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 from rollwright.config.generation import GenerationHyperparameters
 from rollwright.data.conversation import ConversationTokens
-from rollwright.environments.games.game import NamedGame, make_game
+from rollwright.environments.games.game import NamedGame, make_game, moves_into_held_out
 from rollwright.errors import WorkflowError
 from rollwright.inference.engine import InferenceEngine, run_concurrently
 from rollwright.workflows.episode import EpisodeWorkflow, task_name
@@ -20,9 +20,12 @@ from rollwright.workflows.opponents import POLICY, Opponents
 from rollwright.workflows.registry import WORKFLOWS
 from rollwright.workflows.turns import Turns
 
+#: Replies sampled for one move, as long as they lead to a state that is held out. Then a random legal move is made instead.
+ATTEMPTS = 16
+
 
 class Player:
-    """The player in one seat, and its conversation with the tokens as they were sampled.
+    """The player in one seat, and its conversations with the tokens as they were sampled.
 
     Args:
         engine: the model that answers.
@@ -30,59 +33,96 @@ class Player:
         gconfig: how it is sampled.
         tokenizer: its tokenizer.
         enable_thinking: passed to the chat template.
+        history: True if the whole game is one conversation, False if each move is one.
+
+    Attributes:
+        conversations: the conversations, in order.
+        is_aborted: True if a request was aborted.
     """
 
     def __init__(
-        self, engine: InferenceEngine, agent: str, gconfig: GenerationHyperparameters, tokenizer: Any, enable_thinking: bool
+        self,
+        engine: InferenceEngine,
+        agent: str,
+        gconfig: GenerationHyperparameters,
+        tokenizer: Any,
+        enable_thinking: bool,
+        history: bool = True,
     ) -> None:
         self.agent = agent
-        self.turns: Turns | None = None
-        self._engine, self._gconfig, self._tokenizer = engine, gconfig, tokenizer
+        self.conversations: list[Turns] = []
+        self.is_aborted = False
+        self._engine, self._gconfig, self._tokenizer, self._history = engine, gconfig, tokenizer, history
         self._conversation = ConversationTokens(tokenizer, enable_thinking=enable_thinking)
         self._messages: list[dict[str, Any]] = []
 
-    async def answer(self, says: str, *, is_trained: bool = True) -> str | None:
-        """Tell the player something, and return its answer; None if the request was aborted or the context is full.
+    @property
+    def turns(self) -> Turns:
+        """The last conversation."""
+        return self.conversations[-1]
+
+    async def answer(self, says: str, barred: Collection[str] = (), instead: str = "") -> str | None:
+        """Tell the player something, and return its answer; None if the context is full or the request was aborted.
 
         Args:
             says: the user's message.
-            is_trained: False leaves the answer out of the loss.
+            barred: answers that are not used: another one is sampled.
+            instead: the answer after ``ATTEMPTS`` that were all barred. The player did not sample it, so it is not trained.
 
         Raises:
             WorkflowError: the chat template rewrites earlier turns.
         """
+        turns = self._turns(says)
+        for _ in range(ATTEMPTS if barred else 1):
+            response = await anext(aiter(turns), None)
+            if response is None:
+                self.is_aborted = turns.is_aborted
+                return None
+            text = self._tokenizer.decode(response.output_tokens, skip_special_tokens=True)
+            if text.strip() not in barred:
+                self._remember(text, response.input_tokens, response.output_tokens)
+                return text.strip()
+            turns.take_back(response)
+        ids = self._tokenizer.encode(instead, add_special_tokens=False)
+        self._remember(instead, turns.input_ids, ids)
+        turns.append_context(ids)
+        return instead
+
+    def _remember(self, text: str, prompt_ids: Sequence[int], output_ids: Sequence[int]) -> None:
+        reply = {"role": "assistant", "content": text}
+        self._conversation.remember(self._messages, reply, prompt_ids, output_ids)
+        self._messages.append(reply)
+
+    def _turns(self, says: str) -> Turns:
+        """Return the conversation that a message belongs to, with the message."""
+        if not self._history:
+            self._messages = []
         self._messages.append({"role": "user", "content": says})
         ids = self._conversation.encode(self._messages)
-        if self.turns is None:
-            self.turns = Turns(self._engine, ids, self._gconfig, self._tokenizer, max_turns=2**31)
-        else:
-            if ids[: len(self.turns)] != self.turns.input_ids:
-                raise WorkflowError(
-                    f"self_play: the chat template of {type(self._tokenizer).__name__} changes earlier turns, so a player's conversation "
-                    "is not one sequence of the tokens that were sampled. Use a template that only appends."
-                )
-            self.turns.append_context(ids[len(self.turns) :])
-        response = await anext(aiter(self.turns), None)
-        if response is None:
-            return None
-        if not is_trained:
-            self.turns.loss_mask[-response.output_len :] = [0] * response.output_len
-        text = self._tokenizer.decode(response.output_tokens, skip_special_tokens=True)
-        reply = {"role": "assistant", "content": text}
-        self._conversation.remember(self._messages, reply, response.input_tokens, response.output_tokens)
-        self._messages.append(reply)
-        return text.strip()
+        if len(self._messages) == 1:
+            self.conversations.append(Turns(self._engine, ids, self._gconfig, self._tokenizer, max_turns=2**31))
+            return self.turns
+        turns = self.turns
+        if ids[: len(turns)] != turns.input_ids:
+            raise WorkflowError(
+                f"self_play: the chat template of {type(self._tokenizer).__name__} changes earlier turns, so a player's conversation "
+                "is not one sequence of the tokens that were sampled. Use a template that only appends, or history: false."
+            )
+        turns.append_context(ids[len(turns) :])
+        return turns
 
 
 @WORKFLOWS.register_module("self_play")
 class SelfPlayWorkflow(EpisodeWorkflow):
-    """Plays a game; returns one row for each player that has moved.
+    """Plays a game; returns one row for each conversation of each player.
 
     By default, the policy plays all seats. Against an opponent of ``opponents`` or the ``pool``, it has one seat, and the opponent, which is
     not trained, has the others. The task's columns ``seat`` and ``opponent`` name them (``opponent: None`` lets the policy play
     itself); what is missing is drawn for each task.
 
     An illegal move ends the game: its player gets ``illegal_reward``, the others 0. So does a conversation that leaves no room for a reply.
+    A game that begins in a state that is not held out does not enter one that is: a reply that leads there is sampled again, and after many of
+    them a random move is made, which is not trained.
 
     Args:
         gconfig: how each turn is sampled.
@@ -91,6 +131,7 @@ class SelfPlayWorkflow(EpisodeWorkflow):
         opponents: models that are not trained, by name: the directory of each. Every game is played against one of them. They are
             sampled with the policy's generation arguments.
         pool: arguments of :class:`Pool`: in a share of the games, an earlier version of this run is the opponent.
+        history: False makes each move a conversation and a row of its own, so a player sees only the game's last message.
         illegal_reward: reward of a player that makes an illegal move.
         max_moves: moves after which a game is given up, and its sample rejected.
         enable_thinking, rollout_stat_scope: see :class:`EpisodeWorkflow`.
@@ -103,6 +144,7 @@ class SelfPlayWorkflow(EpisodeWorkflow):
         game: NamedGame = "nim",
         opponents: Mapping[str, str] | None = None,
         pool: Mapping[str, Any] | None = None,
+        history: bool = True,
         illegal_reward: float = -1.0,
         max_moves: int = 200,
         enable_thinking: bool = False,
@@ -111,6 +153,7 @@ class SelfPlayWorkflow(EpisodeWorkflow):
         super().__init__(None, gconfig, tokenizer, enable_thinking, rollout_stat_scope)
         self.game = make_game(game)
         self.draws = self.opponents = Opponents(self.tokenizer, opponents, pool)
+        self.history = history
         self.illegal_reward = illegal_reward
         self.max_moves = max_moves
 
@@ -126,14 +169,15 @@ class SelfPlayWorkflow(EpisodeWorkflow):
         """Play one game. Returns the rows of its players, or None if it was not played to the end."""
         game = self.game
         state, players = game.start(data), self._players(engine, data)
-        rewards, moves = None, 0
+        rewards, moves, stays_out = None, 0, not game.is_held_out(state)
         while (seat := game.player(state)) is not None and rewards is None:
-            answer = await players[seat].answer(game.says(state), is_trained=not game.is_held_out(state))
-            turns = players[seat].turns
-            is_lost = answer is None and (turns is None or turns.is_aborted)
-            if is_lost or moves >= self.max_moves:
+            legal, barred = game.moves(state), moves_into_held_out(game, state) if stays_out else set()
+            allowed = [move for move in legal if move not in barred]
+            instead = random.Random(f"{task_name(data)} {data.get('ordinal')} {moves}").choice(allowed) if barred else ""
+            answer = await players[seat].answer(game.says(state), barred, instead)
+            if players[seat].is_aborted or moves >= self.max_moves:
                 return None
-            if answer in game.moves(state):
+            if answer in legal:
                 state, moves = game.play(state, answer), moves + 1
             else:
                 rewards = [self.illegal_reward if other == seat else 0.0 for other in range(len(players))]
@@ -148,19 +192,20 @@ class SelfPlayWorkflow(EpisodeWorkflow):
             self.report(**dict.fromkeys(names, won))
         return [
             {
-                **player.turns.row(rewards[seat]),
+                **conversation.row(rewards[seat]),
                 "agent": player.agent,
                 "role": game.roles[seat],
                 "environment": game.name,
                 "trainable": player.agent == POLICY,
             }
             for seat, player in enumerate(players)
-            if player.turns is not None
+            for conversation in player.conversations
+            if 1 in conversation.loss_mask
         ]
 
     def _players(self, engine: InferenceEngine, data: Mapping[str, Any]) -> list[Player]:
         """Seat the players of a game."""
-        arguments = self.gconfig, self.tokenizer, self.enable_thinking
+        arguments = self.gconfig, self.tokenizer, self.enable_thinking, self.history
         seats, task = len(self.game.roles), f"{data.get('ordinal')} {task_name(data)}"
         name = self.opponents.complete(dict(data), engine.get_version()).get("opponent")
         if name is None:

@@ -142,6 +142,12 @@ class Turns(TokenSequence):
             ids = [*before, *self._encode(text)[:room_for_text], *after][: self.room]
         self.append_context(ids)
 
+    def take_back(self, response: ModelResponse) -> None:
+        """Remove the last response, so the same turn can be sampled again."""
+        del self.input_ids[-response.output_len :], self.loss_mask[-response.output_len :]
+        self.count -= 1
+        self.truncated = False
+
     def __aiter__(self) -> Turns:
         return self
 

@@ -121,6 +121,8 @@ def test_no_heaps_of_a_held_out_position_are_trained_in_any_order():
     for split, each in rows.items():
         assert all(game.is_held_out(NimPosition(heaps)) == (split != "train") for heaps in each)
     assert all(game.best_moves(NimPosition(heaps)) for heaps in rows["test"])
+    assert all(min(heaps) > 0 for heaps in rows["test"])
+    assert all((size, size) in rows["train"] for size in range(1, 10))
 
 
 def test_every_game_of_nim_ends_with_one_winner():

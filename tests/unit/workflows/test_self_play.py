@@ -21,7 +21,7 @@ from rollwright.experience.normaliser import normalise
 from rollwright.inference.request import ModelRequest, ModelResponse
 from rollwright.workflows.kuhn_exploitability import KuhnExploitability
 from rollwright.workflows.opponents import Opponents
-from rollwright.workflows.self_play import SelfPlayWorkflow
+from rollwright.workflows.self_play import ATTEMPTS, SelfPlayWorkflow
 
 TOKENIZER = build_character_tokenizer(
     "0123456789 abJQK", pieces=["10", "11", "12", "13", "14", "15", "check", "bet", "call", "fold"]
@@ -98,19 +98,54 @@ def test_a_move_that_is_not_allowed_loses_the_game_and_wins_nothing():
     assert rows["rewards"].tolist() == [0.0, -1.0]
 
 
-def test_what_is_done_in_a_held_out_position_is_not_trained():
+def test_a_training_game_does_not_enter_a_held_out_position():
     game = Nim()
-    held_out = next(heaps for heaps in game.tasks("test") if min(heaps["heaps"]) > 1)["heaps"]
-    assert game.is_held_out(NimPosition(tuple(held_out)))
-    rows, _ = play(Plays(takes_one), {"heaps": held_out})
-    position, trained = list(held_out), {"first": 0, "second": 0}
-    seat = 0
-    while any(position):
-        trained[("first", "second")[seat]] += not game.is_held_out(NimPosition(tuple(position)))
-        position[0 if position[0] else 1] -= 1
-        seat = 1 - seat
-    ends = (rows["input_ids"] == TOKENIZER.encode("<|end|>", add_special_tokens=False)[0]) & rows["loss_mask"].bool()
-    assert ends.sum(1).tolist() == list(trained.values())
+    first, second = next(task["heaps"] for task in game.tasks("test") if task["heaps"][0] < task["heaps"][1])
+    asked = []
+
+    def answer(said):
+        """Try to enter the held-out position, then take the whole heap."""
+        asked.append(said)
+        is_first = asked.count(said) == 1
+        return {f"{first + 1} {second}": f"a{first}" if is_first else "a0", f"0 {second}": "b0"}[said]
+
+    rows, sample = play(Plays(answer), {"heaps": [first + 1, second]})
+    assert len(asked) == 3
+    start = f"<|user|>{first + 1} {second}<|end|><|assistant|>a0<|end|>"
+    assert texts(rows) == [start, f"<|user|>0 {second}<|end|><|assistant|>b0<|end|>"]
+    assert rows["rewards"].tolist() == [-1.0, 1.0]
+    assert len(sample.recorder.records) == 3  # the reply that was not used is in the journal
+
+    asked.clear()
+    rows, _ = play(Plays(takes_one), {"heaps": [first, second]})  # a game that begins there goes where it likes
+    assert rows["input_ids"].shape[0] == 2
+
+
+@pytest.mark.parametrize("history", [True, False])
+def test_after_many_attempts_a_move_is_made_that_is_not_trained(history):
+    game = Nim()
+    first, second = next(task["heaps"] for task in game.tasks("test") if task["heaps"][0] < task["heaps"][1])
+    start = f"{first + 1} {second}"
+    rows, sample = play(
+        Plays(lambda said: f"a{first}" if said == start else takes_one(said)),
+        {"heaps": [first + 1, second], "seat": 0},
+        history=history,
+    )
+    trained = [
+        TOKENIZER.decode(ids[mask.bool()].tolist()) for ids, mask in zip(rows["input_ids"], rows["loss_mask"], strict=True)
+    ]
+    assert not any(text.startswith(f"a{first}<") for text in trained)
+    assert all(trained)
+    assert len(sample.recorder.records) >= ATTEMPTS
+    assert any(text.startswith(f"<|user|>{start}<|end|>") for text in texts(rows)) == history
+
+
+def test_without_history_each_move_is_a_row():
+    rows, _ = play(Plays(takes_one), {"heaps": [3, 0]}, history=False)
+    assert texts(rows) == [f"<|user|>{left} 0<|end|><|assistant|>a{left - 1}<|end|>" for left in (3, 1, 2)]
+    assert rows["role"] == ["first", "first", "second"]
+    assert rows["rewards"].tolist() == [1.0, 1.0, -1.0]
+    assert rows["sample_ids"].tolist() == [0, 0, 0]
 
 
 @pytest.fixture
@@ -139,8 +174,8 @@ def test_an_opponents_row_is_recorded_and_not_trained(frozen, seat):
 def test_the_seat_is_drawn_for_each_task(frozen):
     seats = []
     for ordinal in range(40):
-        rows, _ = play(Plays(takes_one), {"heaps": [4, 4], "ordinal": ordinal}, opponents=frozen)
-        again, _ = play(Plays(takes_one), {"heaps": [4, 4], "ordinal": ordinal}, opponents=frozen)
+        rows, _ = play(Plays(takes_one), {"heaps": [1, 1], "ordinal": ordinal}, opponents=frozen)
+        again, _ = play(Plays(takes_one), {"heaps": [1, 1], "ordinal": ordinal}, opponents=frozen)
         assert rows["agent"] == again["agent"]
         seats.append(rows["agent"].index("policy"))
     assert 10 < sum(seats) < 30
@@ -192,7 +227,7 @@ def test_earlier_games_count_less(checkpoints):
 
 
 def test_a_task_may_name_its_opponent(frozen, checkpoints):
-    rows, _ = play(Plays(takes_one), {"heaps": [4, 2], "seat": 0, "opponent": None}, opponents=frozen)
+    rows, _ = play(Plays(takes_one), {"heaps": [4, 0], "seat": 0, "opponent": None}, opponents=frozen)
     assert set(rows["agent"]) == {"policy"}
     with pytest.raises(WorkflowError, match=r"opponent is 'new', and opponents has old"):
         play(Plays(takes_one), {"heaps": [4, 2], "opponent": "new"}, opponents=frozen)

@@ -65,7 +65,10 @@ class Game(Protocol[State]):
         ...
 
     def is_held_out(self, state: State) -> bool:
-        """Return whether moves from this state are left out of the training, because evaluations use it."""
+        """Return whether evaluations use this state, so no game that begins in another state enters it.
+
+        From a state that is not held out, a legal move has to lead to another that is not, or the game has to end.
+        """
         ...
 
 
@@ -89,3 +92,8 @@ def make_game(game: NamedGame) -> Any:
     if why := why_not_called(factory, **arguments):
         raise WorkflowError(f"game {name!r} cannot be made from {', '.join(arguments) or 'no arguments'}: {why}.")
     return factory(**arguments)
+
+
+def moves_into_held_out(game: Any, state: Any) -> set[str]:
+    """Return the legal moves that lead to a state that is held out."""
+    return {move for move in game.moves(state) if game.is_held_out(game.play(state, move))}

@@ -7,7 +7,7 @@ import random
 from collections.abc import Sequence
 from typing import Any
 
-from rollwright.environments.games.game import NamedGame, make_game
+from rollwright.environments.games.game import NamedGame, make_game, moves_into_held_out
 from rollwright.errors import DataError
 
 
@@ -17,6 +17,7 @@ def games(
     size: int | None = None,
     seed: int = 1,
     worked: bool = False,
+    history: bool = True,
     preferences: float = 0.0,
     seats: bool = False,
 ) -> list[dict[str, Any]]:
@@ -29,7 +30,8 @@ def games(
             split occurs once.
         seed: seed of order and moves.
         worked: return conversations for supervised training instead: the messages to and from one player of a game in which all moves
-            are random. A conversation ends before the player's first position that is held out.
+            are random, and none leads to a state that is held out.
+        history: with ``worked``, False makes each move a conversation of its own, as for the workflow ``self_play``.
         preferences: spread of the random preferences of worked games. With 0 all legal moves are equally likely. Above 0 a move's
             probability is proportional to ``exp(preferences * u)``, where ``u`` is drawn between -1 and 1 for each conversation and
             move. The model then has to read everything that a player knows, but learns no strategy: preferences are not related to
@@ -53,7 +55,7 @@ def games(
     if worked:
         rows: list[dict[str, Any]] = []
         while len(rows) < wanted:
-            rows += _worked_game(rules, beginnings[dice.randrange(len(beginnings))], dice, preferences, seed)
+            rows += _worked_game(rules, beginnings[dice.randrange(len(beginnings))], dice, history, preferences, seed)
         return rows[:wanted]
     rows = [dict(beginnings[index % len(beginnings)]) for index in range(wanted)]
     for row in rows:
@@ -65,22 +67,24 @@ def games(
     ]
 
 
-def _worked_game(rules: Any, task: dict[str, Any], dice: random.Random, preferences: float, seed: int) -> list[dict[str, Any]]:
-    """Play a game with random moves, and return the conversation of each player."""
+def _worked_game(
+    rules: Any, task: dict[str, Any], dice: random.Random, history: bool, preferences: float, seed: int
+) -> list[dict[str, Any]]:
+    """Play a game with random moves, and return the conversations of the players."""
     state = rules.start(task)
-    messages: list[list[dict[str, Any]]] = [[] for _ in rules.roles]
+    conversations: list[list[list[dict[str, Any]]]] = [[] for _ in rules.roles]
     known: list[list[str]] = [[] for _ in rules.roles]
-    is_open = [True] * len(messages)
     while (seat := rules.player(state)) is not None:
-        is_open[seat] &= not rules.is_held_out(state)
-        says, moves = rules.says(state), rules.moves(state)
+        says, barred = rules.says(state), moves_into_held_out(rules, state)
+        moves = [move for move in rules.moves(state) if move not in barred]
         known[seat].append(says)
         move = dice.choices(moves, _weights(moves, f"{seed} {known[seat]}", preferences))[0]
         known[seat].append(move)
-        if is_open[seat]:
-            messages[seat] += [{"role": "user", "content": says}, {"role": "assistant", "content": move}]
+        if not (history and conversations[seat]):
+            conversations[seat].append([])
+        conversations[seat][-1] += [{"role": "user", "content": says}, {"role": "assistant", "content": move}]
         state = rules.play(state, move)
-    return [{"messages": each, "query_id": task["query_id"]} for each in messages if each]
+    return [{"messages": each, "query_id": task["query_id"]} for player in conversations for each in player]
 
 
 def _weights(moves: Sequence[str], known: str, preferences: float) -> list[float]:
