@@ -12,7 +12,7 @@ from typing import Any
 
 from rollwright.config.generation import GenerationHyperparameters
 from rollwright.data.conversation import ConversationTokens
-from rollwright.environments.games.game import NamedGame, make_game, moves_into_held_out
+from rollwright.environments.games.game import NamedGame, make_game, moves_not_held_out
 from rollwright.errors import WorkflowError
 from rollwright.inference.engine import InferenceEngine, run_concurrently
 from rollwright.workflows.episode import EpisodeWorkflow, task_name
@@ -166,15 +166,15 @@ class SelfPlayWorkflow(EpisodeWorkflow):
         return [{**row, "sample_ids": number} for number, game in enumerate(games) for row in game]
 
     async def episode(self, engine: InferenceEngine, data: dict[str, Any]) -> Any:
-        """Play one game. Returns the rows of its players, or None if it was not played to the end."""
+        """Play one game. Returns the rows of its players, or None if it was not played to the end or nobody sampled a move."""
         game = self.game
         state, players = game.start(data), self._players(engine, data)
         rewards, moves, stays_out = None, 0, not game.is_held_out(state)
         while (seat := game.player(state)) is not None and rewards is None:
-            legal, barred = game.moves(state), moves_into_held_out(game, state) if stays_out else set()
-            allowed = [move for move in legal if move not in barred]
-            instead = random.Random(f"{task_name(data)} {data.get('ordinal')} {moves}").choice(allowed) if barred else ""
-            answer = await players[seat].answer(game.says(state), barred, instead)
+            legal = game.moves(state)
+            allowed = moves_not_held_out(game, state) if stays_out else legal
+            instead = random.Random(f"{task_name(data)} {data.get('ordinal')} {moves}").choice(allowed)
+            answer = await players[seat].answer(game.says(state), set(legal).difference(allowed), instead)
             if players[seat].is_aborted or moves >= self.max_moves:
                 return None
             if answer in legal:
@@ -190,7 +190,7 @@ class SelfPlayWorkflow(EpisodeWorkflow):
             won = 1.0 if rewards[own] > best else 0.5 if rewards[own] == best else 0.0
             names = ("win_rate", f"win_rate/{game.roles[own]}", *(f"win_rate/{name}" for name in others))
             self.report(**dict.fromkeys(names, won))
-        return [
+        rows = [
             {
                 **conversation.row(rewards[seat]),
                 "agent": player.agent,
@@ -202,6 +202,7 @@ class SelfPlayWorkflow(EpisodeWorkflow):
             for conversation in player.conversations
             if 1 in conversation.loss_mask
         ]
+        return rows or None
 
     def _players(self, engine: InferenceEngine, data: Mapping[str, Any]) -> list[Player]:
         """Seat the players of a game."""

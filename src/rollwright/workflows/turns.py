@@ -144,7 +144,8 @@ class Turns(TokenSequence):
 
     def take_back(self, response: ModelResponse) -> None:
         """Remove the last response, so the same turn can be sampled again."""
-        del self.input_ids[-response.output_len :], self.loss_mask[-response.output_len :]
+        end = len(self) - response.output_len
+        del self.input_ids[end:], self.loss_mask[end:]
         self.count -= 1
         self.truncated = False
 

@@ -7,6 +7,7 @@ from functools import cache
 import pytest
 
 from rollwright.environments.games import KuhnPoker, Nim, make_game
+from rollwright.environments.games.game import moves_not_held_out
 from rollwright.environments.games.kuhn import (
     DEALS,
     best_response_values,
@@ -123,6 +124,32 @@ def test_no_heaps_of_a_held_out_position_are_trained_in_any_order():
     assert all(game.best_moves(NimPosition(heaps)) for heaps in rows["test"])
     assert all(min(heaps) > 0 for heaps in rows["test"])
     assert all((size, size) in rows["train"] for size in range(1, 10))
+
+
+@pytest.mark.parametrize(("heaps", "largest"), [(2, 13), (3, 5)])
+def test_a_game_can_stay_out_of_held_out_positions(heaps, largest):
+    game = Nim(heaps, largest)
+    for task in game.tasks("train"):
+        allowed = moves_not_held_out(game, game.start(task))
+        assert set(task["best"]) <= set(allowed) <= set(game.moves(game.start(task)))
+    assert any(
+        len(moves_not_held_out(game, game.start(task))) < len(game.moves(game.start(task))) for task in game.tasks("train")
+    )
+
+
+def test_a_game_without_a_way_out_says_so(monkeypatch):
+    game = Nim()
+    monkeypatch.setattr(game, "is_held_out", lambda state: True)
+    with pytest.raises(
+        WorkflowError, match=r"game nim: all legal moves from .*heaps=\(1, 2\).* lead to states that are held out"
+    ):
+        moves_not_held_out(game, NimPosition((1, 2)))
+
+
+def test_heaps_can_be_drawn():
+    game = Nim(2, 3, drawn=True)
+    assert game.says(NimPosition((1, 2))) == "3 ..\n2 .#\n1 ##\n  ab"
+    assert game.says(NimPosition((0, 3))) == "3 .#\n2 .#\n1 .#\n  ab"
 
 
 def test_every_game_of_nim_ends_with_one_winner():

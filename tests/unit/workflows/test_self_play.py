@@ -375,6 +375,15 @@ def test_worked_games_are_legal_and_never_show_a_held_out_position():
             assert answered["content"] in game.moves(position)
 
 
+def test_worked_games_without_history_have_one_move_each():
+    game, rows = Nim(), games(size=300, worked=True, history=False)
+    for row in rows:
+        asked, answered = row["messages"]
+        position = NimPosition(tuple(map(int, asked["content"].split())))
+        assert not game.is_held_out(position)
+        assert answered["content"] in game.moves(position)
+
+
 def test_preferences_of_worked_games_depend_on_all_that_a_player_knows():
     def shares(**arguments):
         """Return the share of the second legal move in each information set."""

@@ -94,6 +94,16 @@ def make_game(game: NamedGame) -> Any:
     return factory(**arguments)
 
 
-def moves_into_held_out(game: Any, state: Any) -> set[str]:
-    """Return the legal moves that lead to a state that is held out."""
-    return {move for move in game.moves(state) if game.is_held_out(game.play(state, move))}
+def moves_not_held_out(game: Any, state: Any) -> list[str]:
+    """Return the legal moves that do not lead to a state that is held out.
+
+    Raises:
+        WorkflowError: all of them do.
+    """
+    moves = [move for move in game.moves(state) if not game.is_held_out(game.play(state, move))]
+    if not moves:
+        raise WorkflowError(
+            f"game {game.name}: all legal moves from {state} lead to states that are held out, so a game that is not an evaluation cannot go "
+            "on. Let is_held_out leave it one."
+        )
+    return moves

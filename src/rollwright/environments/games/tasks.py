@@ -7,7 +7,7 @@ import random
 from collections.abc import Sequence
 from typing import Any
 
-from rollwright.environments.games.game import NamedGame, make_game, moves_into_held_out
+from rollwright.environments.games.game import NamedGame, make_game, moves_not_held_out
 from rollwright.errors import DataError
 
 
@@ -75,8 +75,7 @@ def _worked_game(
     conversations: list[list[list[dict[str, Any]]]] = [[] for _ in rules.roles]
     known: list[list[str]] = [[] for _ in rules.roles]
     while (seat := rules.player(state)) is not None:
-        says, barred = rules.says(state), moves_into_held_out(rules, state)
-        moves = [move for move in rules.moves(state) if move not in barred]
+        says, moves = rules.says(state), moves_not_held_out(rules, state)
         known[seat].append(says)
         move = dice.choices(moves, _weights(moves, f"{seed} {known[seat]}", preferences))[0]
         known[seat].append(move)

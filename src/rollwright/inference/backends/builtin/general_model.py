@@ -105,7 +105,7 @@ class GeneralModel:
         self._takes_positions = "position_ids" in parameters
         self._makes_masks, self._rows_apart = True, False
         self.layer_shapes = self._probe_layer_shapes()
-        if self.routers is not None:  # a first pass, which checks the routers
+        if self.routers is not None:  # only on the first call: checks the routers
             with engine_pass(), torch.inference_mode(), routing(Recording(self.routers)):
                 model(torch.arange(4, device=model.device)[None])
 

@@ -191,7 +191,7 @@ class KVCache:
             (heads, size): flat[:, : rows * heads * wanted * size].view(-1, rows, heads, wanted, size)
             for (heads, size), flat in self._flat.items()
         }
-        if self._record is not None:  # the layout of one head's keys, so that records move with their rows
+        if self._record is not None:  # stored like the keys of one head, so records move together with their rows
             width = self._record[0]
             self._views["records"] = self._records[: rows * wanted * width].view(1, rows, 1, wanted, width)
         slabs = [self._views[shape][index] for shape, index in self._slab_of]
