@@ -176,6 +176,7 @@ def test_moves_of_a_drawn_game_are_conversations_of_their_own(run_example):
     )
     steps = check_steps(run, "play")
     assert all(step["sequence_tokens"] < 35.0 < 16.0 * 8.0 < step["rows/first"] + step["rows/second"] for step in steps)
+    assert all(0.0 < step["rollout/replaced"] < step["rollout/moves"] for step in steps)  # games stay out of held-out positions
     assert 0.0 <= run.evaluations["after"]["greedy"] <= 1.0
     assert {"greedy/first", "greedy/second"} <= set(run.evaluations["against_version_0"])
 

@@ -7,7 +7,7 @@ and ``environment``, so each role has its own baseline, and the rows of opponent
 from __future__ import annotations
 
 import random
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any
 
 from rollwright.config.generation import GenerationHyperparameters
@@ -19,9 +19,6 @@ from rollwright.workflows.episode import EpisodeWorkflow, task_name
 from rollwright.workflows.opponents import POLICY, Opponents
 from rollwright.workflows.registry import WORKFLOWS
 from rollwright.workflows.turns import Turns
-
-#: Replies sampled for one move, as long as they lead to a state that is held out. Then a random legal move is made instead.
-ATTEMPTS = 16
 
 
 class Player:
@@ -61,37 +58,22 @@ class Player:
         """The last conversation."""
         return self.conversations[-1]
 
-    async def answer(self, says: str, barred: Collection[str] = (), instead: str = "") -> str | None:
+    async def answer(self, says: str) -> str | None:
         """Tell the player something, and return its answer; None if the context is full or the request was aborted.
-
-        Args:
-            says: the user's message.
-            barred: answers that are not used: another one is sampled.
-            instead: the answer after ``ATTEMPTS`` that were all barred. The player did not sample it, so it is not trained.
 
         Raises:
             WorkflowError: the chat template rewrites earlier turns.
         """
         turns = self._turns(says)
-        for _ in range(ATTEMPTS if barred else 1):
-            response = await anext(aiter(turns), None)
-            if response is None:
-                self.is_aborted = turns.is_aborted
-                return None
-            text = self._tokenizer.decode(response.output_tokens, skip_special_tokens=True)
-            if text.strip() not in barred:
-                self._remember(text, response.input_tokens, response.output_tokens)
-                return text.strip()
-            turns.take_back(response)
-        ids = self._tokenizer.encode(instead, add_special_tokens=False)
-        self._remember(instead, turns.input_ids, ids)
-        turns.append_context(ids)
-        return instead
-
-    def _remember(self, text: str, prompt_ids: Sequence[int], output_ids: Sequence[int]) -> None:
+        response = await anext(aiter(turns), None)
+        if response is None:
+            self.is_aborted = turns.is_aborted
+            return None
+        text = self._tokenizer.decode(response.output_tokens, skip_special_tokens=True)
         reply = {"role": "assistant", "content": text}
-        self._conversation.remember(self._messages, reply, prompt_ids, output_ids)
+        self._conversation.remember(self._messages, reply, response.input_tokens, response.output_tokens)
         self._messages.append(reply)
+        return text.strip()
 
     def _turns(self, says: str) -> Turns:
         """Return the conversation that a message belongs to, with the message."""
@@ -121,8 +103,8 @@ class SelfPlayWorkflow(EpisodeWorkflow):
     itself); what is missing is drawn for each task.
 
     An illegal move ends the game: its player gets ``illegal_reward``, the others 0. So does a conversation that leaves no room for a reply.
-    A game that begins in a state that is not held out does not enter one that is: a reply that leads there is sampled again, and after many of
-    them a random move is made, which is not trained.
+    A game that begins in a state that is not held out does not enter one that is: a random other move is made in place of one that leads there.
+    The reply is trained as it was sampled, so it is worth as much as a random move.
 
     Args:
         gconfig: how each turn is sampled.
@@ -169,21 +151,23 @@ class SelfPlayWorkflow(EpisodeWorkflow):
         """Play one game. Returns the rows of its players, or None if it was not played to the end or nobody sampled a move."""
         game = self.game
         state, players = game.start(data), self._players(engine, data)
-        rewards, moves, stays_out = None, 0, not game.is_held_out(state)
+        rewards, moves, replaced, stays_out = None, 0, 0, not game.is_held_out(state)
         while (seat := game.player(state)) is not None and rewards is None:
-            legal = game.moves(state)
-            allowed = moves_not_held_out(game, state) if stays_out else legal
-            instead = random.Random(f"{task_name(data)} {data.get('ordinal')} {moves}").choice(allowed)
-            answer = await players[seat].answer(game.says(state), set(legal).difference(allowed), instead)
+            answer = await players[seat].answer(game.says(state))
             if players[seat].is_aborted or moves >= self.max_moves:
                 return None
-            if answer in legal:
-                state, moves = game.play(state, answer), moves + 1
+            if answer in game.moves(state):
+                after = game.play(state, answer)
+                if stays_out and game.is_held_out(after):
+                    dice = random.Random(f"{task_name(data)} {data.get('ordinal')} {moves} {answer}")
+                    after = game.play(state, dice.choice(moves_not_held_out(game, state)))
+                    replaced += 1
+                state, moves = after, moves + 1
             else:
                 rewards = [self.illegal_reward if other == seat else 0.0 for other in range(len(players))]
         is_legal = rewards is None
         rewards = list(game.rewards(state)) if rewards is None else rewards
-        self.report(moves=moves, illegal=not is_legal)
+        self.report(moves=moves, replaced=replaced, illegal=not is_legal)
         if others := {player.agent for player in players} - {POLICY}:
             own = next(seat for seat, player in enumerate(players) if player.agent == POLICY)
             best = max(reward for seat, reward in enumerate(rewards) if seat != own)

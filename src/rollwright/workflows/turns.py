@@ -142,13 +142,6 @@ class Turns(TokenSequence):
             ids = [*before, *self._encode(text)[:room_for_text], *after][: self.room]
         self.append_context(ids)
 
-    def take_back(self, response: ModelResponse) -> None:
-        """Remove the last response, so the same turn can be sampled again."""
-        end = len(self) - response.output_len
-        del self.input_ids[end:], self.loss_mask[end:]
-        self.count -= 1
-        self.truncated = False
-
     def __aiter__(self) -> Turns:
         return self
 

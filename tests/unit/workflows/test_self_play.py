@@ -12,6 +12,7 @@ from parts import FixedEngine, sampled
 from rollwright.config.generation import GenerationHyperparameters
 from rollwright.data.tokenizer import build_character_tokenizer, load_tokenizer
 from rollwright.environments.games import Nim
+from rollwright.environments.games.game import moves_not_held_out
 from rollwright.environments.games.kuhn import LEGAL_MOVES, exploitability, information_sets, uniform_policy
 from rollwright.environments.games.nim import NimPosition
 from rollwright.environments.games.tasks import best_move, games
@@ -21,7 +22,7 @@ from rollwright.experience.normaliser import normalise
 from rollwright.inference.request import ModelRequest, ModelResponse
 from rollwright.workflows.kuhn_exploitability import KuhnExploitability
 from rollwright.workflows.opponents import Opponents
-from rollwright.workflows.self_play import ATTEMPTS, SelfPlayWorkflow
+from rollwright.workflows.self_play import SelfPlayWorkflow
 
 TOKENIZER = build_character_tokenizer(
     "0123456789 abJQK", pieces=["10", "11", "12", "13", "14", "15", "check", "bet", "call", "fold"]
@@ -98,46 +99,41 @@ def test_a_move_that_is_not_allowed_loses_the_game_and_wins_nothing():
     assert rows["rewards"].tolist() == [0.0, -1.0]
 
 
-def test_a_training_game_does_not_enter_a_held_out_position():
+def before_a_held_out_position():
+    """Return a position that is trained, the move that leads to a held-out one, and that position."""
     game = Nim()
     first, second = next(task["heaps"] for task in game.tasks("test") if task["heaps"][0] < task["heaps"][1])
-    asked = []
-
-    def answer(said):
-        """Try to enter the held-out position, then take the whole heap."""
-        asked.append(said)
-        is_first = asked.count(said) == 1
-        return {f"{first + 1} {second}": f"a{first}" if is_first else "a0", f"0 {second}": "b0"}[said]
-
-    rows, sample = play(Plays(answer), {"heaps": [first + 1, second]})
-    assert len(asked) == 3
-    start = f"<|user|>{first + 1} {second}<|end|><|assistant|>a0<|end|>"
-    assert texts(rows) == [start, f"<|user|>0 {second}<|end|><|assistant|>b0<|end|>"]
-    assert rows["rewards"].tolist() == [-1.0, 1.0]
-    assert len(sample.recorder.records) == 3  # the reply that was not used is in the journal
-
-    asked.clear()
-    rows, _ = play(Plays(takes_one), {"heaps": [first, second]})  # a game that begins there goes where it likes
-    assert rows["input_ids"].shape[0] == 2
+    return [first + 1, second], f"a{first}", [first, second]
 
 
 @pytest.mark.parametrize("history", [True, False])
-def test_after_many_attempts_a_move_is_made_that_is_not_trained(history):
-    game = Nim()
-    first, second = next(task["heaps"] for task in game.tasks("test") if task["heaps"][0] < task["heaps"][1])
-    start = f"{first + 1} {second}"
-    rows, sample = play(
-        Plays(lambda said: f"a{first}" if said == start else takes_one(said)),
-        {"heaps": [first + 1, second], "seat": 0},
-        history=history,
-    )
-    trained = [
-        TOKENIZER.decode(ids[mask.bool()].tolist()) for ids, mask in zip(rows["input_ids"], rows["loss_mask"], strict=True)
-    ]
-    assert not any(text.startswith(f"a{first}<") for text in trained)
-    assert all(trained)
-    assert len(sample.recorder.records) >= ATTEMPTS
-    assert any(text.startswith(f"<|user|>{start}<|end|>") for text in texts(rows)) == history
+def test_a_training_game_does_not_enter_a_held_out_position(history):
+    heaps, move, held_out = before_a_held_out_position()
+    start, told = " ".join(map(str, heaps)), Counter()
+
+    def answer(said):
+        told[said] += 1
+        return move if said == start else takes_one(said)
+
+    for ordinal in range(60):
+        rows, sample = play(Plays(answer), {"heaps": heaps, "ordinal": ordinal}, history=history)
+        assert texts(rows)[0].startswith(f"<|user|>{start}<|end|><|assistant|>{move}<|end|>")
+        assert rows["loss_mask"].sum() == sum(len(record.output_versions) for record in sample.recorder.records)
+    game, position = Nim(), NimPosition(tuple(heaps))
+    assert not any(game.is_held_out(NimPosition(tuple(map(int, said.split())))) for said in told)
+    others = {game.says(game.play(position, each)) for each in moves_not_held_out(game, position)}
+    assert {said for said in others if any(map(int, said.split()))} <= set(told)  # all of them are made sooner or later
+
+    told.clear()
+    play(Plays(answer), {"heaps": held_out})  # a game that begins there goes where it likes
+    assert told[" ".join(map(str, held_out))] == 1
+
+
+def test_which_move_is_made_instead_depends_on_the_task_alone():
+    heaps, move, _ = before_a_held_out_position()
+    engine = Plays(lambda said: move if said == " ".join(map(str, heaps)) else takes_one(said))
+    games_played = [texts(play(engine, {"heaps": heaps, "ordinal": 5})[0]) for _ in range(3)]
+    assert games_played[0] == games_played[1] == games_played[2]
 
 
 def test_without_history_each_move_is_a_row():
