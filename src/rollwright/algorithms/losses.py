@@ -510,7 +510,7 @@ def kl_loss(logp_BL: Tensor, ref_logp_BL: Tensor, estimator: str) -> Tensor:
 
     The derivative of k1 itself is the score function, whose mean is zero, so k1 would be pure noise as a loss. For k1, the value is
     therefore k1 and the gradient is ``k1 · ∇ log p``. This gradient equals that of k2 and, on on-policy samples, is an unbiased estimate
-    of the gradient of KL(policy || reference).
+    of the gradient of KL(policy || reference) (arXiv 2510.01555). That of k3 is, on on-policy samples, one of KL(reference || policy).
     """
     estimate_BL = kl_estimate(logp_BL, ref_logp_BL, estimator)
     if estimator != "k1":

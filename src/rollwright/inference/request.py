@@ -208,7 +208,7 @@ class ModelResponse:
     ttft: float = 0.0  # seconds to the first token
     temperature: float = 1.0  # temperature of the log-probabilities (1.0 if greedy)
     rid: str = ""
-    seed: int | None = None
+    seed: int | None = None  # of the request, if a sample made it
     output_top_logprobs: list[TopTokens] | None = None  # for each output token, if the request asks for ``top_logprobs``
     input_logprobs: list[float | None] | None = None  # of the prompt from ``prompt_logprobs_from`` on; the first token has none
     input_top_logprobs: list[TopTokens | None] | None = None  # if the request sets both options

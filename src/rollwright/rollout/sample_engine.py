@@ -88,7 +88,7 @@ class SampleEngine(SampleBoundEngine):
         with self._noting_overflow(sent, place):
             if (kept := self._from_past(sent, place)) is not None:
                 return kept
-            response = await model.agenerate(sent)
+            response = _with_seed(await model.agenerate(sent), sent)
         self._refuse_if_closed()
         self.episode.call(self.recorder.record(sent, response, place=place, started=started))
         return response
@@ -109,7 +109,7 @@ class SampleEngine(SampleBoundEngine):
             with self._noting_overflow(sent, place):
                 async for response in parts:
                     self._refuse_if_closed()
-                    yield response
+                    yield _with_seed(response, sent)
         if response is not None:
             self.episode.call(self.recorder.record(sent, response, place=place, started=started))
 
@@ -235,6 +235,13 @@ class OtherModel(SampleBoundEngine):
         """Abort the sample's conversation ``rid`` with the other model; None aborts nothing, because other samples use it, too."""
         if rid is not None:
             self._model.abort(rid)
+
+
+def _with_seed(response: ModelResponse, request: ModelRequest) -> ModelResponse:
+    """Return a response with the seed of its request, as the journal returns it in a replay."""
+    if response.seed is None:
+        response.seed = request.seed
+    return response
 
 
 def _first_difference(prompt: np.ndarray, kept: RecordedCall, tokenizer: Any) -> str:

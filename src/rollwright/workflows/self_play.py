@@ -12,7 +12,7 @@ from typing import Any
 
 from rollwright.config.generation import GenerationHyperparameters
 from rollwright.data.conversation import ConversationTokens
-from rollwright.environments.games.game import NamedGame, make_game, moves_not_held_out
+from rollwright.environments.games.game import NamedGame, enters_held_out, make_game, moves_not_held_out
 from rollwright.errors import WorkflowError
 from rollwright.inference.engine import InferenceEngine, run_concurrently
 from rollwright.workflows.episode import EpisodeWorkflow, task_name
@@ -34,6 +34,7 @@ class Player:
 
     Attributes:
         conversations: the conversations, in order.
+        seed: seed of the last answer; None if it was not sampled with one.
         is_aborted: True if a request was aborted.
     """
 
@@ -48,6 +49,7 @@ class Player:
     ) -> None:
         self.agent = agent
         self.conversations: list[Turns] = []
+        self.seed: int | None = None
         self.is_aborted = False
         self._engine, self._gconfig, self._tokenizer, self._history = engine, gconfig, tokenizer, history
         self._conversation = ConversationTokens(tokenizer, enable_thinking=enable_thinking)
@@ -69,6 +71,7 @@ class Player:
         if response is None:
             self.is_aborted = turns.is_aborted
             return None
+        self.seed = response.seed
         text = self._tokenizer.decode(response.output_tokens, skip_special_tokens=True)
         reply = {"role": "assistant", "content": text}
         self._conversation.remember(self._messages, reply, response.input_tokens, response.output_tokens)
@@ -103,8 +106,8 @@ class SelfPlayWorkflow(EpisodeWorkflow):
     itself); what is missing is drawn for each task.
 
     An illegal move ends the game: its player gets ``illegal_reward``, the others 0. So does a conversation that leaves no room for a reply.
-    A game that begins in a state that is not held out does not enter one that is: a random other move is made in place of one that leads there.
-    The reply is trained as it was sampled, so it is worth as much as a random move.
+    A game that begins in a state that is not held out does not enter one that is: if a player's move leads there, a random one that does not is
+    made in its place. The reply is trained as it was sampled, with the result of the game.
 
     Args:
         gconfig: how each turn is sampled.
@@ -157,12 +160,10 @@ class SelfPlayWorkflow(EpisodeWorkflow):
             if players[seat].is_aborted or moves >= self.max_moves:
                 return None
             if answer in game.moves(state):
-                after = game.play(state, answer)
-                if stays_out and game.is_held_out(after):
-                    dice = random.Random(f"{task_name(data)} {data.get('ordinal')} {moves} {answer}")
-                    after = game.play(state, dice.choice(moves_not_held_out(game, state)))
-                    replaced += 1
-                state, moves = after, moves + 1
+                if stays_out and enters_held_out(game, state, answer):
+                    dice = random.Random(f"{players[seat].seed} {task_name(data)} {data.get('ordinal')} {moves} {answer}")
+                    answer, replaced = dice.choice(moves_not_held_out(game, state)), replaced + 1
+                state, moves = game.play(state, answer), moves + 1
             else:
                 rewards = [self.illegal_reward if other == seat else 0.0 for other in range(len(players))]
         is_legal = rewards is None

@@ -63,6 +63,12 @@ def test_what_the_file_does_not_say_is_not_said_for_it(file):
     assert (own.actor.kl_in, own.actor.kl_estimator) == ("loss", "k3")
 
 
+def test_an_estimator_whose_gradient_vanishes_in_the_reward_is_named(file):
+    (stage,) = load_stages(file(FILE.replace("kl_ctl: 0.1", "kl_ctl: 0.1\n  kl_estimator: k3")))
+    assert stage.config.actor.kl_in == "reward"
+    assert "0.1 × k3, whose gradient vanishes near the reference (k1 has that of the KL)" in in_words(stage)
+
+
 def test_overrides_are_in_either_form(file):
     config = built(file(), "actor.gae_lambda=0.5", "actor.adv_norm=null", "actor.optimizer.lr=0.5")
     assert config.actor.adv_estimator_kwargs == {"gamma": 0.99, "lam": 0.5, "whiten": False}

@@ -58,7 +58,8 @@ def takes_one(said):
 
 
 def play(engine, task, **arguments):
-    workflow = SelfPlayWorkflow(gconfig={"max_new_tokens": 4}, tokenizer=TOKENIZER, **{"game": {"name": "nim"}, **arguments})
+    arguments = {"game": {"name": "nim"}, "gconfig": {"max_new_tokens": 4}, **arguments}
+    workflow = SelfPlayWorkflow(tokenizer=TOKENIZER, **arguments)
 
     async def run():
         sample = sampled(engine)
@@ -103,37 +104,72 @@ def before_a_held_out_position():
     """Return a position that is trained, the move that leads to a held-out one, and that position."""
     game = Nim()
     first, second = next(task["heaps"] for task in game.tasks("test") if task["heaps"][0] < task["heaps"][1])
-    return [first + 1, second], f"a{first}", [first, second]
+    return (first + 1, second), f"a{first}", (first, second)
+
+
+def enters_when_it_can(said):
+    """Make the move that leads to the held-out position, and elsewhere take one object."""
+    heaps, move, _ = before_a_held_out_position()
+    return move if said == " ".join(map(str, heaps)) else takes_one(said)
 
 
 @pytest.mark.parametrize("history", [True, False])
 def test_a_training_game_does_not_enter_a_held_out_position(history):
-    heaps, move, held_out = before_a_held_out_position()
-    start, told = " ".join(map(str, heaps)), Counter()
+    heaps, move, _ = before_a_held_out_position()
+    game, position, told = Nim(), NimPosition(heaps), Counter()
+    start = game.says(position)
 
     def answer(said):
         told[said] += 1
-        return move if said == start else takes_one(said)
+        return enters_when_it_can(said)
 
     for ordinal in range(60):
-        rows, sample = play(Plays(answer), {"heaps": heaps, "ordinal": ordinal}, history=history)
-        assert texts(rows)[0].startswith(f"<|user|>{start}<|end|><|assistant|>{move}<|end|>")
+        rows, sample = play(Plays(answer), {"heaps": list(heaps), "query_id": "one", "ordinal": ordinal}, history=history)
+        assert texts(rows)[0].startswith(f"<|user|>{start}<|end|><|assistant|>{move}<|end|>")  # trained as it was sampled
         assert rows["loss_mask"].sum() == sum(len(record.output_versions) for record in sample.recorder.records)
-    game, position = Nim(), NimPosition(tuple(heaps))
+        assert len(sample.recorder.records) == sum(text.count("<|assistant|>") for text in texts(rows))
+        assert sorted(set(rows["rewards"].tolist())) in ([-1.0, 1.0], [1.0])  # the game went on to its end
     assert not any(game.is_held_out(NimPosition(tuple(map(int, said.split())))) for said in told)
     others = {game.says(game.play(position, each)) for each in moves_not_held_out(game, position)}
     assert {said for said in others if any(map(int, said.split()))} <= set(told)  # all of them are made sooner or later
 
-    told.clear()
-    play(Plays(answer), {"heaps": held_out})  # a game that begins there goes where it likes
-    assert told[" ".join(map(str, held_out))] == 1
+
+def test_an_evaluation_that_begins_in_a_held_out_position_goes_where_it_likes():
+    game = Nim()
+    first, second = 1, 3
+    assert all(map(game.is_held_out, (NimPosition((first, second)), NimPosition((first, second - 1)))))
+    rows, _ = play(Plays(lambda said: "b2" if said == "1 3" else takes_one(said)), {"heaps": [first, second]})
+    assert texts(rows)[1].startswith("<|user|>1 2<|end|>")
 
 
-def test_which_move_is_made_instead_depends_on_the_task_alone():
-    heaps, move, _ = before_a_held_out_position()
-    engine = Plays(lambda said: move if said == " ".join(map(str, heaps)) else takes_one(said))
-    games_played = [texts(play(engine, {"heaps": heaps, "ordinal": 5})[0]) for _ in range(3)]
-    assert games_played[0] == games_played[1] == games_played[2]
+def test_games_of_a_group_draw_other_moves_and_a_game_that_is_repeated_the_same():
+    heaps, _, _ = before_a_held_out_position()
+    task = {"heaps": list(heaps), "query_id": "one", "ordinal": 5}
+
+    def seconds(**arguments):
+        """Return what the second player is told first, in each game of a group."""
+        rows, _ = play(Plays(enters_when_it_can), task, history=False, **arguments)
+        seen = {}
+        for number, role, text in zip(rows["sample_ids"].tolist(), rows["role"], texts(rows), strict=True):
+            if role == "second":
+                seen.setdefault(number, text.partition("<|end|>")[0])
+        return seen
+
+    group = {"gconfig": {"max_new_tokens": 4, "n_samples": 16}}
+    assert len(set(seconds(**group).values())) > 1
+    assert seconds(**group) == seconds(**group)
+
+
+def test_a_game_that_leaves_no_move_says_so(monkeypatch):
+    monkeypatch.setattr(Nim, "is_held_out", lambda self, state: state.heaps != (3, 3))
+    with pytest.raises(WorkflowError, match=r"nim: all legal moves from .*3, 3.* is_held_out"):
+        play(Plays(takes_one), {"heaps": [3, 3]})
+
+
+def test_a_move_that_ends_the_game_is_always_made(monkeypatch):
+    monkeypatch.setattr(Nim, "is_held_out", lambda self, state: not any(state.heaps))
+    rows, _ = play(Plays(takes_one), {"heaps": [1, 0]})
+    assert rows["rewards"].tolist() == [1.0]
 
 
 def test_without_history_each_move_is_a_row():

@@ -65,9 +65,10 @@ class Game(Protocol[State]):
         ...
 
     def is_held_out(self, state: State) -> bool:
-        """Return whether evaluations use this state, so no game that begins in another state enters it.
+        """Return whether evaluations begin in this state, so no game that begins in a state that is not held out enters it.
 
-        From a state that is not held out, a legal move has to lead to another that is not, or the game has to end.
+        From a state that is not held out, a legal move has to lead to another that is not, or end the game. What ``says`` returns has to be the
+        whole position, because a player is not told that another move was made in place of its own.
         """
         ...
 
@@ -94,16 +95,22 @@ def make_game(game: NamedGame) -> Any:
     return factory(**arguments)
 
 
+def enters_held_out(game: Any, state: Any, move: str) -> bool:
+    """Return whether a legal move leads to a state that is held out. A move that ends the game does not."""
+    after = game.play(state, move)
+    return game.player(after) is not None and game.is_held_out(after)
+
+
 def moves_not_held_out(game: Any, state: Any) -> list[str]:
     """Return the legal moves that do not lead to a state that is held out.
 
     Raises:
         WorkflowError: all of them do.
     """
-    moves = [move for move in game.moves(state) if not game.is_held_out(game.play(state, move))]
+    moves = [move for move in game.moves(state) if not enters_held_out(game, state, move)]
     if not moves:
         raise WorkflowError(
-            f"game {game.name}: all legal moves from {state} lead to states that are held out, so a game that is not an evaluation cannot go "
-            "on. Let is_held_out leave it one."
+            f"game {game.name}: all legal moves from {state} lead to states that are held out, so a game that began in a state that is not "
+            "cannot go on. Let is_held_out leave it one."
         )
     return moves
