@@ -101,7 +101,9 @@ def _kl(stage: Stage) -> str:
     is_translated = ("actor", "kl_ctl") in stage.origins.document.written
     note = "" if is_translated else import_path("rollwright.compat:KL_NOTE", "note")
     if actor.kl_in == "reward":
-        weak = ", whose gradient vanishes near the reference (k1 has that of the KL)" if actor.kl_estimator in ("k2", "k3") else ""
+        weak = (
+            ", whose gradient vanishes near the reference (k1 has that of the KL)" if actor.kl_estimator in ("k2", "k3") else ""
+        )
         return f". KL to the reference: taken from the reward of each token, {actor.kl_ctl:g} × {actor.kl_estimator}{weak}"
     return f". KL to the reference: a term of the loss, {actor.kl_ctl:g} × {actor.kl_estimator}{note}"
 
