@@ -157,12 +157,12 @@ class Script(FixedEngine):
         return [-0.25] * len(tokens)
 
 
-def sampled(engine: Any) -> Any:
-    """The engine bound to a sample on this loop."""
+def sampled(engine: Any, episode: Any = None) -> Any:
+    """The engine bound to a sample on this loop, and to what writes or replays its journal."""
     from rollwright.rollout.sample_engine import SampleEngine
     from rollwright.rollout.seeds import SampleName
 
-    return SampleEngine(engine, SampleName(0, 0), run_seed=1, loop=asyncio.get_running_loop())
+    return SampleEngine(engine, SampleName(0, 0), run_seed=1, loop=asyncio.get_running_loop(), episode=episode)
 
 
 async def played(taskset: Any, row: dict[str, Any], engine: Any, tokenizer: Any, runner: Any = None) -> tuple[Any, Any]:

@@ -151,7 +151,7 @@ class SelfPlayWorkflow(EpisodeWorkflow):
         return [{**row, "sample_ids": number} for number, game in enumerate(games) for row in game]
 
     async def episode(self, engine: InferenceEngine, data: dict[str, Any]) -> Any:
-        """Play one game. Returns the rows of its players, or None if it was not played to the end or nobody sampled a move."""
+        """Play one game. Returns the rows of its players, or None if it was not played to the end."""
         game = self.game
         state, players = game.start(data), self._players(engine, data)
         rewards, moves, replaced, stays_out = None, 0, 0, not game.is_held_out(state)
@@ -161,8 +161,8 @@ class SelfPlayWorkflow(EpisodeWorkflow):
                 return None
             if answer in game.moves(state):
                 if stays_out and enters_held_out(game, state, answer):
-                    dice = random.Random(f"{players[seat].seed} {task_name(data)} {data.get('ordinal')} {moves} {answer}")
-                    answer, replaced = dice.choice(moves_not_held_out(game, state)), replaced + 1
+                    answer = random.Random(players[seat].seed).choice(moves_not_held_out(game, state))
+                    replaced += 1
                 state, moves = game.play(state, answer), moves + 1
             else:
                 rewards = [self.illegal_reward if other == seat else 0.0 for other in range(len(players))]
@@ -175,7 +175,7 @@ class SelfPlayWorkflow(EpisodeWorkflow):
             won = 1.0 if rewards[own] > best else 0.5 if rewards[own] == best else 0.0
             names = ("win_rate", f"win_rate/{game.roles[own]}", *(f"win_rate/{name}" for name in others))
             self.report(**dict.fromkeys(names, won))
-        rows = [
+        return [
             {
                 **conversation.row(rewards[seat]),
                 "agent": player.agent,
@@ -185,9 +185,7 @@ class SelfPlayWorkflow(EpisodeWorkflow):
             }
             for seat, player in enumerate(players)
             for conversation in player.conversations
-            if 1 in conversation.loss_mask
         ]
-        return rows or None
 
     def _players(self, engine: InferenceEngine, data: Mapping[str, Any]) -> list[Player]:
         """Seat the players of a game."""

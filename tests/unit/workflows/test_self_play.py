@@ -18,6 +18,8 @@ from rollwright.environments.games.nim import NimPosition
 from rollwright.environments.games.tasks import best_move, games
 from rollwright.errors import ConfigError, DataError, WeightUpdateError, WorkflowError
 from rollwright.experience.contract import check_trajectory
+from rollwright.experience.journal.episodes import read_episodes
+from rollwright.experience.journal.writing import EpisodeWriter, Journal
 from rollwright.experience.normaliser import normalise
 from rollwright.inference.request import ModelRequest, ModelResponse
 from rollwright.workflows.kuhn_exploitability import KuhnExploitability
@@ -57,12 +59,12 @@ def takes_one(said):
     return f"a{first - 1}" if first else f"b{second - 1}"
 
 
-def play(engine, task, **arguments):
+def play(engine, task, episode=None, **arguments):
     arguments = {"game": {"name": "nim"}, "gconfig": {"max_new_tokens": 4}, **arguments}
     workflow = SelfPlayWorkflow(tokenizer=TOKENIZER, **arguments)
 
     async def run():
-        sample = sampled(engine)
+        sample = sampled(engine, episode)
         return normalise(await workflow.arun_episode(sample, task), sample.recorder, workflow="self_play"), sample
 
     rows, sample = asyncio.run(run())
@@ -123,12 +125,14 @@ def test_a_training_game_does_not_enter_a_held_out_position(history):
         told[said] += 1
         return enters_when_it_can(said)
 
-    for ordinal in range(60):
-        rows, sample = play(Plays(answer), {"heaps": list(heaps), "query_id": "one", "ordinal": ordinal}, history=history)
-        assert texts(rows)[0].startswith(f"<|user|>{start}<|end|><|assistant|>{move}<|end|>")  # trained as it was sampled
-        assert rows["loss_mask"].sum() == sum(len(record.output_versions) for record in sample.recorder.records)
-        assert len(sample.recorder.records) == sum(text.count("<|assistant|>") for text in texts(rows))
-        assert sorted(set(rows["rewards"].tolist())) in ([-1.0, 1.0], [1.0])  # the game went on to its end
+    gconfig = {"max_new_tokens": 4, "n_samples": 60}
+    rows, sample = play(Plays(answer), {"heaps": list(heaps)}, history=history, gconfig=gconfig)
+    beginnings = [text for text in texts(rows) if text.startswith(f"<|user|>{start}<|end|>")]
+    assert len(beginnings) == 60
+    assert all(text.startswith(f"<|user|>{start}<|end|><|assistant|>{move}<|end|>") for text in beginnings)  # as it was sampled
+    assert rows["loss_mask"].sum() == sum(len(record.output_versions) for record in sample.recorder.records)
+    assert len(sample.recorder.records) == sum(text.count("<|assistant|>") for text in texts(rows))
+    assert set(rows["rewards"].tolist()) == {-1.0, 1.0}  # the games went on to their ends
     assert not any(game.is_held_out(NimPosition(tuple(map(int, said.split())))) for said in told)
     others = {game.says(game.play(position, each)) for each in moves_not_held_out(game, position)}
     assert {said for said in others if any(map(int, said.split()))} <= set(told)  # all of them are made sooner or later
@@ -156,8 +160,26 @@ def test_games_of_a_group_draw_other_moves_and_a_game_that_is_repeated_the_same(
         return seen
 
     group = {"gconfig": {"max_new_tokens": 4, "n_samples": 16}}
-    assert len(set(seconds(**group).values())) > 1
-    assert seconds(**group) == seconds(**group)
+    first = seconds(**group)
+    assert len(set(first.values())) > 1
+    assert seconds(**group) == first
+
+
+def test_a_game_is_replayed_from_its_journal_with_the_same_moves(tmp_path):
+    heaps, _, _ = before_a_held_out_position()
+    gconfig = {"max_new_tokens": 4, "n_samples": 16}
+    journal = Journal(tmp_path)
+    writer = EpisodeWriter(journal)
+    facts = {"attempt": 0, "is_eval": False, "version": 0, "workflow": "self_play", "samples_asked": 16}
+    writer.begin(ordinal=0, index=0, task=b"\x80", task_error="", **facts)
+    rows, _ = play(Plays(enters_when_it_can), {"heaps": list(heaps)}, writer, gconfig=gconfig)
+    writer.end("accepted")
+    journal.close()
+    (past,) = read_episodes(tmp_path)
+    nobody = Plays(lambda said: pytest.fail(f"asked again: {said}"))
+    again, sample = play(nobody, {"heaps": list(heaps)}, EpisodeWriter(None, past), gconfig=gconfig)
+    assert texts(again) == texts(rows)
+    assert len(sample.recorder.records) > 32
 
 
 def test_a_game_that_leaves_no_move_says_so(monkeypatch):
