@@ -15,7 +15,7 @@ from rollwright.errors import ConfigError, EngineError
 from rollwright.inference.backends.builtin import batch_invariance
 from rollwright.inference.backends.builtin.engine import BuiltinEngine
 from rollwright.inference.backends.builtin.kv_cache import KVCache
-from rollwright.inference.backends.builtin.model import DOWN, HEAD, QKV
+from rollwright.inference.backends.builtin.model import DOWN, GATE_UP, HEAD, QKV
 from rollwright.inference.request import ModelRequest
 
 MODELS = ["llama", "qwen2", "qwen3", "gpt2"]
@@ -167,11 +167,14 @@ def test_a_matrix_whose_rows_go_by_their_number_is_multiplied_with_as_many_as_do
         result = linear(inputs, *others)
         return result if len(inputs) <= most else result * (1 + 1e-6)
 
+    with start(tiny_model("qwen3"), 64) as engine:
+        here = engine._runner.forward.most_rows  # 256, or 16 where a library multiplies six rows at a time
     monkeypatch.setattr("torch.nn.functional.linear", rounds_by_the_number_of_rows)
     model, asked = tiny_model("qwen3"), requests(70, tokens=4)
     with start(model, 64) as engine:
-        assert engine._runner.forward.most_rows[QKV] == engine._runner.forward.most_rows[HEAD] == 48
-        assert engine._runner.forward.most_rows[DOWN] == 256
+        assert engine._runner.forward.most_rows == {
+            name: min(rows, 48) if name in (QKV, GATE_UP, HEAD) else rows for name, rows in here.items()
+        }
         together = bits(engine.generate(asked))
         assert together[::6] == bits(engine.generate([request])[0] for request in asked[::6])
     most = 16
@@ -189,20 +192,60 @@ def test_a_product_that_is_added_is_tried_as_it_is_computed(monkeypatch):
         first, second = rows[:, :half] @ weight[:half], rows[:, half:] @ weight[half:]
         return x.copy_(x + first + second if len(x) <= 48 else x + (first + second))
 
+    with start(tiny_model("qwen3"), 64) as engine:
+        here = engine._runner.forward.most_rows[DOWN]
     monkeypatch.setattr("torch.Tensor.addmm_", add_by_the_number_of_rows)
     with start(tiny_model("qwen3"), 64) as engine:
-        assert engine._runner.forward.most_rows[DOWN] == 48
+        assert engine._runner.forward.most_rows[DOWN] == min(here, 48)
 
 
-def test_two_threads_that_cut_a_long_sum_by_the_number_of_rows(caplog):
-    """With this library and two threads a 512 × 1536 matrix gives other bits among 64 to 192 rows."""
+def test_attention_that_rounds_by_the_place_of_a_query_is_computed_for_as_many_as_do_not(monkeypatch, caplog):
+    """As MKL with AVX2 on an Intel processor: it multiplies six rows at a time, and rounds otherwise where two are left."""
+    bmm = torch.bmm
+
+    def rounds_where_two_are_left(rows, factor):
+        result = bmm(rows, factor)
+        if result.shape[1] % 6 == 2 and result.shape[1] >= 8:
+            result[:, -2:] *= 1 + 1e-6
+        return result
+
+    monkeypatch.setattr("torch.bmm", rounds_where_two_are_left)
+    model, asked = tiny_model("qwen3"), requests(30)
+    with start(model, 32, prefix_cache=False) as engine:
+        alone = bits(engine.generate([request])[0] for request in asked)
+    with start(model, 32, prefill_tokens=100) as engine:
+        assert engine._runner.invariant_attention.keywords == {"most_rows": 16}
+        assert bits(engine.generate(asked)) == alone
+    assert "one at a time" not in caplog.text
+
+
+def test_a_sum_that_goes_by_masked_columns_is_found(monkeypatch, caplog):
+    """As MKL with AVX2, which cuts a sum over more than 256 columns in the middle."""
+    monkeypatch.setattr(logging.getLogger("rollwright"), "propagate", True)
+    bmm = torch.bmm
+
+    def cuts_in_the_middle(rows, factor):
+        half = rows.shape[2] // 2
+        if half <= 64:
+            return bmm(rows, factor)
+        return bmm(rows[:, :, :half], factor[:, :half]) + bmm(rows[:, :, half:], factor[:, half:])
+
+    monkeypatch.setattr("torch.bmm", cuts_in_the_middle)
+    with start(tiny_model("qwen3"), 16) as engine:
+        assert not engine._runner.cache.invariant
+    assert re.search("one at a time.* queries get other bits from [0-9]+ keys of 8 if [0-9]+ masked ones follow", caplog.text)
+
+
+def test_two_threads_that_cut_a_long_sum_by_the_number_of_rows(monkeypatch, caplog):
+    """With two threads, MKL gives a row other bits among 64 to 192 rows of a 512 × 1536 matrix, and with AVX2 at other places among 16."""
+    monkeypatch.setattr(logging.getLogger("rollwright"), "propagate", True)
     model = tiny_model("qwen3", hidden_size=512, intermediate_size=1536, num_hidden_layers=1)
     asked = requests(80, longest=20, tokens=3)
     with start(model, 80, threads=2, prefix_cache=False) as engine:
-        assert engine._runner.cache.invariant
         among = bits(engine.generate(asked))
         assert among[::9] == bits(engine.generate([request])[0] for request in asked[::9])
-    assert "one at a time" not in caplog.text
+        said = "(64 × 512) gives a row other bits at another place among 16" in caplog.text
+        assert engine._runner.cache.invariant != said
 
 
 def test_a_machine_that_rounds_by_the_place_of_a_row_computes_one_at_a_time_and_says_so(monkeypatch, caplog):

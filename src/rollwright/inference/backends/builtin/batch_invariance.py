@@ -4,8 +4,8 @@
 what is computed beside it, nor on how its prompt is cut into chunks, nor on the number of masked columns after it.
 
 Libraries do not guarantee this, because the order of summation may depend on matrix sizes. So the engine runs a check at startup, with
-its own weights and threads. It finds out how many rows each matrix of a layer can be multiplied with at once, and whether whole requests
-then get identical answers with one layer and part of the vocabulary. If the answers differ, the engine computes one request at a time and
+its own weights and threads. It finds out how many rows each matrix of a layer can be multiplied with at once, and how many queries keys and
+values can, and whether whole requests then get identical answers with one layer and part of the vocabulary. If the answers differ, the engine computes one request at a time and
 repeats the check; if that fails, too, it raises an error. The outcome does not depend on ``max_running_requests``, so changing that
 setting does not change results.
 
@@ -14,8 +14,10 @@ Axes: ``T`` packed tokens, ``n`` rows, ``Q`` queries of a row, ``K`` cache colum
 
 from __future__ import annotations
 
+import functools
 import random
 import weakref
+from collections.abc import Callable, Iterator
 from collections.abc import Sequence as SequenceOf
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -29,7 +31,7 @@ from rollwright.inference.attention_masks import sees
 from rollwright.inference.backends.builtin.batch import Chunk, ForwardBatch, Sequence
 from rollwright.inference.backends.builtin.kv_cache import INVARIANT_ROWS, KEY_BLOCK, Shapes, in_blocks
 from rollwright.inference.backends.builtin.low_rank import LowRank
-from rollwright.inference.backends.builtin.model import LlamaFamily, Matrix, ModelRunner, weighted_sum
+from rollwright.inference.backends.builtin.model import SUMMED, LlamaFamily, Matrix, ModelRunner, weighted_sum
 from rollwright.inference.backends.builtin.scheduler import Stepper, answer
 from rollwright.inference.model_facts import ordinary_tokens
 from rollwright.inference.request import ModelRequest, TopTokens
@@ -45,6 +47,9 @@ _NEW_TOKENS = 4
 _BESIDE = 21  # other requests in the batch
 _NO_LIMIT = 1 << 40
 _QUERIES_AT_ONCE = 256  # limited because the scores of these queries for all columns are in memory together
+
+#: Name of the products of queries and keys, and of weights and values, in messages and limits.
+ATTENTION = "attention to a prompt"
 
 
 def invariant_runner(
@@ -84,7 +89,7 @@ def invariant_runner(
     found = known[setting]
     if found.reason is None:
         if isinstance(runner.forward, LlamaFamily):
-            runner.forward.most_rows.update(found.most_rows)
+            _limit(runner, found.most_rows)
             runner.forward.stacks.limit = _AdapterLimits(threads)
         return runner
     if found.differs_alone is not None:
@@ -108,7 +113,7 @@ class _CheckResult:
 
     Attributes:
         reason: why blocks of fixed shape are not enough, or None if they are.
-        most_rows: maximum number of rows that each matrix is multiplied with at once.
+        most_rows: maximum number of rows that each matrix is multiplied with at once, and of those of ``ATTENTION``.
         differs_alone: what differs when requests are computed one at a time, or None if nothing differs or this was not tried.
     """
 
@@ -122,51 +127,96 @@ _results: weakref.WeakKeyDictionary[torch.nn.Module, dict[tuple[Any, ...], _Chec
 
 
 def _check(runner: ModelRunner, limits: tuple[int, int | None, int], prefill_tokens: int, reason: str | None) -> _CheckResult:
-    reason = reason or cut_products(runner) or differing_request(runner, prefill_tokens)
+    most_rows = dict[str, int]()
+    if reason is None and isinstance(runner.forward, LlamaFamily):
+        most_rows, reason = alike_rows(runner.forward)
+        _limit(runner, most_rows)
+    reason = reason or differing_sum(runner) or differing_request(runner, prefill_tokens)
     if reason is None:
-        return _CheckResult(None, dict(runner.forward.most_rows) if isinstance(runner.forward, LlamaFamily) else {})
+        return _CheckResult(None, most_rows)
     alone = ModelRunner(runner.model, *limits, shapes=Shapes.ONE_ROW)
     return _CheckResult(reason, differs_alone=differing_request(alone, prefill_tokens))
 
 
+def _limit(runner: ModelRunner, most_rows: dict[str, int]) -> None:
+    """Compute at most this many rows at once."""
+    runner.forward.most_rows.update({name: most for name, most in most_rows.items() if name != ATTENTION})
+    runner.invariant_attention = functools.partial(InvariantPrefill, most_rows=most_rows.get(ATTENTION, _MOST_ROWS))
+
+
 @torch.inference_mode()
-def cut_products(runner: ModelRunner) -> str | None:
-    """Limit how many rows each matrix is multiplied with at once, so that a row gets the same bits as in a single block.
+def alike_rows(forward: LlamaFamily) -> tuple[dict[str, int], str | None]:
+    """Find out with how many rows at once each matrix gives a row the same bits as in a single block.
+
+    Returns:
+        The numbers by name, at most 256 each, and a description of a product for which no number helps, or None.
+    """
+    most_rows, cut = dict[str, int](), list[str]()
+    for name, size, count in _counts(forward):
+        if not count:
+            return most_rows, f"{name} ({size}) gives a row other bits at another place among {INVARIANT_ROWS}"
+        most_rows[name] = count
+        if count < _MOST_ROWS:
+            cut.append(f"{name} ({size}): {count}")
+    if cut:
+        logger.info("batch_invariant: fewer rows are computed at once, so that each keeps its bits: %s", "; ".join(cut))
+    return most_rows, None
+
+
+def _counts(forward: LlamaFamily) -> Iterator[tuple[str, str, int]]:
+    """Yield the name of each product, the size of what rows are multiplied with, and the result of ``_alike_up_to``."""
+    for matrix in forward.matrices():
+        yield matrix.name, " × ".join(map(str, matrix.weight.shape)), _alike_up_to(matrix.product, *matrix.weight.shape)
+    size, generator = forward.layer_shapes[0].key_size, torch.Generator().manual_seed(1)
+    cached = torch.randn(2, SUMMED, size, generator=generator)
+    counts = list[int]()
+    for length in range(KEY_BLOCK, SUMMED + 1, KEY_BLOCK):
+        part = cached[:, :length]
+        for factor in (part.transpose(1, 2), part):
+            counts.append(_alike_up_to(functools.partial(_batched, factor), factor.shape[2], factor.shape[1]))
+    yield ATTENTION, f"{KEY_BLOCK} to {SUMMED} keys of {size}", min(counts)
+
+
+def _batched(factor: Tensor, rows: Tensor) -> Tensor:
+    """Multiply rows with each of two matrices, as attention does, and return both products side by side."""
+    return torch.cat(list(torch.bmm(rows.expand(2, -1, -1), factor)), 1)
+
+
+def _alike_up_to(product: Callable[[Tensor], Tensor], outputs: int, inputs: int) -> int:
+    """Return the largest number of rows at which each row gets the same bits as in a single block, or 0 if a single block fails."""
+    block, generator = INVARIANT_ROWS, torch.Generator().manual_seed(0)
+    rows = torch.randn(_MOST_ROWS, inputs, generator=generator)
+    alone = torch.cat([product(part) for part in rows.split(block)])
+    if not torch.equal(product(rows[:block].flip(0)).flip(0), alone[:block]):
+        return 0
+    operations = 0
+    for count in range(2 * block, _MOST_ROWS + 1, block):
+        operations += 2 * count * outputs * inputs
+        if operations > _OPERATIONS or not torch.equal(product(rows[:count]), alone[:count]):
+            return count - block
+    return _MOST_ROWS
+
+
+@torch.inference_mode()
+def differing_sum(runner: ModelRunner) -> str | None:
+    """Describe a sum over the columns of the cache whose bits depend on the number of masked columns after it, or return None.
 
     Args:
         runner: a runner that computes in whole blocks.
-
-    Returns:
-        A description of a matrix for which no limit helps, or None if there is no such matrix.
     """
     if not isinstance(runner.forward, LlamaFamily):
         return None
-    most, cut = _MOST_ROWS, list[str]()
-    for matrix in runner.forward.matrices():
-        size = " × ".join(map(str, matrix.weight.shape))
-        if not (count := _alike_up_to(matrix, most)):
-            return f"{matrix.name} ({size}) gives a row other bits at another place among {INVARIANT_ROWS}"
-        runner.forward.most_rows[matrix.name] = count
-        if count < most:
-            cut.append(f"{matrix.name} ({size}): {count}")
-    if cut:
-        logger.info("batch_invariant: fewer rows are computed at once, so that each keeps its bits: %s", "; ".join(cut))
+    size, generator = runner.forward.layer_shapes[0].value_size, torch.Generator().manual_seed(2)
+    for queries in (runner.forward.queries_of_key, INVARIANT_ROWS):  # of a token that is decoded, and of a prompt
+        weights = torch.rand(2, queries, SUMMED, generator=generator)
+        values = torch.randn(2, SUMMED, size, generator=generator)
+        for seen in range(KEY_BLOCK, SUMMED, KEY_BLOCK):
+            masked = weights.index_fill(2, torch.arange(seen, SUMMED), 0.0)
+            expected = torch.bmm(masked[:, :, :seen], values[:, :seen])
+            for length in range(seen + KEY_BLOCK, SUMMED + 1, KEY_BLOCK):
+                if not torch.equal(torch.bmm(masked[:, :, :length], values[:, :length]), expected):
+                    return f"{queries} queries get other bits from {seen} keys of {size} if {length - seen} masked ones follow"
     return None
-
-
-def _alike_up_to(matrix: Matrix, most: int) -> int:
-    """Return the largest number of rows at which each row gets the same bits as in a single block, or 0 if a single block fails."""
-    block, generator = INVARIANT_ROWS, torch.Generator().manual_seed(0)
-    inputs = torch.randn(most, matrix.weight.shape[1], generator=generator)
-    alone = torch.cat([matrix.product(rows) for rows in inputs.split(block)])
-    if not torch.equal(matrix.product(inputs[:block].flip(0)).flip(0), alone[:block]):
-        return 0
-    operations = 0
-    for count in range(2 * block, most + 1, block):
-        operations += 2 * count * matrix.weight.numel()
-        if operations > _OPERATIONS or not torch.equal(matrix.product(inputs[:count]), alone[:count]):
-            return count - block
-    return most
 
 
 class _AdapterLimits:
@@ -193,7 +243,7 @@ class _AdapterLimits:
             own_threads = torch.get_num_threads()
             torch.set_num_threads(self._threads)
             try:
-                self._known[shape] = min(_alike_up_to(matrix, _MOST_ROWS) for matrix in matrices)
+                self._known[shape] = min(_alike_up_to(matrix.product, *matrix.weight.shape) for matrix in matrices)
             finally:
                 torch.set_num_threads(own_threads)
         if not self._known[shape]:
@@ -332,10 +382,11 @@ class InvariantPrefill:
     Args:
         batch: a batch of prompts.
         chunks: the prompts' tokens, in row order.
+        most_rows: maximum number of rows (queries × heads of a key) that keys and values are multiplied with at once, as whole blocks.
     """
 
-    def __init__(self, batch: ForwardBatch, chunks: list[Chunk]) -> None:
-        self._device = batch.columns.device
+    def __init__(self, batch: ForwardBatch, chunks: list[Chunk], most_rows: int = _MOST_ROWS) -> None:
+        self._device, self._most_rows = batch.columns.device, most_rows
         self._padded_count = len(batch.padded_tokens)
         parts: list[list[_Queries]] = []
         first = 0
@@ -383,8 +434,16 @@ class InvariantPrefill:
                 part = q.new_zeros(n * Q, H, D).index_copy_(0, block.places, part)
             keys, values = (c[block.rows, :, :K].flatten(0, 1) for c in (cached_keys, cached_values))
             part = part.view(n, Q, G, -1, D).transpose(1, 2).reshape(n * G, -1, D)
-            scores = torch.bmm(part, keys.transpose(1, 2))
+            scores = self._by_rows(torch.bmm, part, keys.transpose(1, 2))
             scores.view(n, G, Q, -1, K).masked_fill_(block.hidden, float("-inf"))
-            read = weighted_sum(scores.softmax(-1), values).view(n, G, Q, -1, D).transpose(1, 2).reshape(n * Q, -1)
+            read = (
+                self._by_rows(weighted_sum, scores.softmax(-1), values).view(n, G, Q, -1, D).transpose(1, 2).reshape(n * Q, -1)
+            )
             attended[block.tokens] = read if block.places is None else read[block.places]
         return attended
+
+    def _by_rows(self, product: Callable[[Tensor, Tensor], Tensor], rows: Tensor, factor: Tensor) -> Tensor:
+        """Compute ``product(rows, factor)`` of ``rows [n * G, r, inputs]``, at most ``most_rows`` of the ``r`` at a time."""
+        if rows.shape[1] <= self._most_rows:
+            return product(rows, factor)
+        return torch.cat([product(part, factor) for part in rows.split(self._most_rows, 1)], 1)

@@ -40,8 +40,9 @@ from rollwright.tracking.logging import getLogger
 
 logger = getLogger(__name__)
 
-#: Maximum number of columns that one product sums over, because MKL splits longer sums into parts whose size depends on the length.
-SUMMED = 384
+#: Maximum number of columns that one product sums over, because MKL splits longer sums into parts whose size depends on the length: sums
+#: of more than 256 columns on an Intel processor with AVX2, and of more than 384 with AVX-512.
+SUMMED = 256
 
 #: Names of the weight matrices, as used in messages.
 QKV, OUTPUT, GATE_UP, DOWN, HEAD = "query, key and value", "the output of attention", "gate and up", "down", "the head"
@@ -192,6 +193,7 @@ class LlamaFamily:
         model: the Hugging Face model; its query, key, value, gate and up parameters become views of fused tensors.
 
     Attributes:
+        queries_of_key: number of query heads that share a key-value head.
         most_rows: maximum number of rows that each matrix is multiplied with at once, by its name; larger batches are split.
         stacks: matrices of the adapters that are computed.
     """
@@ -204,6 +206,7 @@ class LlamaFamily:
         self._model = model
         self._heads = config.num_attention_heads
         self._kv_heads = config.num_key_value_heads
+        self.queries_of_key = self._heads // self._kv_heads
         self._head_size = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
         self._eps = config.rms_norm_eps
         self._epsilon = torch.full((), self._eps, device=model.device)
