@@ -123,16 +123,17 @@ def test_branches_positions_and_scores_of_prompts_too(threads):
         assert everything(engine.generate(asked + requests(20)))[:24] == alone
 
 
-def test_prompts_longer_than_what_is_summed_at_once_too(caplog):
-    model, drawn = tiny_model("qwen3", max_position_embeddings=1024), random.Random(5)
+@pytest.mark.parametrize("head_dim", [8, 128])
+def test_prompts_longer_than_what_is_summed_at_once_too(head_dim, caplog):
+    model, drawn = tiny_model("qwen3", max_position_embeddings=1024, head_dim=head_dim), random.Random(5)
     gconfig = GenerationHyperparameters(max_new_tokens=6, ignore_eos=True)
     asked = [
         ModelRequest([drawn.randrange(3, VOCABULARY) for _ in range(length)], gconfig, seed=length)
-        for length in (379, 384, 390, 500, 770, 1000)
+        for length in (187, 193, 225, 379, 384, 390, 500, 770, 1000)
     ]
-    with start(model, 8, prefix_cache=False) as engine:
+    with start(model, 8, prefix_cache=False, kv_cache_bytes=1 << 27) as engine:
         alone = bits(engine.generate([request])[0] for request in asked)
-    with start(model, 8, prefill_tokens=333) as engine:
+    with start(model, 8, prefill_tokens=333, kv_cache_bytes=1 << 27) as engine:
         assert bits(engine.generate(asked)) == alone
     assert "one at a time" not in caplog.text
 

@@ -41,8 +41,8 @@ from rollwright.tracking.logging import getLogger
 logger = getLogger(__name__)
 
 #: Maximum number of columns that one product sums over, because MKL splits longer sums into parts whose size depends on the length: sums
-#: of more than 256 columns on an Intel processor with AVX2, and of more than 384 with AVX-512.
-SUMMED = 256
+#: of more than 192 columns on an AMD processor with AVX-512, of more than 256 on an Intel one with AVX2, and of more than 384 with AVX-512.
+SUMMED = 192
 
 #: Names of the weight matrices, as used in messages.
 QKV, OUTPUT, GATE_UP, DOWN, HEAD = "query, key and value", "the output of attention", "gate and up", "down", "the head"
