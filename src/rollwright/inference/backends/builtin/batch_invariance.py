@@ -4,10 +4,10 @@
 what is computed beside it, nor on how its prompt is cut into chunks, nor on the number of masked columns after it.
 
 Libraries do not guarantee this, because the order of summation may depend on matrix sizes. So the engine runs a check at startup, with
-its own weights and threads. It finds out how many rows each matrix of a layer can be multiplied with at once, and how many queries keys and
-values can, and whether whole requests then get identical answers with one layer and part of the vocabulary. If the answers differ, the engine computes one request at a time and
-repeats the check; if that fails, too, it raises an error. The outcome does not depend on ``max_running_requests``, so changing that
-setting does not change results.
+its own weights and threads. It finds out how many rows each matrix of a layer can be multiplied with at once, and how many queries the
+keys and values, whether masked columns change a sum, and whether whole requests then get identical answers with one layer and part of the
+vocabulary. If something differs, the engine computes one request at a time and repeats the check; if that fails, too, it raises an error.
+The outcome does not depend on ``max_running_requests``, so changing that setting does not change results.
 
 Axes: ``T`` packed tokens, ``n`` rows, ``Q`` queries of a row, ``K`` cache columns, ``H`` heads, ``G`` key-value heads, ``D`` head size.
 """
@@ -140,6 +140,7 @@ def _check(runner: ModelRunner, limits: tuple[int, int | None, int], prefill_tok
 
 def _limit(runner: ModelRunner, most_rows: dict[str, int]) -> None:
     """Compute at most this many rows at once."""
+    assert isinstance(runner.forward, LlamaFamily)
     runner.forward.most_rows.update({name: most for name, most in most_rows.items() if name != ATTENTION})
     runner.invariant_attention = functools.partial(InvariantPrefill, most_rows=most_rows.get(ATTENTION, _MOST_ROWS))
 
@@ -220,7 +221,7 @@ def differing_sum(runner: ModelRunner) -> str | None:
 
 
 class _AdapterLimits:
-    """Limits how many rows the matrices of an adapter are multiplied with at once, as ``cut_products`` does for those of the model.
+    """Limits how many rows the matrices of an adapter are multiplied with at once, as ``alike_rows`` does for those of the model.
 
     Args:
         threads: number of compute threads.
