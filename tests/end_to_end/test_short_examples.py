@@ -173,7 +173,7 @@ def test_moves_of_a_drawn_game_are_conversations_of_their_own(run_example):
         *("stages.model.hidden_size=64", "stages.model.head_dim=16", "stages.warmup.train_dataset.kwargs.size=1000"),
         *("stages.warmup.total_train_steps=60", "stages.play.train_dataset.batch_size=16", "stages.play.total_train_steps=3"),
         *("stages.play.evaluator.every_steps=3", "stages.against_version_0.samples=0"),
-        *("stages.generalize.train_dataset.batch_size=16", "stages.generalize.total_train_steps=2"),
+        *("stages.generalize.train_dataset.batch_size=16", "stages.generalize.total_train_steps=3"),
     )
     steps = [*check_steps(run, "play"), *check_steps(run, "generalize")]
     assert all(step["sequence_tokens"] < 35.0 < 16.0 * 8.0 < step["rows/first"] + step["rows/second"] for step in steps)
