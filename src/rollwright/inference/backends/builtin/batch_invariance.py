@@ -130,8 +130,10 @@ def _check(runner: ModelRunner, limits: tuple[int, int | None, int], prefill_tok
     most_rows = dict[str, int]()
     if reason is None and isinstance(runner.forward, LlamaFamily):
         most_rows, reason = alike_rows(runner.forward)
-        _limit(runner, most_rows)
-    reason = reason or differing_sum(runner) or differing_request(runner, prefill_tokens)
+        reason = reason or differing_sum(runner.forward)
+        if reason is None:
+            _limit(runner, most_rows)
+    reason = reason or differing_request(runner, prefill_tokens)
     if reason is None:
         return _CheckResult(None, most_rows)
     alone = ModelRunner(runner.model, *limits, shapes=Shapes.ONE_ROW)
@@ -142,7 +144,7 @@ def _limit(runner: ModelRunner, most_rows: dict[str, int]) -> None:
     """Compute at most this many rows at once."""
     assert isinstance(runner.forward, LlamaFamily)
     runner.forward.most_rows.update({name: most for name, most in most_rows.items() if name != ATTENTION})
-    runner.invariant_attention = functools.partial(InvariantPrefill, most_rows=most_rows.get(ATTENTION, _MOST_ROWS))
+    runner.invariant_attention = functools.partial(InvariantPrefill, most_rows=most_rows[ATTENTION])
 
 
 @torch.inference_mode()
@@ -199,16 +201,10 @@ def _alike_up_to(product: Callable[[Tensor], Tensor], outputs: int, inputs: int)
 
 
 @torch.inference_mode()
-def differing_sum(runner: ModelRunner) -> str | None:
-    """Describe a sum over the columns of the cache whose bits depend on the number of masked columns after it, or return None.
-
-    Args:
-        runner: a runner that computes in whole blocks.
-    """
-    if not isinstance(runner.forward, LlamaFamily):
-        return None
-    size, generator = runner.forward.layer_shapes[0].value_size, torch.Generator().manual_seed(2)
-    for queries in (runner.forward.queries_of_key, INVARIANT_ROWS):  # of a token that is decoded, and of a prompt
+def differing_sum(forward: LlamaFamily) -> str | None:
+    """Describe a sum over the columns of the cache whose bits depend on the number of masked columns after it, or return None."""
+    size, generator = forward.layer_shapes[0].value_size, torch.Generator().manual_seed(2)
+    for queries in (forward.queries_of_key, INVARIANT_ROWS):  # of a token that is decoded, and of a prompt
         weights = torch.rand(2, queries, SUMMED, generator=generator)
         values = torch.randn(2, SUMMED, size, generator=generator)
         for seen in range(KEY_BLOCK, SUMMED, KEY_BLOCK):
@@ -437,9 +433,8 @@ class InvariantPrefill:
             part = part.view(n, Q, G, -1, D).transpose(1, 2).reshape(n * G, -1, D)
             scores = self._by_rows(torch.bmm, part, keys.transpose(1, 2))
             scores.view(n, G, Q, -1, K).masked_fill_(block.hidden, float("-inf"))
-            read = (
-                self._by_rows(weighted_sum, scores.softmax(-1), values).view(n, G, Q, -1, D).transpose(1, 2).reshape(n * Q, -1)
-            )
+            read = self._by_rows(weighted_sum, scores.softmax(-1), values)
+            read = read.view(n, G, Q, -1, D).transpose(1, 2).reshape(n * Q, -1)
             attended[block.tokens] = read if block.places is None else read[block.places]
         return attended
 
