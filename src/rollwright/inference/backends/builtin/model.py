@@ -335,6 +335,7 @@ class LlamaFamily:
         if isinstance(batch, DecodeBatch):
             bias = batch.bias(G, self._embedding.dtype)
             read = cache.read(batch.padded_count, bias.shape[2])
+            sum_values = torch.bmm if cache.shapes is Shapes.FREE else weighted_sum
         cos, sin = self._rope(positions, batch.position_limit)
         head_norms = self._head_norms.index_select(1, self._norm_of_head) if self._has_head_norm else None
         places = cache.places(batch.rows, batch.columns)
@@ -355,7 +356,7 @@ class LlamaFamily:
             cache.flat.index_copy_(0, places[index], new.view(-1, D))
             if isinstance(batch, DecodeBatch):
                 keys, values = read[index]
-                attended = decode_attention(qk[:, :H], keys, values, bias)
+                attended = decode_attention(qk[:, :H], keys, values, bias, sum_values)
             elif batch.attention is not None:
                 attended = batch.attention(qk[:, :H], cache.keys[index], cache.values[index])
             else:
@@ -437,23 +438,27 @@ def fuse_rows(parameters: list[nn.Parameter]) -> Tensor:
     return fused
 
 
-def decode_attention(q: Tensor, keys: Tensor, values: Tensor, bias: Tensor) -> Tensor:
+def decode_attention(
+    q: Tensor, keys: Tensor, values: Tensor, bias: Tensor, sum_values: Callable[[Tensor, Tensor], Tensor]
+) -> Tensor:
     """Attend from one query per row over the cache, by two batched products, which are faster than the fused kernel on CPU.
 
-    The shapes are whole blocks, so in float32 on CPU a query's bits do not depend on the other rows or on masked columns. The fused
-    kernel (``prefill_attention``) is faster for long prompts, but its rounding depends on how its threads divide the queries.
+    The shapes are whole blocks, so in float32 on CPU and with ``weighted_sum`` a query's bits do not depend on the other rows or on
+    masked columns. The fused kernel (``prefill_attention``) is faster for long prompts, but its rounding depends on how its threads
+    divide the queries.
 
     Args:
         q: ``[n, H, D]``.
         keys, values: keys ``[n * G, D, K]`` and values ``[n * G, K, D]`` of the rows' key-value heads.
         bias: ``[n * G, 1, K]``.
+        sum_values: multiplies the weights and the values: ``weighted_sum``, or ``torch.bmm``, which is faster with many columns.
     """
     rows, D = len(q), q.shape[-1]
     scores = torch.baddbmm(bias, q.reshape(len(keys), -1, D), keys, alpha=D**-0.5)
     weights = scores.softmax(-1, dtype=torch.float32)
     if weights.dtype != values.dtype:
         weights = weights.to(values.dtype)
-    return weighted_sum(weights, values).view(rows, -1)
+    return sum_values(weights, values).view(rows, -1)
 
 
 def weighted_sum(weights: Tensor, values: Tensor) -> Tensor:

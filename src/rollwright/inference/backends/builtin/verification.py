@@ -117,7 +117,7 @@ class DecodedTogether:
         scores = torch.bmm(queries * D**-0.5, keys.transpose(1, 2))
         scores.view(n, G, Q, H // G, K).masked_fill_(self._hidden, float("-inf"))
         weights = scores.softmax(-1, dtype=torch.float32).to(values.dtype)
-        read = weighted_sum(weights, values).view(n, G, Q, H // G, D).transpose(1, 2).reshape(n, Q, H * D)
+        read = torch.bmm(weights, values).view(n, G, Q, H // G, D).transpose(1, 2).reshape(n, Q, H * D)
         return F.pad(batch.unpad(read), (0, 0, 0, len(q) - len(batch.token_ids)))
 
 
@@ -183,6 +183,6 @@ class DecodedOneByOne:
         for level in self._levels:
             length = level.bias.shape[2]
             keys, values = (cached[level.rows].flatten(0, 1)[:, :length] for cached in (cached_keys, cached_values))
-            read = decode_attention(q.index_select(0, level.tokens), keys.transpose(1, 2), values, level.bias)
+            read = decode_attention(q.index_select(0, level.tokens), keys.transpose(1, 2), values, level.bias, weighted_sum)
             attended.index_copy_(0, level.written, read.index_select(0, level.places))
         return attended
