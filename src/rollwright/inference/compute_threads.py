@@ -8,10 +8,11 @@ operation creates new workers, which takes about 0.1 ms.
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import functools
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 
 _SOFT = 1  # omp_pause_soft keeps settings such as the number of threads
 _MEASURED_CALLS, _MEASURED_SECONDS = 8, 0.1  # limits for each number of threads
@@ -29,6 +30,19 @@ def release_workers() -> None:
     pause = _pause_resources()
     if pause is not None:
         pause(_SOFT)
+
+
+@contextlib.contextmanager
+def compute_threads(count: int) -> Iterator[None]:
+    """Compute with this number of torch threads inside the block."""
+    import torch
+
+    before = torch.get_num_threads()
+    torch.set_num_threads(count)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
 
 
 def fastest_number(compute: Callable[[], object]) -> int:

@@ -266,11 +266,28 @@ def engine_alone(model, each: ModelRequest) -> list[int]:
         return engine.generate([each])[0].output_tokens
 
 
-@pytest.mark.parametrize("architecture", ["qwen3", "gemma2"])
-def test_batch_invariant_answers_with_adapters_mixed(architecture):
+def round_by_place(monkeypatch, threads):
+    """Let products with the A of rank 4 of up to three layers round by the place of a row, if computed with so many threads.
+
+    MKL does so on Intel processors with AVX2 if several threads share the rows of a matrix with few outputs.
+    """
+    linear = torch.nn.functional.linear
+
+    def rounding(inputs, weight, *bias):
+        if len(weight) > 12 or torch.get_num_threads() not in threads:
+            return linear(inputs, weight, *bias)
+        return linear(inputs, weight, *bias) * (1 + 1e-6 * (torch.arange(len(inputs)) % 2)[:, None])
+
+    monkeypatch.setattr("torch.nn.functional.linear", rounding)
+
+
+@pytest.mark.parametrize(("architecture", "threads"), [("qwen3", 1), ("qwen3", 2), ("gpt2", 1), ("gemma2", 1)])
+def test_batch_invariant_answers_with_adapters_mixed(architecture, threads, monkeypatch):
     model = tiny_model(architecture)
     adapted = [random_adapter(model, seed) for seed in (1, 2)]
-    with BuiltinEngine(model, batch_invariant=True, threads=1, kv_cache_bytes=1 << 24) as engine:
+    if threads == 2:
+        round_by_place(monkeypatch, {2})
+    with BuiltinEngine(model, batch_invariant=True, threads=threads, kv_cache_bytes=1 << 24) as engine:
         for version, each in enumerate(adapted, 1):
             publish(engine, each, version)
         names = ["", "policy-v1", "policy-v2"]
@@ -280,6 +297,16 @@ def test_batch_invariant_answers_with_adapters_mixed(architecture):
     assert [(r.output_tokens, r.output_logprobs) for r in together] == [(r.output_tokens, r.output_logprobs) for r in alone]
     for i in (1, 2):
         expect(adapted[i - 1], together[i])
+
+
+@pytest.mark.parametrize("architecture", ["qwen3", "gpt2"])
+def test_batch_invariant_refuses_an_adapter_whose_rows_depend_on_their_place(architecture, monkeypatch):
+    model = tiny_model(architecture)
+    round_by_place(monkeypatch, {1, 2})
+    with BuiltinEngine(model, batch_invariant=True, threads=1, kv_cache_bytes=1 << 24) as engine:
+        with pytest.raises(WeightUpdateError, match="Choose another rank"):
+            publish(engine, random_adapter(model, 1), 1)
+        assert engine.generate([request()])[0].output_tokens
 
 
 def test_a_model_in_bfloat16_adds_in_float32():

@@ -6,8 +6,9 @@ what is computed beside it, nor on how its prompt is cut into chunks, nor on the
 Libraries do not guarantee this, because the order of summation may depend on matrix sizes. So the engine runs a check at startup, with
 its own weights and threads. It finds out how many rows each matrix of a layer can be multiplied with at once, and how many queries the
 keys and values, whether masked columns change a sum, and whether whole requests then get identical answers with one layer and part of the
-vocabulary. If something differs, the engine computes one request at a time and repeats the check; if that fails, too, it raises an error.
-The outcome does not depend on ``max_running_requests``, so changing that setting does not change results.
+vocabulary. If something differs with several threads, the engine checks whether it can use one. If that differs, too, it computes one
+request at a time and repeats the check; if that fails, it raises an error. The outcome does not depend on ``max_running_requests``,
+so changing that setting does not change results.
 
 Axes: ``T`` packed tokens, ``n`` rows, ``Q`` queries of a row, ``K`` cache columns, ``H`` heads, ``G`` key-value heads, ``D`` head size.
 """
@@ -33,6 +34,7 @@ from rollwright.inference.backends.builtin.kv_cache import INVARIANT_ROWS, KEY_B
 from rollwright.inference.backends.builtin.low_rank import LowRank
 from rollwright.inference.backends.builtin.model import SUMMED, LlamaFamily, Matrix, ModelRunner, weighted_sum
 from rollwright.inference.backends.builtin.scheduler import Stepper, answer
+from rollwright.inference.compute_threads import compute_threads
 from rollwright.inference.model_facts import ordinary_tokens
 from rollwright.inference.request import ModelRequest, TopTokens
 from rollwright.tracking.logging import getLogger
@@ -58,8 +60,10 @@ def invariant_runner(
     prefill_tokens: int,
     threads: int,
     records_experts: bool = False,
-) -> ModelRunner:
+) -> tuple[ModelRunner, int]:
     """Build a runner that computes rows independently: in blocks of fixed shape or, if that is not enough, one row at a time.
+
+    Blocks on one thread come before single rows on several: with 16 requests they were six times as fast.
 
     Args:
         model: the model to run.
@@ -68,6 +72,9 @@ def invariant_runner(
         threads: number of compute threads.
         records_experts: argument of ``ModelRunner``.
 
+    Returns:
+        The runner, and the number of threads to use: ``threads``, or 1 if blocks are enough only then.
+
     Raises:
         EngineError: results on this machine vary even if requests are computed one at a time.
     """
@@ -75,69 +82,68 @@ def invariant_runner(
     if parameter.device.type != "cpu" or parameter.dtype != torch.float32:
         kind = f"{str(parameter.dtype).removeprefix('torch.')} on {parameter.device.type}"
         reason = f"{kind} is multiplied in an order that depends on the batch (float32 on a CPU is not)"
-    shapes = Shapes.FREE if reason else Shapes.BLOCKS
-    runner = ModelRunner(model, *limits, shapes, InvariantPrefill, records_experts)
-    known = _results.setdefault(model, {})
-    setting = threads, prefill_tokens, runner.context_length, runner.device, model.dtype
-    if setting not in known:
-        own_threads = torch.get_num_threads()
-        torch.set_num_threads(threads)
-        try:
-            known[setting] = _check(runner, limits, prefill_tokens, reason)
-        finally:
-            torch.set_num_threads(own_threads)
-    found = known[setting]
-    if found.reason is None:
-        if isinstance(runner.forward, LlamaFamily):
-            _limit(runner, found.most_rows)
-            runner.forward.stacks.limit = _AdapterLimits(threads)
-        return runner
-    if found.differs_alone is not None:
+    for count in () if reason else dict.fromkeys((threads, 1)):
+        runner = ModelRunner(model, *limits, Shapes.BLOCKS, InvariantPrefill, records_experts)
+        found = _known(runner, prefill_tokens, count)
+        if found.reason is None:
+            if isinstance(runner.forward, LlamaFamily):
+                _limit(runner, found.most_rows)
+            runner.forward.stacks.limit = _AdapterLimits(count)
+            if reason is not None:
+                logger.warning("batch_invariant: this engine computes with one thread, as with %d threads %s.", threads, reason)
+            return runner, count
+        reason = reason or found.reason
+        del runner  # and its cache
+    runner = ModelRunner(model, *limits, shapes=Shapes.ONE_ROW, records_experts=records_experts)
+    if (differs := _known(runner, prefill_tokens, threads).reason) is not None:
         raise EngineError(
-            f"batch_invariant (deterministic) is not possible on this machine with {threads} threads: {found.reason}. Even one "
-            f"request at a time, {found.differs_alone}. Use one thread (OMP_NUM_THREADS=1), or turn it off."
+            f"batch_invariant (deterministic) is not possible on this machine with {threads} threads: {reason}. Even one "
+            f"request at a time, {differs}. Use one thread (OMP_NUM_THREADS=1), or turn it off."
         )
     logger.warning(
         "batch_invariant: requests are computed one at a time, with %d threads, as %s. Each is then answered alike whatever else is "
         "asked, and sampling is slower: leave deterministic (batch_invariant) off where that matters more.",
         threads,
-        found.reason,
+        reason,
     )
-    del runner  # and its cache
-    return ModelRunner(model, *limits, shapes=Shapes.ONE_ROW, records_experts=records_experts)
+    return runner, threads
 
 
 @dataclass(frozen=True)
 class _CheckResult:
-    """Result of the check for one model.
+    """Result of the check of a runner.
 
     Attributes:
-        reason: why blocks of fixed shape are not enough, or None if they are.
+        reason: what differs, or None if nothing does.
         most_rows: maximum number of rows that each matrix is multiplied with at once, and of those of ``ATTENTION``.
-        differs_alone: what differs when requests are computed one at a time, or None if nothing differs or this was not tried.
     """
 
     reason: str | None
     most_rows: dict[str, int] = field(default_factory=dict)
-    differs_alone: str | None = None
 
 
 #: Results by model and setting, so that only the first engine with a setting runs the check.
 _results: weakref.WeakKeyDictionary[torch.nn.Module, dict[tuple[Any, ...], _CheckResult]] = weakref.WeakKeyDictionary()
 
 
-def _check(runner: ModelRunner, limits: tuple[int, int | None, int], prefill_tokens: int, reason: str | None) -> _CheckResult:
-    most_rows = dict[str, int]()
-    if reason is None and isinstance(runner.forward, LlamaFamily):
+def _known(runner: ModelRunner, prefill_tokens: int, threads: int) -> _CheckResult:
+    """Return the result of the check with this number of threads."""
+    model, known = runner.model, _results.setdefault(runner.model, {})
+    setting = runner.cache.shapes, threads, prefill_tokens, runner.context_length, runner.device, model.dtype
+    if setting not in known:
+        with compute_threads(threads):
+            known[setting] = _check(runner, prefill_tokens)
+    return known[setting]
+
+
+def _check(runner: ModelRunner, prefill_tokens: int) -> _CheckResult:
+    most_rows, reason = dict[str, int](), None
+    if runner.cache.invariant and isinstance(runner.forward, LlamaFamily):
         most_rows, reason = alike_rows(runner.forward)
         reason = reason or differing_sum(runner.forward)
         if reason is None:
             _limit(runner, most_rows)
-    reason = reason or differing_request(runner, prefill_tokens)
-    if reason is None:
-        return _CheckResult(None, most_rows)
-    alone = ModelRunner(runner.model, *limits, shapes=Shapes.ONE_ROW)
-    return _CheckResult(reason, differs_alone=differing_request(alone, prefill_tokens))
+    return _CheckResult(reason or differing_request(runner, prefill_tokens), most_rows)
 
 
 def _limit(runner: ModelRunner, most_rows: dict[str, int]) -> None:
@@ -217,7 +223,9 @@ def differing_sum(forward: LlamaFamily) -> str | None:
 
 
 class _AdapterLimits:
-    """Limits how many rows the matrices of an adapter are multiplied with at once, as ``alike_rows`` does for those of the model.
+    """Limits how the matrices of an adapter are multiplied, as ``alike_rows`` does for those of the model.
+
+    An ``A`` has few outputs, so several threads may divide its rows among themselves and round them differently. It then gets one thread.
 
     Args:
         threads: number of compute threads.
@@ -225,30 +233,30 @@ class _AdapterLimits:
 
     def __init__(self, threads: int) -> None:
         self._threads = threads
-        self._known: dict[tuple[int, ...], int] = {}
+        self._known: dict[tuple[int, ...], tuple[int, int | None]] = {}
 
     @torch.inference_mode()
-    def __call__(self, product: LowRank) -> int:
-        """Return the limit for a product.
+    def __call__(self, product: LowRank) -> None:
+        """Set the number of rows and of threads of a product.
 
         Raises:
-            WeightUpdateError: a row gets other bits at another place among 16.
+            WeightUpdateError: a row gets other bits at another place among 16, even with one thread.
         """
         matrices = [Matrix("A", product.a), *(Matrix("B", part.b_t.t(), is_added=True) for part in product.parts)]
         shape = tuple(size for matrix in matrices for size in matrix.weight.shape)
         if shape not in self._known:
-            own_threads = torch.get_num_threads()
-            torch.set_num_threads(self._threads)
-            try:
-                self._known[shape] = min(_alike_up_to(matrix.product, *matrix.weight.shape) for matrix in matrices)
-            finally:
-                torch.set_num_threads(own_threads)
-        if not self._known[shape]:
+            for threads in dict.fromkeys((self._threads, 1)):
+                with compute_threads(threads):
+                    most = min(_alike_up_to(matrix.product, *matrix.weight.shape) for matrix in matrices)
+                if most:
+                    break
+            self._known[shape] = most, None if threads == self._threads else threads
+        product.most, product.threads = self._known[shape]
+        if not product.most:
             raise WeightUpdateError(
                 f"batch_invariant (deterministic): matrices of the adapter's sizes {shape} give a row other bits beside other rows on "
                 "this machine. Choose another rank (actor.lora.rank), or turn deterministic off."
             )
-        return self._known[shape]
 
 
 @torch.inference_mode()

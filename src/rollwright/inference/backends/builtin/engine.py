@@ -84,7 +84,8 @@ class BuiltinEngine(InferenceEngine):
             ones for as long as a request uses them.
         base_only: compute a model object without the adapters that PEFT injected in it, because its trainer publishes them. Otherwise
             they are sampled with as they are until the first adapter is published.
-        batch_invariant: answer a request with the same bits whether it runs alone or among others (docs/determinism.md).
+        batch_invariant: answer a request with the same bits whether it runs alone or among others (docs/determinism.md). If only one
+            thread achieves that in a batch, ``threads`` is 1.
         routing_replay: return the experts that each token was sent to (``ModelResponse.routed_experts``).
         prompt_lookup_tokens: maximum number of tokens that a step takes from a request's earlier text and verifies, if that is faster
             (docs/engine.md). 0 computes one token of each request in a step.
@@ -132,7 +133,7 @@ class BuiltinEngine(InferenceEngine):
         limits = max_running_requests, context_length, kv_cache_bytes - kept_bytes
         if batch_invariant:
             threads = threads or torch.get_num_threads()
-            self._runner = invariant_runner(self.model, limits, prefill_tokens, threads, routing_replay)
+            self._runner, threads = invariant_runner(self.model, limits, prefill_tokens, threads, routing_replay)
             max_running_requests = self._runner.cache.max_rows
             kept_bytes = 0 if self._runner.prompts_alone else kept_bytes
         else:

@@ -30,6 +30,7 @@ from torch import Tensor, nn
 
 from rollwright.errors import EngineError
 from rollwright.inference.backends.builtin.adapters import Adapter, base_of, linear_paths
+from rollwright.inference.compute_threads import compute_threads
 
 _STACKS = 8  # combinations of adapters whose stacked matrices are kept
 _NO_LIMIT = 1 << 62
@@ -116,12 +117,14 @@ class LowRank:
         parts: what the columns of ``A x`` add to; they follow each other.
         owners: ``[R]``, index of the adapter that each column belongs to.
         most: maximum number of rows that are multiplied at once.
+        threads: number of compute threads, or None for as many as the pass has.
     """
 
     a: Tensor
     parts: tuple[AddedColumns, ...]
     owners: tuple[int, ...]
     most: int = _NO_LIMIT
+    threads: int | None = None
 
     @classmethod
     def of(cls, site: Site, adapters: Sequence[Adapter]) -> LowRank | None:
@@ -149,11 +152,15 @@ class LowRank:
             y: ``[T, outputs]``, with outputs next to each other in memory.
             mask: ``[T, R]``, 1 where a column belongs to the row's adapter. None if all rows have the one adapter.
         """
-        if len(x) > self.most:
+        if len(x) <= self.most and self.threads is None:
+            self._add_at_once(x, y, mask)
+            return
+        with contextlib.nullcontext() if self.threads is None else compute_threads(self.threads):
             masks = itertools.repeat(None) if mask is None else mask.split(self.most)
             for some, other, masked in zip(x.split(self.most), y.split(self.most), masks, strict=False):
-                self.add(some, other, masked)
-            return
+                self._add_at_once(some, other, masked)
+
+    def _add_at_once(self, x: Tensor, y: Tensor, mask: Tensor | None) -> None:
         if x.dtype != self.a.dtype:
             self._add_in_float32(x, y, mask)
             return
@@ -221,13 +228,13 @@ class AdapterStacks:
         together: stack the adapters of a pass. If False, each is added by itself.
 
     Attributes:
-        limit: returns the maximum number of rows that a product may be multiplied with at once.
+        limit: sets with how many rows and threads a product may be computed.
     """
 
     def __init__(self, sites: dict[Hashable, Site], together: bool) -> None:
         self._sites, self._together = sites, together
         self._stacks: OrderedDict[tuple[int, ...], dict[Hashable, LowRank]] = OrderedDict()
-        self.limit: Callable[[LowRank], int] | None = None
+        self.limit: Callable[[LowRank], None] | None = None
 
     def products(self, adapters: Sequence[Adapter]) -> dict[Hashable, LowRank]:
         """Return the products of a combination of adapters by site."""
@@ -237,7 +244,7 @@ class AdapterStacks:
             known = {name: product for name, product in made.items() if product is not None}
             if self.limit is not None:
                 for product in known.values():
-                    product.most = self.limit(product)
+                    self.limit(product)
             while len(self._stacks) >= _STACKS:
                 self._stacks.popitem(last=False)
             self._stacks[keys] = known
