@@ -144,3 +144,9 @@ def test_only_what_shows_things_renders():
 
 def test_other_systems_are_named_in_compat_alone():
     assert _files_with(FOREIGN, ("compat",)) == {}
+
+
+def test_tests_have_names_of_their_own():
+    """Modules of tests are imported by their bare name, so two of one name could not run in one pytest."""
+    names = [path.name for path in Path(__file__).parents[1].rglob("test_*.py")]
+    assert sorted(names) == sorted(set(names))
