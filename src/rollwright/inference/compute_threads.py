@@ -50,9 +50,8 @@ def fastest_number(compute: Callable[[], object]) -> int:
     import torch
 
     most, seconds = torch.get_num_threads(), dict[int, float]()
-    try:
-        for count in sorted({1, *(1 << power for power in range(1, most.bit_length())), most}):
-            torch.set_num_threads(count)
+    for count in sorted({1, *(1 << power for power in range(1, most.bit_length())), most}):
+        with compute_threads(count):
             compute()
             began, measured = time.perf_counter(), list[float]()
             while len(measured) < _MEASURED_CALLS and (not measured or time.perf_counter() - began < _MEASURED_SECONDS):
@@ -60,7 +59,5 @@ def fastest_number(compute: Callable[[], object]) -> int:
                 compute()
                 measured.append(time.perf_counter() - start)
             seconds[count] = min(measured)
-    finally:
-        torch.set_num_threads(most)
     limit = _AS_FAST * min(seconds.values())
     return next(count for count, value in seconds.items() if value <= limit)
